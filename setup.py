@@ -1,4 +1,6 @@
-"""Builds the C programs: init of jobs, preload and keeper for device memory; rule: without a compiler the installation goes on and says what is missing."""
+"""Builds the C programs: init of jobs, preload and keeper for device memory; rule: without a
+compiler the installation goes on and says what is missing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# Freestanding: no libc's start-up code, which would choose instructions by the CPU it starts on; one small mapping.
+# Freestanding: no libc's start-up code, which would choose instructions by the CPU it starts on;
+# one small mapping.
 INIT_FLAGS = [
     *("-O2", "-Wall", "-Wextra"),
     *("-static", "-nostdlib", "-nostartfiles", "-ffreestanding", "-fno-pie", "-no-pie"),
@@ -81,7 +84,9 @@ class Program(Extension):
 
 
 class BuildPrograms(build_ext):
-    """Makes programs where setuptools would make extension modules: it knows where they belong in each kind of installation."""
+    """Makes programs where setuptools would make extension modules: it knows where they belong in
+    each kind of installation.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         *folders, name = fullname.split(".")

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Throughput to and from a bucket (SeaweedFS on the loopback) against the bare client with the same requests in flight; rule: same bytes, same round.
+"""Throughput to and from a bucket (SeaweedFS on the loopback) against the bare client with the same
+requests in flight; rule: same bytes, same round.
 
-Up: shards of ready chunks through the writer's stream, and whole cells (hashed, tried, packed) through the snapshot writer, against bare PUTs of
-objects of those sizes. Down: the restorer's fetcher, decoding and verifying, against bare ranged GETs of the ranges that it planned. The server
+Up: shards of ready chunks through the writer's stream, and whole cells (hashed, tried, packed)
+through the snapshot writer, against bare PUTs of objects of those sizes. Down: the restorer's
+fetcher, decoding and verifying, against bare ranged GETs of the ranges that it planned. The server
 runs on the same cores, so that whatever icecore computes is taken from it.
 """
 

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Measure what a checkpoint costs a training job: PyTorch's ways to save, and icecore's snapshots of an unmodified job.
+"""Measure what a checkpoint costs a training job: PyTorch's ways to save, and icecore's snapshots
+of an unmodified job.
 
-One job at a time trains on the GPU and logs its steps; each way saves the same state to tmpfs. The table gives, for each checkpoint: the
-training time that was lost (the time from its start until it is durable, minus the steps made meanwhile at their undisturbed pace), the
-longest step, how much slower the other steps are meanwhile, the time until it is durable, and its bytes. With --every, icecore takes snapshots
-at that interval, and the table gives the share of the training time that they cost.
+One job at a time trains on the GPU and logs its steps; each way saves the same state to tmpfs. The
+table gives, for each checkpoint: the training time that was lost (the time from its start until it
+is durable, minus the steps made meanwhile at their undisturbed pace), the longest step, how much
+slower the other steps are meanwhile, the time until it is durable, and its bytes. With --every,
+icecore takes snapshots at that interval, and the table gives the share of the training time that
+they cost.
 
 Needs PyTorch and, for icecore, root and CRIU. With --device cpu a small job shows that it works.
 """
@@ -39,7 +42,8 @@ _START_SECONDS = 180.0
 _SAVE_SECONDS = 300.0
 #: So many undisturbed steps give the pace.
 _FEWEST = 5
-#: A step of more than this many medians is one that the checkpoint stopped, not one that it slowed down.
+#: A step of more than this many medians is one that the checkpoint stopped, not one that it slowed
+#: down.
 _STOPPED = 3.0
 
 
@@ -50,7 +54,8 @@ class Cost:
     Attributes:
         lost: Seconds of training.
         longest: Seconds of the longest step.
-        slower: Mean duration of the steps that were not stopped, divided by the median of undisturbed ones; 0: there were none.
+        slower: Mean duration of the steps that were not stopped, divided by the median of
+            undisturbed ones; 0: there were none.
         durable: Seconds until it was durable.
         stored: Bytes.
     """
@@ -88,7 +93,8 @@ class Training:
         return [Step(*map(int, line.split())) for line in lines if line.count(" ") == 1]
 
     def settle(self, seconds: float) -> float:
-        """Wait for ``seconds``, and at least `_FEWEST` undisturbed steps; return their median in seconds.
+        """Wait for ``seconds``, and at least `_FEWEST` undisturbed steps; return their median in
+        seconds.
 
         Raises:
             RuntimeError: The job makes too few steps.
@@ -110,7 +116,8 @@ class Training:
         """Return what a checkpoint between two times cost."""
         time.sleep(3 * pace)  # the step in progress when it becomes durable
         within = [step for step in self.steps() if step.end > began and step.begin < durable]
-        # A save that the job makes itself is part of the step at whose end it stands; a window may fall between two steps.
+        # A save that the job makes itself is part of the step at whose end it stands; a window may
+        # fall between two steps.
         ends = [step.end for step in within]
         spans = (
             [
@@ -215,7 +222,9 @@ class Icecore:
 def snapshots(
     gib: float, device: str, count: int, calm: float, every: float, during: float
 ) -> tuple[list[Cost], float | None]:
-    """Return the costs of ``count`` snapshots, and the share of training time that one each ``every`` seconds costs."""
+    """Return the costs of ``count`` snapshots, and the share of training time that one each
+    ``every`` seconds costs.
+    """
     # A GPU job has a private root, with a /dev/shm of its own: it logs its steps elsewhere.
     with (
         scratch("cost") as folder,
@@ -268,7 +277,9 @@ def _snapshot(icecore: Icecore, job: Training, pace: float, folder: Path) -> Cos
 def _periodic(
     icecore: Icecore, job: Training, pace: float, folder: Path, every: float, during: float
 ) -> float:
-    """Take snapshots for so many seconds, and keep the newest two; return the share of training time that was lost."""
+    """Take snapshots for so many seconds, and keep the newest two; return the share of training
+    time that was lost.
+    """
     began = time.monotonic_ns()
     end = time.monotonic() + during
     while (due := time.monotonic()) < end:
@@ -283,7 +294,9 @@ def _periodic(
 def results(
     found: dict[str, list[Cost]], share: float | None, where: str, every: float
 ) -> list[Result]:
-    """Return the table: medians over the checkpoints of each way; the first of each is separate, because it warms what the others reuse."""
+    """Return the table: medians over the checkpoints of each way; the first of each is separate,
+    because it warms what the others reuse.
+    """
     out = []
     for way, costs in found.items():
         for label, chosen in (("first", costs[:1]), ("then", costs[1:])):

@@ -1,10 +1,12 @@
-"""A training job that logs each step and saves a checkpoint on request; the job of benchmarks/checkpoint_cost.py.
+"""A training job that logs each step and saves a checkpoint on request; the job of
+benchmarks/checkpoint_cost.py.
 
 Usage: checkpoint_cost_job.py FOLDER WAY [--gib GIB] [--device cuda|cpu]
 
-It appends to FOLDER/steps one line "BEGIN END" (nanoseconds of CLOCK_MONOTONIC) for each step. When FOLDER/order holds a new
-number, it saves model and optimizer to FOLDER/checkpoint-NUMBER after the step, and writes FOLDER/saved-NUMBER: the times at which
-the save began and became durable. A job whose WAY is "none" saves nothing, and does not know that its snapshots are taken.
+It appends to FOLDER/steps one line "BEGIN END" (nanoseconds of CLOCK_MONOTONIC) for each step. When
+FOLDER/order holds a new number, it saves model and optimizer to FOLDER/checkpoint-NUMBER after the
+step, and writes FOLDER/saved-NUMBER: the times at which the save began and became durable. A job
+whose WAY is "none" saves nothing, and does not know that its snapshots are taken.
 """
 
 from __future__ import annotations

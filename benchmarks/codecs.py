@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Ratio and speed of every codec on made-up data of several kinds, one core, beside the floor: copying and hashing the same bytes in the same run."""
+"""Ratio and speed of every codec on made-up data of several kinds, one core, beside the floor:
+copying and hashing the same bytes in the same run.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What a commit costs when the repository has 1, 100 and 10 000 snapshots: requests, bytes and seconds, over a back end that counts.
+"""What a commit costs when the repository has 1, 100 and 10 000 snapshots: requests, bytes and
+seconds, over a back end that counts.
 
-Synthetic snapshots of a hundred jobs, each with a manifest and a few new chunks in the index; the back end is memory, so the
-seconds are icecore's own. A commit is everything from the session's beginning to its end; the dedup index is loaded in
-another run of the same, as what that costs follows the number of chunks and not of snapshots (of reads it costs none here, as one process makes all
-commits and keeps what is short). Work that is not done at every commit
-(merging index segments, trimming the log) is spread over them: means of 512 commits, CPU seconds.
+Synthetic snapshots of a hundred jobs, each with a manifest and a few new chunks in the index; the
+back end is memory, so the seconds are icecore's own. A commit is everything from the session's
+beginning to its end; the dedup index is loaded in another run of the same, as what that costs
+follows the number of chunks and not of snapshots (of reads it costs none here, as one process makes
+all commits and keeps what is short). Work that is not done at every commit (merging index segments,
+trimming the log) is spread over them: means of 512 commits, CPU seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ SIZES = (1, 100, 10_000)
 _JOBS = 100
 _CHUNKS = 16
 _MANIFEST_BYTES = 2000
-#: A whole period of what is not done at every commit: the log is trimmed every 512 entries, of which a commit makes two.
+#: A whole period of what is not done at every commit: the log is trimmed every 512 entries, of
+#: which a commit makes two.
 _MEASURED = 512
 _FEW = 8
 
@@ -114,7 +117,8 @@ async def _measure(sizes: tuple[int, ...]) -> list[Result]:
 
 def _results(sizes: tuple[int, ...], costs: dict[tuple[int, bool], list[Cost]]) -> list[Result]:
     results = []
-    # The first repository is so small that it has no full page of its list yet; the comparison begins at the second.
+    # The first repository is so small that it has no full page of its list yet; the comparison
+    # begins at the second.
     base = sizes[1]
     for size in sizes[1:]:
         mean = statistics.fmean(cost.requests for cost in costs[size, False])

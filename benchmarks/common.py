@@ -1,5 +1,6 @@
-"""What all benchmarks share: measured ratios with their targets, scratch room on tmpfs, the table. Its rule: a verdict is
-about a ratio within one run on the same input; seconds are only notes."""
+"""What all benchmarks share: measured ratios with their targets, scratch room on tmpfs, the table.
+Its rule: a verdict is about a ratio within one run on the same input; seconds are only notes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""What it gains to bring device memory back through a file, against placing it by userfaultfd: the same restores in turn, with the fake driver of the tests.
+"""What it gains to bring device memory back through a file, against placing it by userfaultfd: the
+same restores in turn, with the fake driver of the tests.
 
-The fake driver does what the real one does with that memory: it copies all of it, in one thread, and unmaps it. How fast the real one copies, and what it loses
-to whoever uses the memory at the same time, only a GPU shows (benchmarks/gpu.py).
+The fake driver does what the real one does with that memory: it copies all of it, in one thread,
+and unmaps it. How fast the real one copies, and what it loses to whoever uses the memory at the
+same time, only a GPU shows (benchmarks/gpu.py).
 """
 
 from __future__ import annotations

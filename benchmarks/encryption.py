@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""What encryption costs: dumps of a running job, and import and export of three successive CRIU image directories, encrypted and plain in turns.
+"""What encryption costs: dumps of a running job, and import and export of three successive CRIU
+image directories, encrypted and plain in turns.
 
-Everything lies on tmpfs and is read warm, so that nothing but the processor limits either. Opening (Argon2id) is done once, before.
+Everything lies on tmpfs and is read warm, so that nothing but the processor limits either. Opening
+(Argon2id) is done once, before.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def measure(name: str, arguments: Sequence[str], rounds: int) -> list[Result]:
 
 
 def _dumps(name: str, arguments: Sequence[str], rounds: int, folder: Path, found: Rounds) -> None:
-    """Dump a running job twice, into either kind of repository in turns: from the call to the commit."""
+    """Dump a running job twice, into either kind of repository in turns: from the call to the
+    commit.
+    """
     with job(name, folder, arguments) as running:
         for turn in range(-1, rounds):
             progress(f"{PART}: {name}, dumps, round {turn + 1} of {rounds}")

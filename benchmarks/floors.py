@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""What a machine can do at best in each of the ways that memory takes here: the floors that phases are measured against, in GB/s, of the same run.
+"""What a machine can do at best in each of the ways that memory takes here: the floors that phases
+are measured against, in GB/s, of the same run.
 
-Its rule: every copy is made by the means that icecore has (the driver's copies, process_vm_readv, files on tmpfs), with nothing done to the bytes. Run as a
-program of its own, so that what it takes on host and device is gone afterwards.
+Its rule: every copy is made by the means that icecore has (the driver's copies, process_vm_readv,
+files on tmpfs), with nothing done to the bytes. Run as a program of its own, so that what it takes
+on host and device is gone afterwards.
 """
 
 from __future__ import annotations

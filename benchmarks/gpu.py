@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Jobs with device memory: the window and the way back against what the driver alone takes, and against plain CRIU images with the driver's calls
-around them (the way of CRIUgpu), on the same job in the same run.
+"""Jobs with device memory: the window and the way back against what the driver alone takes, and
+against plain CRIU images with the driver's calls around them (the way of CRIUgpu), on the same job
+in the same run.
 
-Needs NVIDIA GPUs, PyTorch and cuda.bindings. One job for each GPU that is asked for, in one tree; each has the same device memory.
+Needs NVIDIA GPUs, PyTorch and cuda.bindings. One job for each GPU that is asked for, in one tree;
+each has the same device memory.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
     progress("gpu: floors")
     with scratch(PART) as folder:
         limits = floors.measure(folder, devices=True)
-    # The largest step takes the driver's copy in the host's memory, as much staging, and as much in the repository.
+    # The largest step takes the driver's copy in the host's memory, as much staging, and as much in
+    # the repository.
     size = int(gib * gpus * GIB)
     with (
-        plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, gpus) as job, Reserve(2 * size + 4 * GIB) as reserve,
+        plain_criu.adopting(),
+        scratch(PART) as folder,
+        Job(folder, gib, gpus) as job,
+        Reserve(2 * size + 4 * GIB) as reserve,
         Worker() as worker,
-    ):  # fmt: skip
+    ):
         job.wait_step(0)
         worker.ask("open", path=str(folder / "repository"), create=True)
         progress("gpu: the first dump")
@@ -280,14 +286,19 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
 
 
 def scaling(gib: float, counts: Sequence[int], rounds: int, one_gpu: bool) -> list[Result]:
-    """Windows and restores with the same device memory on each of more and more GPUs, or processes on one, against the first number."""
+    """Windows and restores with the same device memory on each of more and more GPUs, or processes
+    on one, against the first number.
+    """
     found = {count: Rounds() for count in counts}
     for count, own in found.items():
         size, phases = int(gib * count * GIB), Phases()
         with (
-            plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, count, present=int(one_gpu)) as job, Reserve(2 * size + 4 * GIB) as reserve,
+            plain_criu.adopting(),
+            scratch(PART) as folder,
+            Job(folder, gib, count, present=int(one_gpu)) as job,
+            Reserve(2 * size + 4 * GIB) as reserve,
             Worker() as worker,
-        ):  # fmt: skip
+        ):
             job.wait_step(0)
             worker.ask("open", path=str(folder / "repository"), create=True)
             for turn in range(rounds + 1):

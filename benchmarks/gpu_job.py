@@ -1,10 +1,14 @@
-"""The job of benchmarks/gpu.py: device memory that cannot be compressed, changes only on request, and a clock that ticks with every step on the GPU.
+"""The job of benchmarks/gpu.py: device memory that cannot be compressed, changes only on request,
+and a clock that ticks with every step on the GPU.
 
-python gpu_job.py STATE GIB DEVICE [--distinct GIB] [--memory torch|driver] [--block MIB]. STATE/progress: two 64-bit numbers, steps and the time of the last
-(ns since the epoch). STATE/order holds "NUMBER SHARE": that share of the memory, in each block, is drawn anew, and NUMBER is then written to STATE/done.
+python gpu_job.py STATE GIB DEVICE [--distinct GIB] [--memory torch|driver] [--block MIB].
+STATE/progress: two 64-bit numbers, steps and the time of the last (ns since the epoch). STATE/order
+holds "NUMBER SHARE": that share of the memory, in each block, is drawn anew, and NUMBER is then
+written to STATE/done.
 
-With ``--distinct`` only the first blocks are drawn, so much in all, and the others are copies of them, also when they change: every cell differs from what it
-was, and has to be read, compared, fetched and placed as any other, but a repository holds it once.
+With ``--distinct`` only the first blocks are drawn, so much in all, and the others are copies of
+them, also when they change: every cell differs from what it was, and has to be read, compared,
+fetched and placed as any other, but a repository holds it once.
 """
 
 from __future__ import annotations
@@ -54,7 +58,9 @@ class Torch:
 
 
 class Driver:
-    """Blocks of the driver's, which the host can write: those of the fake libcuda of tests/resident."""
+    """Blocks of the driver's, which the host can write: those of the fake libcuda of
+    tests/resident.
+    """
 
     def __init__(self, device: int, blocks: int, distinct: int, size: int) -> None:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,6 @@
-"""Phases of dumps and restores beside the floor of what each does; the rule: a phase's bytes and seconds are those of its own event."""
+"""Phases of dumps and restores beside the floor of what each does; the rule: a phase's bytes and
+seconds are those of its own event.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _OF_EACH = ("pcie", "pageable", "device")
 
 @dataclass
 class Phases:
-    """What the events of dumps and restores said: name of the step → event → (bytes, seconds) of each round."""
+    """What the events of dumps and restores said: name of the step → event → (bytes, seconds) of
+    each round.
+    """
 
     found: dict[tuple[str, str], list[tuple[int, float]]] = field(default_factory=dict)
 

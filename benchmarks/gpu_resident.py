@@ -1,8 +1,10 @@
-"""Device memory that stays where it is, against the driver's way with the same job: windows, restores, and what each phase reaches of its floor. Its rule: what
-does not fit this machine is left out, and said.
+"""Device memory that stays where it is, against the driver's way with the same job: windows,
+restores, and what each phase reaches of its floor. Its rule: what does not fit this machine is left
+out, and said.
 
-So that large jobs fit the host's memory, only so much of the device memory is drawn at random, and the rest are copies of it (`gpu_job`, ``--distinct``):
-stored once, but read, compared, fetched, verified and placed as any other.
+So that large jobs fit the host's memory, only so much of the device memory is drawn at random, and
+the rest are copies of it (`gpu_job`, ``--distinct``): stored once, but read, compared, fetched,
+verified and placed as any other.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ class Bench:
             if "driver" not in asked:
                 return
             worker = self._worker(stack, "driver")
-            # Without a reserve: to warm so much memory takes longer than what is measured, and the driver is the slower one.
+            # Without a reserve: to warm so much memory takes longer than what is measured, and the
+            # driver is the slower one.
             done = self._dump(worker, job, None, "driver's way")
             taken = sum(
                 fields["seconds"]
@@ -259,7 +262,8 @@ def measure(setting: Setting, figures: Path | None = None) -> list[Result]:
     """All that is asked for.
 
     Args:
-        figures: JSON file with the figures of earlier runs of the same size, to which these are added.
+        figures: JSON file with the figures of earlier runs of the same size, to which these are
+            added.
     """
     known: dict[str, dict[str, list[float]]] = (
         json.loads(figures.read_text()) if figures and figures.exists() else {}

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What a job of `icecore run --gpu` costs while nobody takes a snapshot of it: the same job without icecore, with its preload, and (collectives) with
---no-resident, in turn. What allocations cost: tests/resident/gpu_probe.py overhead.
+"""What a job of `icecore run --gpu` costs while nobody takes a snapshot of it: the same job without
+icecore, with its preload, and (collectives) with --no-resident, in turn. What allocations cost:
+tests/resident/gpu_probe.py overhead.
 
 Needs an NVIDIA GPU and PyTorch; for collectives two.
 """

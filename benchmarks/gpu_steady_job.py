@@ -1,7 +1,7 @@
 """The jobs of benchmarks/gpu_steady.py; each prints one line of JSON, figure → value, at its end.
 
-python gpu_steady_job.py steps: a training step, launches, copies, scattered reads, matrix products. python gpu_steady_job.py collectives: NCCL's all-reduce
-between two ranks, which it starts.
+python gpu_steady_job.py steps: a training step, launches, copies, scattered reads, matrix products.
+python gpu_steady_job.py collectives: NCCL's all-reduce between two ranks, which it starts.
 """
 
 from __future__ import annotations

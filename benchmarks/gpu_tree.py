@@ -1,4 +1,6 @@
-"""What the benchmarks of GPU jobs share: the job itself, the driver's own calls, the end of a tree. Its rule: nothing of a job is left after its block."""
+"""What the benchmarks of GPU jobs share: the job itself, the driver's own calls, the end of a tree.
+Its rule: nothing of a job is left after its block.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Job:
     Args:
         folder: Its output goes there.
         gib: Device memory of each child.
-        gpus: How many children; they have GPUs 0, 1, … of ``present``, and begin again with 0 where there are fewer.
+        gpus: How many children; they have GPUs 0, 1, … of ``present``, and begin again with 0 where
+            there are fewer.
         environment: Beside this process's own.
         more: Further arguments of `gpu_job`.
     """
@@ -58,9 +61,13 @@ class Job:
             command = [sys.executable, "-c", run, repr(work)]
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
             env={**inherited, **(environment or {})},
-        )  # fmt: skip
+        )
         self.pid = self.process.pid
 
     def wait_step(self, since_ns: int) -> int:
@@ -136,7 +143,9 @@ def workers_of(root: int) -> list[int]:
 
 
 def huge_pages(pids: Sequence[int]) -> float:
-    """Which share of the private memory of processes lies in huge pages: of checkpointed ones, of what the driver has mapped there above all."""
+    """Which share of the private memory of processes lies in huge pages: of checkpointed ones, of
+    what the driver has mapped there above all.
+    """
     found = {"Anonymous": 0, "AnonHugePages": 0}
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:

@@ -1,5 +1,6 @@
-"""The measured jobs: a test program started, its own clock watched from outside, plain CRIU beside it. Its rule: what was
-started is ended."""
+"""The measured jobs: a test program started, its own clock watched from outside, plain CRIU beside
+it. Its rule: what was started is ended.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def job(name: str, folder: Path, arguments: Sequence[str]) -> Iterator[Running]:
 
 
 class Watch:
-    """Watches memory-pattern's own clock, which ticks every millisecond: how long did it stand still?
+    """Watches memory-pattern's own clock, which ticks every millisecond: how long did it stand
+    still?
 
     Attributes:
         gap: The longest time between two ticks, in seconds, while the watch was on.
@@ -109,7 +111,8 @@ def criu_run(command: Sequence[str | Path], log: Path) -> float:
         RuntimeError: It failed; with the end of its log.
     """
     started = time.perf_counter()
-    # Not captured: a restored process inherits CRIU's descriptors, and a pipe of them would never end.
+    # Not captured: a restored process inherits CRIU's descriptors, and a pipe of them would never
+    # end.
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

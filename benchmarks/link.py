@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Dump and restore of a real job through the command line, over a link of 1 Gb/s and 80 ms to the bucket (SeaweedFS behind `benchmarks.shaper`);
-rule: the whole command counts, from its start to its end, against the bytes that the link would have carried meanwhile.
+"""Dump and restore of a real job through the command line, over a link of 1 Gb/s and 80 ms to the
+bucket (SeaweedFS behind `benchmarks.shaper`); rule: the whole command counts, from its start to its
+end, against the bytes that the link would have carried meanwhile.
 
-Beside them the bare client, with the same link, so that it is seen what the link and the server give. The job's memory cannot be compressed, and each round has
-other bytes.
+Beside them the bare client, with the same link, so that it is seen what the link and the server
+give. The job's memory cannot be compressed, and each round has other bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ BUCKET = "far-away"
 RATE, ROUND_TRIP = 125e6, 0.08
 _BARE_BYTES, _BARE_IN_FLIGHT = 8 << 20, 16
 _SECONDS = 300.0
-#: What a dump takes for staging and shards, and a restore for ranges, at most: kept warm, or the machine's host is measured (benchmarks.reserve).
+#: What a dump takes for staging and shards, and a restore for ranges, at most: kept warm, or the
+#: machine's host is measured (benchmarks.reserve).
 _WARM_BYTES = 1280 << 20
 
 
@@ -89,7 +91,9 @@ def measure(
 
 @contextmanager
 def _linked(data: str | None) -> Iterator[tuple[Path, Server, str]]:
-    """A folder on tmpfs, a server of its own (what is deleted stays in its volumes), and its URL at the end of the link."""
+    """A folder on tmpfs, a server of its own (what is deleted stays in its volumes), and its URL at
+    the end of the link.
+    """
     with (
         scratch(PART) as folder,
         tempfile.TemporaryDirectory(prefix="icecore-bench-link-", dir=data or TMPFS) as place,

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""S3 clients side by side against SeaweedFS on the loopback: MB/s and the client's CPU seconds per GB, by requests in flight; rule: same bytes, same buffers.
+"""S3 clients side by side against SeaweedFS on the loopback: MB/s and the client's CPU seconds per
+GB, by requests in flight; rule: same bytes, same buffers.
 
-Each client runs in a process of its own, all write the same random bytes and read into buffers that each request owns, and none signs the payload
-(where it says "signed", it does). The server runs on the same cores: MB/s say more of it than of the client, CPU s/GB are the client's alone.
-The rounds of all clients alternate; the table has medians. ``make bench-store``.
+Each client runs in a process of its own, all write the same random bytes and read into buffers that
+each request owns, and none signs the payload (where it says "signed", it does). The server runs on
+the same cores: MB/s say more of it than of the client, CPU s/GB are the client's alone. The rounds
+of all clients alternate; the table has medians. ``make bench-store``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _CHILD_SECONDS = 300
 
 
 class Cell(NamedTuple):
-    """One measurement: ``put`` or ``get`` of whole objects, or ``range``s of them; ``size`` bytes a request."""
+    """One measurement: ``put`` or ``get`` of whole objects, or ``range``s of them; ``size`` bytes a
+    request.
+    """
 
     operation: str
     size: int
@@ -68,7 +72,7 @@ def key_of(size: int, number: int) -> str:
     return f"source/{size}/{number % (64 if size == 8 * MIB else 16)}"
 
 
-# -- one client, in a process of its own ----------------------------------------------------------------------------------
+# -- one client, in a process of its own
 
 
 class Client:
@@ -239,7 +243,7 @@ def child(name: str, endpoint: str, cell: Cell, run: str) -> None:
     )  # obstore's threads have to leave Python before it ends: see icecore.store.backend.s3
 
 
-# -- all clients ----------------------------------------------------------------------------------------------------------
+# -- all clients
 
 
 async def _fill(endpoint: str, quick: bool) -> None:

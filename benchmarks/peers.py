@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""icecore's import and export against restic, borg and desync, on the same three successive CRIU image directories.
+"""icecore's import and export against restic, borg and desync, on the same three successive CRIU
+image directories.
 
-Everything lies on tmpfs and is read warm. Each program starts as a process of its own for each step, icecore too; each has
-the settings that were quickest for it here without storing more (see the functions). Each round begins with an empty
-repository and takes the programs in turn.
+Everything lies on tmpfs and is read warm. Each program starts as a process of its own for each
+step, icecore too; each has the settings that were quickest for it here without storing more (see
+the functions). Each round begins with an empty repository and takes the programs in turn.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Program(ABC):
 
 
 class Restic(Program):
-    """restic: its fastest compression, both cores, no cache beside a local repository, no scan ahead."""
+    """restic: its fastest compression, both cores, no cache beside a local repository, no scan
+    ahead.
+    """
 
     name = "restic"
 
@@ -149,7 +152,9 @@ class Borg(Program):
 
 
 class Desync(Program):
-    """desync: chunks of 256 KiB to 4 MiB; its index files of directories only take the default digest."""
+    """desync: chunks of 256 KiB to 4 MiB; its index files of directories only take the default
+    digest.
+    """
 
     name = "desync"
 
@@ -299,7 +304,9 @@ def _one(
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of ``work``, and CPU seconds of the processes that it started: those hardly depend on what else runs."""
+    """Seconds of ``work``, and CPU seconds of the processes that it started: those hardly depend on
+    what else runs.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     work()

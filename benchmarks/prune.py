@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Freeing the space of a repository in which nine tenths are dead, against ``restic forget --prune`` on the same files; rule: whole commands, one round.
+"""Freeing the space of a repository in which nine tenths are dead, against ``restic forget
+--prune`` on the same files; rule: whole commands, one round.
 
-*Scattered*: of the files of the first snapshot every tenth is in the second, which stays; so each shard, or pack, is live to a tenth and has to be
-rewritten. *Whole*: ten snapshots have nothing in common, and the last stays. restic looks at what it removes with its own rules (it tolerates 5 % of
-unused data, icecore shards of which less than half is dead): here both rewrite or delete everything. The repositories lie on tmpfs. Beside them the
-floor: ``rm`` of as many bytes, in files as large as shards, which is the kernel freeing their pages.
+*Scattered*: of the files of the first snapshot every tenth is in the second, which stays; so each
+shard, or pack, is live to a tenth and has to be rewritten. *Whole*: ten snapshots have nothing in
+common, and the last stays. restic looks at what it removes with its own rules (it tolerates 5 % of
+unused data, icecore shards of which less than half is dead): here both rewrite or delete
+everything. The repositories lie on tmpfs. Beside them the floor: ``rm`` of as many bytes, in files
+as large as shards, which is the kernel freeing their pages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Warm memory for what is measured: a process that holds memory which the machine really has, and lets go of it as the
-measured step takes it.
+"""Warm memory for what is measured: a process that holds memory which the machine really has, and
+lets go of it as the measured step takes it.
 
-Virtual machines hand free memory back to their host within two seconds; touching it again runs at 0.4–1 GB/s instead of 20
-(measured, Linux 6.18), which would be most of what a benchmark sees. The rule: nothing but the kernel's free list passes
-from the reserve to the measured programs, so neither side of a comparison is helped more than the other.
+Virtual machines hand free memory back to their host within two seconds; touching it again runs at
+0.4–1 GB/s instead of 20 (measured, Linux 6.18), which would be most of what a benchmark sees. The
+rule: nothing but the kernel's free list passes from the reserve to the measured programs, so
+neither side of a comparison is helped more than the other.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from contextlib import contextmanager
 from types import TracebackType
 
 _PIECE = 64 << 20
-#: Warm free memory that is kept ahead of the measured step: more would be handed to the host unused.
+#: Warm free memory that is kept ahead of the measured step: more would be handed to the host
+#: unused.
 _CUSHION = 384 << 20
 _POLL_SECONDS = 0.004
-#: Pages for what is taken one by one (page tables, copies on write, tmpfs): without them, what starts a process was up to
-#: twice as slow as with, in every other round.
+#: Pages for what is taken one by one (page tables, copies on write, tmpfs): without them, what
+#: starts a process was up to twice as slow as with, in every other round.
 _SINGLE = 64 << 20
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTNEED = 4
@@ -31,7 +33,9 @@ _SECONDS = 300.0
 
 
 class Reserve:
-    """Holds up to ``size`` bytes of touched memory in a process of its own, and some in single pages; a context manager."""
+    """Holds up to ``size`` bytes of touched memory in a process of its own, and some in single
+    pages; a context manager.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -103,7 +107,9 @@ def _piece() -> mmap.mmap:
 
 
 def _let_go_singly(single: mmap.mmap) -> None:
-    """Free every second page: the kernel cannot join them to larger ones, so they are what it gives out next."""
+    """Free every second page: the kernel cannot join them to larger ones, so they are what it gives
+    out next.
+    """
     for at in range(0, len(single), 2 * mmap.PAGESIZE):
         single.madvise(_MADV_DONTNEED, at, mmap.PAGESIZE)
 

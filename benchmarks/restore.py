@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""How fast a job is back, against plain CRIU on the same tmpfs: with all its memory, and until its first step when it is
-restored lazily.
+"""How fast a job is back, against plain CRIU on the same tmpfs: with all its memory, and until its
+first step when it is restored lazily.
 
-The job is memory-pattern; the repository and CRIU's images hold the same state. icecore is called in a process that has
-restored once before, CRIU is its command. A step of the job verifies one page at random and then tells the time.
+The job is memory-pattern; the repository and CRIU's images hold the same state. icecore is called
+in a process that has restored once before, CRIU is its command. A step of the job verifies one page
+at random and then tells the time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""All benchmarks, one table: what was reached, what should be, on which machine. ``make bench ARGS=--quick`` tries them out.
+"""All benchmarks, one table: what was reached, what should be, on which machine. ``make bench
+ARGS=--quick`` tries them out.
 
-Ratios within one run on the same input are what counts; nothing else should run on the machine meanwhile.
+Ratios within one run on the same input are what counts; nothing else should run on the machine
+meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def parts(quick: bool, mib: int, rounds: int) -> dict[str, Callable[[], list[Res
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether everything could be measured (not whether targets are met)."""
+    """Measure, print, and say by the exit status whether everything could be measured (not whether
+    targets are met).
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""How a repository's control plane grows: memory and time of the collector's marking, opening for a restore, dedup lookups, by the number of chunks.
+"""How a repository's control plane grows: memory and time of the collector's marking, opening for a
+restore, dedup lookups, by the number of chunks.
 
-Synthetic: maps and index segments as dumps write them, of chunks that do not exist (chunks of 64 KiB in shards of 64 MiB; lineages of 16 snapshots, each
-of 16 384 chunks, 64 of them its own). Each measurement runs in a process of its own, so that the peak of its memory is its own. ``--chunks`` names the
-largest repository; the default takes a minute, 10^8 chunks 11 GB below ``TMPDIR`` and ten minutes.
+Synthetic: maps and index segments as dumps write them, of chunks that do not exist (chunks of 64
+KiB in shards of 64 MiB; lineages of 16 snapshots, each of 16 384 chunks, 64 of them its own). Each
+measurement runs in a process of its own, so that the peak of its memory is its own. ``--chunks``
+names the largest repository; the default takes a minute, 10^8 chunks 11 GB below ``TMPDIR`` and ten
+minutes.
 """
 
 from __future__ import annotations
@@ -64,16 +67,20 @@ MARKED = 100_000_000
 _CHUNK = 64 << 10
 _PER_SHARD = 1024
 _SHARD_BYTES = _PER_SHARD * _CHUNK
-#: Of a lineage: chunks of its first snapshot, further snapshots, and chunks that are new in each of them (one map node).
+#: Of a lineage: chunks of its first snapshot, further snapshots, and chunks that are new in each of
+#: them (one map node).
 _FIRST, _LATER, _CHANGED = 16_384, 15, NODE_CELLS
 _LINEAGE = _FIRST + _LATER * _CHANGED
-#: How an index of many commits and collections looks: each range of ids has segments of about these shares of its entries.
+#: How an index of many commits and collections looks: each range of ids has segments of about these
+#: shares of its entries.
 _SEGMENTS = (0.8, 0.15, 0.05)
 _BITMAP = b"\xff\xff" + bytes(30)
 
 
 def _mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
-    """Numbers that look random, the same for the same (splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    """Numbers that look random, the same for the same (splitmix64; Steele, Lea and Flood, OOPSLA
+    2014).
+    """
     mixed = numbers.astype(np.uint64) + np.uint64(salt * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -81,7 +88,9 @@ def _mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
 
 
 def _ids(chunks: np.ndarray) -> np.ndarray:
-    """The ids of chunks by their numbers; the lowest byte of a number is the first of its id, so that the chunks of a range of ids are known."""
+    """The ids of chunks by their numbers; the lowest byte of a number is the first of its id, so
+    that the chunks of a range of ids are known.
+    """
     words = np.stack([_mixed(chunks, salt) for salt in range(1, 5)], axis=1)
     ids = words.view(np.uint8).reshape(-1, 32).copy()
     ids[:, 0] = chunks & 0xFF
@@ -101,7 +110,9 @@ def _places(chunks: np.ndarray) -> np.ndarray:
 
 
 def _cells(first: int, count: int, at: int = 0) -> np.ndarray:
-    """Records of ``count`` cells from cell ``at`` on, whose chunks are those from number ``first`` on."""
+    """Records of ``count`` cells from cell ``at`` on, whose chunks are those from number ``first``
+    on.
+    """
     cells = np.zeros(count, CELL)
     cells["cell"] = np.arange(at, at + count)
     cells["data"][:, :2] = 255
@@ -111,7 +122,9 @@ def _cells(first: int, count: int, at: int = 0) -> np.ndarray:
 
 
 async def _build(root: Path, chunks: int) -> list[str]:
-    """A repository of as many chunks (a multiple of a lineage's), sixteen snapshots a lineage; the first and the last of its snapshots."""
+    """A repository of as many chunks (a multiple of a lineage's), sixteen snapshots a lineage; the
+    first and the last of its snapshots.
+    """
     os.fsync = lambda descriptor: None  # nothing here has to outlive a power cut
     repository = await Repository.create(LocalBackend(root, create=True))
     records: list[SnapshotRecord] = []
@@ -157,10 +170,23 @@ async def _lineage(
         assert pack is not None
         await session.put_named("nodes", maps.name, pack)
         manifest = Manifest(
-            format=1, snapshot=new_snapshot_id(), job=f"job-{number}", lineage=f"{number:032x}", parent="", created_ns=time.time_ns(), host="host",
-            writer="benchmark", root_pid=1, processes=[], spaces=[Space("process", "1", length, [Region(0, length, 0)], nodes.tobytes())], files=[],
-            requirements=Requirements("x86_64", "6", "4"), namespaces=Namespaces(), criu_options=[], sizes=Sizes(),
-        )  # fmt: skip
+            format=1,
+            snapshot=new_snapshot_id(),
+            job=f"job-{number}",
+            lineage=f"{number:032x}",
+            parent="",
+            created_ns=time.time_ns(),
+            host="host",
+            writer="benchmark",
+            root_pid=1,
+            processes=[],
+            spaces=[Space("process", "1", length, [Region(0, length, 0)], nodes.tobytes())],
+            files=[],
+            requirements=Requirements("x86_64", "6", "4"),
+            namespaces=Namespaces(),
+            criu_options=[],
+            sizes=Sizes(),
+        )
         sealed = encode_manifest(manifest, repository.keys.manifest)
         name = await session.put("manifest", [sealed.data])
         records.append(
@@ -210,7 +236,9 @@ async def _gc(root: Path) -> dict[str, float]:
 
 
 async def _open(root: Path, snapshot: str) -> dict[str, float]:
-    """All that a restore reads before its first chunk, on a node that has not opened the repository before and on one that has."""
+    """All that a restore reads before its first chunk, on a node that has not opened the repository
+    before and on one that has.
+    """
     calls = []
     with tempfile.TemporaryDirectory(prefix="icecore-scale-state-") as state:
         for _ in range(2):
@@ -235,13 +263,15 @@ async def _open(root: Path, snapshot: str) -> dict[str, float]:
     }
 
 
-#: How a dump asks: for cells that lie together in shards, as those of a job that is stored again; for cells of which one in ten was stored, each in
-#: another shard; and for what is all new.
+#: How a dump asks: for cells that lie together in shards, as those of a job that is stored again;
+#: for cells of which one in ten was stored, each in another shard; and for what is all new.
 _ASKED = ("together", "scattered", "new")
 
 
 async def _lookups(root: Path, words: list[str]) -> dict[str, float]:
-    """Chunk ids asked for in the batches of a dump; half of those that lie together are stored, a tenth of those that are scattered."""
+    """Chunk ids asked for in the batches of a dump; half of those that lie together are stored, a
+    tenth of those that are scattered.
+    """
     chunks, asked = int(words[0]), words[1]
     repository = await Repository.open(LocalBackend(root))
     state = (await repository.log.newest()).state
@@ -274,9 +304,14 @@ async def _lookups(root: Path, words: list[str]) -> dict[str, float]:
     seconds, cpu = time.monotonic() - started, time.process_time() - cpu
     assert found == hits, f"{found} of {hits}"
     return {
-        "rate": count / seconds, "cpu_rate": count / cpu, "load_seconds": loaded + first, "segments": len(state.segments), "bytes": _peak() - before,
-        "load_requests": calls, "requests": (len(faulty.calls) - calls) / count,
-    }  # fmt: skip
+        "rate": count / seconds,
+        "cpu_rate": count / cpu,
+        "load_seconds": loaded + first,
+        "segments": len(state.segments),
+        "bytes": _peak() - before,
+        "load_requests": calls,
+        "requests": (len(faulty.calls) - calls) / count,
+    }
 
 
 def _footer(root: Path, key: bytes, shard: int) -> None:
@@ -321,8 +356,13 @@ def _child(what: str, *words: str) -> dict[str, Any]:
     """Run one measurement in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--child", what, *words],
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=3600, check=True, cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        timeout=3600,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
 
@@ -376,26 +416,81 @@ def measure(sizes: tuple[int, ...] = SIZES, marked: int = MARKED) -> list[Result
         "scattered": "a tenth of them stored, each in another shard",
     }
     return [
-        Result(PART, "gc: CPU time per chunk, largest repository / the one before", (growth,), 1.5,
-               note=curve("gc", "cpu", "CPU seconds of plan") + "; " + curve("gc", "seconds", "seconds")),
-        Result(PART, "gc: memory, GiB", (found[last]["gc"]["bytes"] / gib,), 1.0, unit="", note=curve("gc", "bytes", "MiB more than at the start", 1 << 20)),
-        Result(PART, f"gc: memory of {marked:.0e} reached places, GiB", (places["bytes"] / gib,), 1.0, unit="", note=f"{places['seconds']:.1f} s"),
+        Result(
+            PART,
+            "gc: CPU time per chunk, largest repository / the one before",
+            (growth,),
+            1.5,
+            note=curve("gc", "cpu", "CPU seconds of plan")
+            + "; "
+            + curve("gc", "seconds", "seconds"),
+        ),
+        Result(
+            PART,
+            "gc: memory, GiB",
+            (found[last]["gc"]["bytes"] / gib,),
+            1.0,
+            unit="",
+            note=curve("gc", "bytes", "MiB more than at the start", 1 << 20),
+        ),
+        Result(
+            PART,
+            f"gc: memory of {marked:.0e} reached places, GiB",
+            (places["bytes"] / gib,),
+            1.0,
+            unit="",
+            note=f"{places['seconds']:.1f} s",
+        ),
         *(
-            Result(PART, f"opening the {what} snapshot, with maps in {found[last][what]['packs']} packs, for a restore: requests",
-                   (found[last][what]["requests"],), 6.0, unit="",
-                   note="; ".join((curve(what, "requests", "requests"), curve(what, "first", "first on a node"), curve(what, "bytes", "MB", 1e6))))
+            Result(
+                PART,
+                f"opening the {what} snapshot, with maps in {found[last][what]['packs']} packs, for a restore: requests",
+                (found[last][what]["requests"],),
+                6.0,
+                unit="",
+                note="; ".join(
+                    (
+                        curve(what, "requests", "requests"),
+                        curve(what, "first", "first on a node"),
+                        curve(what, "bytes", "MB", 1e6),
+                    )
+                ),
+            )
             for what in ("newest", "oldest")
         ),
         *(
             Result(
-                PART, f"dedup: 10^6 lookups/s, {words}", (found[last][what]["rate"] / 1e6,), 1.0 if what != "scattered" else None, better="higher", unit="",
-                note="; ".join((curve(what, "rate", "10^6/s", 1e6), curve(what, "cpu_rate", "a CPU second", 1e6), curve(what, "requests", "reads each"))),
+                PART,
+                f"dedup: 10^6 lookups/s, {words}",
+                (found[last][what]["rate"] / 1e6,),
+                1.0 if what != "scattered" else None,
+                better="higher",
+                unit="",
+                note="; ".join(
+                    (
+                        curve(what, "rate", "10^6/s", 1e6),
+                        curve(what, "cpu_rate", "a CPU second", 1e6),
+                        curve(what, "requests", "reads each"),
+                    )
+                ),
             )
             for what, words in lookups.items()
         ),
-        Result(PART, "dedup: memory of the index, MB", (found[last]["together"]["bytes"] / 1e6,), 200.0, unit="",
-               note="; ".join((curve("together", "bytes", "MB", 1e6), curve("new", "load_seconds", "s to load"), curve("new", "load_requests", "reads")))),
-    ]  # fmt: skip
+        Result(
+            PART,
+            "dedup: memory of the index, MB",
+            (found[last]["together"]["bytes"] / 1e6,),
+            200.0,
+            unit="",
+            note="; ".join(
+                (
+                    curve("together", "bytes", "MB", 1e6),
+                    curve("new", "load_seconds", "s to load"),
+                    curve("new", "load_requests", "reads"),
+                )
+            ),
+        ),
+    ]
 
 
 def main() -> None:

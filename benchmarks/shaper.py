@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""A TCP proxy on the loopback that is a link: so many bytes a second and so long a round trip, shared by all of its connections.
+"""A TCP proxy on the loopback that is a link: so many bytes a second and so long a round trip,
+shared by all of its connections.
 
-Modelled: the rate, one bottleneck in each direction, shared fairly among connections; the delay, handshake included; each connection's window, which
-begins at ten segments and doubles a round trip (slow start, RFC 6928) up to what kernels allow by default. Not modelled: loss, other traffic. It runs in a
-process of its own, so that it takes nothing of the measured one's interpreter.
+Modelled: the rate, one bottleneck in each direction, shared fairly among connections; the delay,
+handshake included; each connection's window, which begins at ten segments and doubles a round trip
+(slow start, RFC 6928) up to what kernels allow by default. Not modelled: loss, other traffic. It
+runs in a process of its own, so that it takes nothing of the measured one's interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _START_SECONDS = 20.0
 
 
 class Direction:
-    """One direction of the link: takes chunks of the connections in turn, each as long as it takes to send.
+    """One direction of the link: takes chunks of the connections in turn, each as long as it takes
+    to send.
 
     Args:
         rate: Bytes a second.

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""What snapshots of a training job add, by codec, beside the entropy of what changed: three snapshots some steps apart.
+"""What snapshots of a training job add, by codec, beside the entropy of what changed: three
+snapshots some steps apart.
 
-Without --gpu the tests' training program (numpy); with it tests/realgpu/train.py (PyTorch, AdamW), device memory alone: stored bytes and codecs, too,
-are those of its new chunks.
+Without --gpu the tests' training program (numpy); with it tests/realgpu/train.py (PyTorch, AdamW),
+device memory alone: stored bytes and codecs, too, are those of its new chunks.
 
-The floor is the order-0 entropy of the changed pages' bytes, for each cell the least over planes of 1, 2, 4 and 8 bytes and over the
-bytes themselves and their xor with the parent's pages: what a perfect coder of single bytes would need that knows each plane's
-frequencies. Codecs that find repetitions can be below it.
+The floor is the order-0 entropy of the changed pages' bytes, for each cell the least over planes of
+1, 2, 4 and 8 bytes and over the bytes themselves and their xor with the parent's pages: what a
+perfect coder of single bytes would need that knows each plane's frequencies. Codecs that find
+repetitions can be below it.
 """
 
 from __future__ import annotations
@@ -75,8 +77,10 @@ def _pages(reader: SnapshotReader, record: np.void, room: memoryview) -> npt.NDA
 
 @dataclass(frozen=True)
 class Change:
-    """From one snapshot to the next: bytes of cells that changed, of pages in them that did, their entropy in bytes (from a sample of the cells), and the
-    bytes that were stored for them, by codec."""
+    """From one snapshot to the next: bytes of cells that changed, of pages in them that did, their
+    entropy in bytes (from a sample of the cells), and the bytes that were stored for them, by
+    codec.
+    """
 
     cells: int
     pages: int

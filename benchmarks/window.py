@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""How long a job stands still for a snapshot, against a plain ``criu dump`` to tmpfs of the same job in the same minute.
+"""How long a job stands still for a snapshot, against a plain ``criu dump`` to tmpfs of the same
+job in the same minute.
 
-The job is memory-pattern: private memory that cannot be compressed and changes only on request. Two clocks: the dumper's
-(the window it reports, against the seconds of the criu command) and the job's own (the longest gap between two of its ticks,
-in both cases). Two settings: the default, in which pre-copy runs before the window, and ``pre_copy off``, in which the
-window does all the work.
+The job is memory-pattern: private memory that cannot be compressed and changes only on request. Two
+clocks: the dumper's (the window it reports, against the seconds of the criu command) and the job's
+own (the longest gap between two of its ticks, in both cases). Two settings: the default, in which
+pre-copy runs before the window, and ``pre_copy off``, in which the window does all the work.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from icecore.host.criu.program import Criu, find_criu
 from tests.programs import driving
 
 PART = "window"
-#: What changes before a dump, in percent of the cells and of the pages of such a cell; and the targets.
+#: What changes before a dump, in percent of the cells and of the pages of such a cell; and the
+#: targets.
 CASES = {
     "nothing changed": (0, 0, 0.35),
     "10 % of the cells changed": (10, 100, 0.45),
@@ -101,7 +103,9 @@ def _dump(
     options: dict[str, object],
     found: Rounds,
 ) -> None:
-    """One dump by a fresh process; the first into a repository (``name`` empty) is only the parent of the others."""
+    """One dump by a fresh process; the first into a repository (``name`` empty) is only the parent
+    of the others.
+    """
     with Worker() as worker:
         worker.ask("open", path=str(repository), create=not repository.exists())
         with reserve.lent(), Watch(running.state_dir) as watch:

@@ -1,4 +1,5 @@
-"""icecore in a process of its own, driven by JSON lines: so that its memory can be measured, and what it starts ends with it.
+"""icecore in a process of its own, driven by JSON lines: so that its memory can be measured, and
+what it starts ends with it.
 
 Rule: one request, one answer; a failure is an answer too.
 """
@@ -89,7 +90,7 @@ class Worker:
         self._process.stdout.close()
 
 
-# -- the process ----------------------------------------------------------------------------------------------------------
+# -- the process
 
 
 def _kib(name: str) -> int:
@@ -174,8 +175,9 @@ class _Serving:
         }
 
     def scan(self, pid: int, rounds: int, threads: int) -> dict[str, Any]:
-        """Scan a process's private memory with nothing changed, and read it with nothing done to it: bytes per second of
-        each, in turns."""
+        """Scan a process's private memory with nothing changed, and read it with nothing done to
+        it: bytes per second of each, in turns.
+        """
         import numpy as np
 
         from icecore.dumper.memory.cells import plan_cells
@@ -231,7 +233,9 @@ class _Serving:
         return {"bytes": plan.bytes, "floors": floors, "scans": scans}
 
     def restore(self, snapshot: str, mode: str, threads: int = 0, **more: Any) -> dict[str, Any]:
-        """Restore; the wall clock at the call, seconds until it returned, and the fields of what had ended by then."""
+        """Restore; the wall clock at the call, seconds until it returned, and the fields of what
+        had ended by then.
+        """
         from icecore.restorer.options import RestoreOptions
         from icecore.restorer.restore import restore
 

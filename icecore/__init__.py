@@ -1,4 +1,5 @@
-"""icecore: transparent, incremental snapshots of running process trees, kept deduplicated, restored fast.
+"""icecore: transparent, incremental snapshots of running process trees, kept deduplicated, restored
+fast.
 
 The public names load on first use, so that importing this costs nothing::
 

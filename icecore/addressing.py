@@ -1,4 +1,6 @@
-"""What people write to mean a snapshot: an id or its beginning, ``JOB``, ``JOB~1``, ``JOB@3``, ``latest``; pure, and an ambiguous word is an error."""
+"""What people write to mean a snapshot: an id or its beginning, ``JOB``, ``JOB~1``, ``JOB@3``,
+``latest``; pure, and an ambiguous word is an error.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:
 
     Args:
         records: All snapshots in order of their commits.
-        text: A whole id, or a job's name or ``latest`` (the newest), either followed by ``~N`` (N snapshots before that one) or ``@N`` (the N-th that
-            is kept, counted from 1, oldest first), or the beginning of only one id. A job's name goes before the beginning of an id.
+        text: A whole id, or a job's name or ``latest`` (the newest), either followed by ``~N`` (N
+            snapshots before that one) or ``@N`` (the N-th that is kept, counted from 1, oldest
+            first), or the beginning of only one id. A job's name goes before the beginning of an
+            id.
 
     Raises:
         NotFound: There is none.

@@ -1,4 +1,6 @@
-"""The public calls that act on running jobs: run, dump, restore; rule: they do what the command line does, for they are what it calls."""
+"""The public calls that act on running jobs: run, dump, restore; rule: they do what the command
+line does, for they are what it calls.
+"""
 
 from __future__ import annotations
 
@@ -90,26 +92,33 @@ def run(
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
-    """Start a command as a job: one that can be snapshotted, and restored anywhere and several times.
+    """Start a command as a job: one that can be snapshotted, and restored anywhere and several
+    times.
 
-    It survives this process, has no terminal and no standard input, and writes to log files of its own (`Job.logs`).
+    It survives this process, has no terminal and no standard input, and writes to log files of its
+    own (`Job.logs`).
 
     Args:
         command: Program and arguments.
         name: The job's name. Empty: the program's, with a number where that is taken.
         isolation: Its namespaces; default: what the configuration says.
         cwd: Its directory; empty: this process's.
-        environment: Its environment; default: this process's without what opens a repository (`icecore.config.CREDENTIALS`).
-        gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless ``isolation`` says otherwise), and NCCL is told what
-            makes its jobs snapshotable (docs/gpu.md).
-        resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md); None: what the configuration says.
-        keep_resident: With ``gpu``: where it breaks off after a snapshot, its device memory stays on its GPUs, for a restore with
-            `RestoreOptions.from_resident`, until the instance is removed. Default: what the configuration says.
+        environment: Its environment; default: this process's without what opens a repository
+            (`icecore.config.CREDENTIALS`).
+        gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless
+            ``isolation`` says otherwise), and NCCL is told what makes its jobs snapshotable
+            (docs/gpu.md).
+        resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md);
+            None: what the configuration says.
+        keep_resident: With ``gpu``: where it breaks off after a snapshot, its device memory stays
+            on its GPUs, for a restore with `RestoreOptions.from_resident`, until the instance is
+            removed. Default: what the configuration says.
         config: Instead of the one that is found (`icecore.config.load`).
         emit: Gets the events.
 
     Raises:
-        UsageError: A bad or taken name, a program that cannot be executed, or ``keep_resident`` of memory that is not resident.
+        UsageError: A bad or taken name, a program that cannot be executed, or ``keep_resident`` of
+            memory that is not resident.
         NotFound: There is no such program or directory.
         MissingTool: What ``keep_resident`` needs was not built.
     """
@@ -179,7 +188,8 @@ def start_gpu(
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
 
     Args:
-        must_keep: ``keep_resident`` was asked for, and is not only what the configuration says: where it cannot be, nothing is started.
+        must_keep: ``keep_resident`` was asked for, and is not only what the configuration says:
+            where it cannot be, nothing is started.
     """
     if must_keep and not resident:
         raise UsageError(
@@ -240,12 +250,14 @@ def dump(
     config: Config | None = None,
     emit: Sink = discard,
 ) -> DumpResult:
-    """Take a snapshot of a running job or of any process tree. It goes on running, unless ``options.stop`` says otherwise.
+    """Take a snapshot of a running job or of any process tree. It goes on running, unless
+    ``options.stop`` says otherwise.
 
     A snapshot holds everything that the job had in memory: its keys, tokens and random state too.
 
     Args:
-        target: Name of a job of this node, or the pid of the root of a tree (of a process of a job: the whole job).
+        target: Name of a job of this node, or the pid of the root of a tree (of a process of a job:
+            the whole job).
         repository: Where to, open or its location. Empty: the configuration's.
         options: Default: what the configuration says.
         config: Instead of the one that is found (`icecore.config.load`).
@@ -258,7 +270,8 @@ def dump(
         NotFound: There is no such job, process or repository.
         UsageError: ``options.job`` is no name for a job.
         PreflightRefused: Something would lose or hang the job; nothing was stopped.
-        WindowExceeded: The job would have stood still for longer than ``options.max_window`` seconds; it runs.
+        WindowExceeded: The job would have stood still for longer than ``options.max_window``
+            seconds; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: The storage failed; the job runs.
         HookFailed: The snapshot is committed, but the command after it failed.
@@ -301,14 +314,18 @@ def restore(
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Restored:
-    """Bring a snapshot's process tree back, once or several times, beside the original or on another machine.
+    """Bring a snapshot's process tree back, once or several times, beside the original or on
+    another machine.
 
-    The restored job has the secrets and the random state of the snapshot: two instances of it draw the same random numbers.
+    The restored job has the secrets and the random state of the snapshot: two instances of it draw
+    the same random numbers.
 
     Args:
         snapshot: An id or its beginning, ``JOB``, ``JOB~1``, ``JOB@1`` or ``latest``.
-        repository: Where it is, open or its location. Empty: the configuration's. An open one must stay open until `Restored.wait_resident` returns.
-        options: Default: what the configuration says. With ``mode`` lazy the tree dies with this process until all its memory is there.
+        repository: Where it is, open or its location. Empty: the configuration's. An open one must
+            stay open until `Restored.wait_resident` returns.
+        options: Default: what the configuration says. With ``mode`` lazy the tree dies with this
+            process until all its memory is there.
         config: Instead of the one that is found (`icecore.config.load`).
         emit: Gets the events (docs/events.md), from several threads.
 
@@ -317,7 +334,8 @@ def restore(
 
     Raises:
         NotFound: There is no such snapshot or repository.
-        UsageError: ``options.instance`` is no name for a job, or one that a living job has, or the snapshot is of no job.
+        UsageError: ``options.instance`` is no name for a job, or one that a living job has, or the
+            snapshot is of no job.
         RestoreRefused: This machine does not meet what the snapshot requires; nothing was started.
         RestoreFailed: It broke off; nothing of the tree runs.
         Damaged: An object is not what was written; nothing of the tree runs.
@@ -382,7 +400,8 @@ def check_restore(
     *,
     config: Config | None = None,
 ) -> Requirements:
-    """What stands in the way of a restore on this machine, and what would be done to open files; nothing is started.
+    """What stands in the way of a restore on this machine, and what would be done to open files;
+    nothing is started.
 
     Args:
         snapshot, options, config: As in `restore`.

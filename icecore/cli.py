@@ -1,4 +1,6 @@
-"""The command line: parses, loads the configuration, runs one command, and turns errors into exit codes (docs/cli.md)."""
+"""The command line: parses, loads the configuration, runs one command, and turns errors into exit
+codes (docs/cli.md).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from icecore.host.workdir import sweep
 from icecore.output import Output
 
 GROUPS = (jobs, snapshots, repositories, trust, keys, regions, exchange, node)
-#: Commands that see or change what runs on this node: they put right first what a killed restore left among jobs' files.
+#: Commands that see or change what runs on this node: they put right first what a killed restore
+#: left among jobs' files.
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -75,7 +78,9 @@ def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The words before the first ``--`` and those after it, which are a job's command and not ours to parse."""
+    """The words before the first ``--`` and those after it, which are a job's command and not ours
+    to parse.
+    """
     if "--" not in words:
         return list(words), None
     at = list(words).index("--")
@@ -132,8 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _prepare_streams() -> None:
     """Make the standard streams usable, whatever was closed and whatever the locale says.
 
-    A closed one is /dev/null: else the next file that is opened got its number, and would be written to by who means the stream. What an encoding cannot
-    say is escaped, and is no error.
+    A closed one is /dev/null: else the next file that is opened got its number, and would be
+    written to by who means the stream. What an encoding cannot say is escaped, and is no error.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)

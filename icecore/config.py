@@ -1,4 +1,6 @@
-"""Configuration: TOML files in layers, then the environment; rule: a wrong value is refused with its file, its key and what would be right."""
+"""Configuration: TOML files in layers, then the environment; rule: a wrong value is refused with
+its file, its key and what would be right.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from icecore.text import harmless
 
 T = TypeVar("T")
 
-#: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, and ICECORE_<KEY> for keys of no section.
+#: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, and
+#: ICECORE_<KEY> for keys of no section.
 PREFIX = "ICECORE_"
 #: Variables that hold a secret: never passed on to jobs and hooks.
 SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
-#: Variables that open a repository: what boto3 takes credentials from, and where a passphrase comes from. No job gets them unless it is asked for by name.
+#: Variables that open a repository: what boto3 takes credentials from, and where a passphrase comes
+#: from. No job gets them unless it is asked for by name.
 CREDENTIALS = (
     *SECRET,
     *(
@@ -122,7 +126,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in ``30``, ``250ms``, ``5min``, ``36h``, ``2w 3d``, ``1y6mo`` (a month has 30 days, a year 365).
+    """Seconds in ``30``, ``250ms``, ``5min``, ``36h``, ``2w 3d``, ``1y6mo`` (a month has 30 days, a
+    year 365).
 
     Raises:
         ValueError: It is no duration.
@@ -230,7 +235,9 @@ def _setting(default: T, kind: Kind[T]) -> T:
 
 @dataclass(frozen=True)
 class DumpSettings:
-    """[dump]: defaults of ``icecore dump``; the meaning of each is in `icecore.dumper.options.DumpOptions`."""
+    """[dump]: defaults of ``icecore dump``; the meaning of each is in
+    `icecore.dumper.options.DumpOptions`.
+    """
 
     max_window: float = _setting(30.0, SECONDS)
     pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
@@ -256,9 +263,11 @@ class DumpSettings:
 
 @dataclass(frozen=True)
 class RestoreSettings:
-    """[restore]: defaults of ``icecore restore``; the meaning of each is in `icecore.restorer.options.RestoreOptions`.
+    """[restore]: defaults of ``icecore restore``; the meaning of each is in
+    `icecore.restorer.options.RestoreOptions`.
 
-    ``after`` is a shell command that is run once the restored job runs, ``hook_seconds`` the time that it may take.
+    ``after`` is a shell command that is run once the restored job runs, ``hook_seconds`` the time
+    that it may take.
     """
 
     mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
@@ -281,8 +290,9 @@ class RestoreSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """[run]: defaults of ``icecore run``: which namespaces of the host a job shares, and which are its own; whether a GPU job's memory is to stay in place,
-    and to outlive a crash."""
+    """[run]: defaults of ``icecore run``: which namespaces of the host a job shares, and which are
+    its own; whether a GPU job's memory is to stay in place, and to outlive a crash.
+    """
 
     pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
     ipc: Literal["host", "private"] = _setting("private", choice("host", "private"))
@@ -294,7 +304,9 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ForgetSettings:
-    """[forget]: what ``icecore forget`` keeps of each job when it is given no ``--keep-…``; 0: that rule keeps nothing, -1 ("all"): no bound."""
+    """[forget]: what ``icecore forget`` keeps of each job when it is given no ``--keep-…``; 0: that
+    rule keeps nothing, -1 ("all"): no bound.
+    """
 
     keep_last: int = _setting(0, KEEP)
     keep_hourly: int = _setting(0, KEEP)
@@ -307,14 +319,17 @@ class ForgetSettings:
 
 @dataclass(frozen=True)
 class GcSettings:
-    """[gc]: how ``icecore gc`` collects. ``fence_seconds``: silence after which a session is taken for dead; its work is then void."""
+    """[gc]: how ``icecore gc`` collects. ``fence_seconds``: silence after which a session is taken
+    for dead; its work is then void.
+    """
 
     fence_seconds: float = _setting(1800.0, SECONDS)
 
 
 @dataclass(frozen=True)
 class S3Settings:
-    """[s3]: how repositories in buckets are reached; what is empty, boto3 finds (environment, ~/.aws, the machine's role).
+    """[s3]: how repositories in buckets are reached; what is empty, boto3 finds (environment,
+    ~/.aws, the machine's role).
 
     Attributes:
         endpoint, region, profile, addressing: As in `icecore.store.backend.s3.S3Place`.
@@ -338,7 +353,9 @@ class S3Settings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """[cache]: what was read from a bucket is kept in ``directory`` on local disk, at most ``bytes`` of it. No directory: nothing is kept."""
+    """[cache]: what was read from a bucket is kept in ``directory`` on local disk, at most
+    ``bytes`` of it. No directory: nothing is kept.
+    """
 
     directory: str = _setting("", TEXT)
     bytes: int = _setting(20 << 30, SIZE)
@@ -350,13 +367,15 @@ class Config:
 
     Attributes:
         repository: Where snapshots are kept when ``--repository`` does not say; empty: it has to.
-        criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in PATH.
+        criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in
+            PATH.
         replicas: Locations of the repository's replicas, the nearest first.
         passphrase_file: A file that holds the passphrase of an encrypted repository.
         passphrase_command: A shell command that prints it.
-        plain_places: Places whose repositories are meant to be plain although a passphrase is configured.
-        state: Directory of the jobs of this node and of what is remembered of repositories; empty: /var/lib/icecore, or below
-            ~/.local/state for others than root.
+        plain_places: Places whose repositories are meant to be plain although a passphrase is
+            configured.
+        state: Directory of the jobs of this node and of what is remembered of repositories; empty:
+            /var/lib/icecore, or below ~/.local/state for others than root.
     """
 
     repository: str = _setting("", TEXT)
@@ -381,7 +400,9 @@ def _kind(about: Field[Any]) -> Kind[Any] | None:
 
 
 def every_setting(config: Config | None = None) -> Iterator[tuple[str, str, Kind[Any], Any]]:
-    """Section ("" for none), key, kind and value of every setting; of the built-in defaults if no ``config`` is given."""
+    """Section ("" for none), key, kind and value of every setting; of the built-in defaults if no
+    ``config`` is given.
+    """
     config = config or Config()
     for about in fields(config):
         value = getattr(config, about.name)
@@ -452,7 +473,8 @@ def override(config: Config, environment: Mapping[str, str]) -> Config:
     """``config`` with the values of the environment.
 
     Raises:
-        UsageError: A variable of a known section names no key, or its value is not what it should be.
+        UsageError: A variable of a known section names no key, or its value is not what it should
+            be.
     """
     known = {
         variable(section, key): (section, key, kind) for section, key, kind, _ in every_setting()
@@ -497,7 +519,9 @@ def job_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], lis
 
 
 def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:
-    """Where configuration is looked for, weakest first: the machine's, the user's, the working directory's."""
+    """Where configuration is looked for, weakest first: the machine's, the user's, the working
+    directory's.
+    """
     own = environment.get("XDG_CONFIG_HOME") or str(Path(environment.get("HOME", "/")) / ".config")
     return [Path("/etc/icecore.toml"), Path(own) / "icecore.toml", directory / "icecore.toml"]
 
@@ -506,7 +530,8 @@ def read_file(path: Path) -> dict[str, Any] | None:
     """Return the document in a file, None if there is none.
 
     Raises:
-        UsageError: It cannot be read, is not TOML, or others can change it: settings hold commands that are run.
+        UsageError: It cannot be read, is not TOML, or others can change it: settings hold commands
+            that are run.
     """
     try:
         # Somebody else's FIFO must not keep this process waiting before it is seen whose it is.
@@ -535,7 +560,8 @@ def load(
     environment: Mapping[str, str] | None = None,
     files: Sequence[Path] | None = None,
 ) -> Config:
-    """The configuration: defaults, /etc/icecore.toml, ~/.config/icecore.toml, ./icecore.toml, ``path``, the environment; later ones win, key by key.
+    """The configuration: defaults, /etc/icecore.toml, ~/.config/icecore.toml, ./icecore.toml,
+    ``path``, the environment; later ones win, key by key.
 
     Args:
         path: A further file, which has to exist. Empty: the one that ICECORE_CONFIG names, if any.

@@ -1,4 +1,6 @@
-"""What differs between two snapshots, told from their maps alone: no memory is read, so bytes count by whole cells (1 MiB)."""
+"""What differs between two snapshots, told from their maps alone: no memory is read, so bytes count
+by whole cells (1 MiB).
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ class RegionChange:
         start: Where it begins: an address, or 0.
         length: Its bytes.
         cells: Cells (1 MiB) that differ.
-        changed: Data bytes in those cells, as they are in the newer snapshot (the older, for one that was removed).
-        stored: Bytes in the repository for chunks of those cells that the older snapshot does not use.
+        changed: Data bytes in those cells, as they are in the newer snapshot (the older, for one
+            that was removed).
+        stored: Bytes in the repository for chunks of those cells that the older snapshot does not
+            use.
     """
 
     state: State
@@ -58,7 +62,9 @@ class RegionChange:
 
 @dataclass(frozen=True)
 class Total:
-    """Bytes of one kind of space: all data in the newer snapshot, what differs, and what that takes in the repository."""
+    """Bytes of one kind of space: all data in the newer snapshot, what differs, and what that takes
+    in the repository.
+    """
 
     logical: int
     changed: int
@@ -86,7 +92,8 @@ class Difference:
 
 
 def compare(older: Reader, newer: Reader) -> Difference:
-    """Compare two snapshots; those of one lineage share addresses, others match only where regions begin at the same ones.
+    """Compare two snapshots; those of one lineage share addresses, others match only where regions
+    begin at the same ones.
 
     Raises:
         Damaged: A map of one of them is.
@@ -132,7 +139,9 @@ def compare(older: Reader, newer: Reader) -> Difference:
 
 
 def _known_as(path: str, manifest: Manifest) -> str:
-    """A path by which the same file is found in another snapshot: what is an instance's own has another path in each."""
+    """A path by which the same file is found in another snapshot: what is an instance's own has
+    another path in each.
+    """
     text = manifest.extra.get("run")
     if text is None or not path.startswith("/"):
         return path

@@ -1,4 +1,6 @@
-"""What this machine lacks for dumps and restores; rule: every line that is not good says what cures it, and nothing is changed."""
+"""What this machine lacks for dumps and restores; rule: every line that is not good says what cures
+it, and nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Finding:
 
 
 def examine(config: Config, location: str) -> Iterator[Finding]:
-    """Look at this machine and at the repository at ``location``; findings one by one, as some take a second."""
+    """Look at this machine and at the repository at ``location``; findings one by one, as some take
+    a second.
+    """
     yield from _platform()
     yield from _privileges()
     yield from _criu(config)
@@ -170,7 +174,9 @@ def _scanning() -> Finding:
 
 
 def _pipes(config: Config) -> Finding:
-    """CRIU holds the pages of a frozen process in pipes, if it sees them: how large may a process be?"""
+    """CRIU holds the pages of a frozen process in pipes, if it sees them: how large may a process
+    be?
+    """
     with suppress(IcecoreError):
         if hides(find_criu(config.criu or None)):
             return Finding(

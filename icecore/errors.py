@@ -1,4 +1,6 @@
-"""Every error icecore raises on purpose: a class per cause, an exit code per class, the cure in the message."""
+"""Every error icecore raises on purpose: a class per cause, an exit code per class, the cure in the
+message.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class IcecoreError(Exception):
         message: What happened, in one sentence.
         cure: What the user can do about it; empty when nothing helps.
 
-    ``exit_code`` is the process exit status of the command line for this class; the numbers are stable (docs/cli.md).
+    ``exit_code`` is the process exit status of the command line for this class; the numbers are
+    stable (docs/cli.md).
     """
 
     exit_code: ClassVar[int] = 1
@@ -45,7 +48,8 @@ class PreflightRefused(IcecoreError):
     """Something that would lose or hang the job was found before anything was frozen.
 
     Args:
-        reasons: ``(name, message, cure)`` of every failed check, in the order in which they were made.
+        reasons: ``(name, message, cure)`` of every failed check, in the order in which they were
+            made.
     """
 
     exit_code = 4
@@ -95,7 +99,9 @@ class StoreFull(StoreError):
 
 
 class StoreDenied(StoreError):
-    """The storage refuses: credentials, permissions, region, configuration; the same request will fail again."""
+    """The storage refuses: credentials, permissions, region, configuration; the same request will
+    fail again.
+    """
 
 
 class ObjectMissing(StoreError):
@@ -110,7 +116,9 @@ class ObjectExists(StoreError):
 
 
 class Damaged(IcecoreError):
-    """Bytes read from the repository are not what was written; ``name`` is the object, ``kind`` what it is."""
+    """Bytes read from the repository are not what was written; ``name`` is the object, ``kind``
+    what it is.
+    """
 
     exit_code = 9
 
@@ -128,7 +136,9 @@ class FormatTooNew(IcecoreError):
 
 
 class SessionFenced(IcecoreError):
-    """This writer was declared dead by another while it was working; its work is void, nothing else is."""
+    """This writer was declared dead by another while it was working; its work is void, nothing else
+    is.
+    """
 
     exit_code = 11
 
@@ -162,7 +172,9 @@ class RepositoryReplaced(Distrusted):
 
 
 class PlainRefused(Distrusted):
-    """The repository is not encrypted, a passphrase is configured, and nothing says that this is meant."""
+    """The repository is not encrypted, a passphrase is configured, and nothing says that this is
+    meant.
+    """
 
 
 class RecordDamaged(Distrusted):

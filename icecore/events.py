@@ -1,4 +1,6 @@
-"""What the core says while it works: plain event records handed to a sink, never printed by the core itself."""
+"""What the core says while it works: plain event records handed to a sink, never printed by the
+core itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Event:
 
     Attributes:
         name: Dotted name, e.g. ``dump.window`` (docs/events.md lists them all).
-        fields: JSON-able values; bytes in ``bytes``, durations in ``seconds``. Paths and arguments are as `os.fsdecode` gives them.
+        fields: JSON-able values; bytes in ``bytes``, durations in ``seconds``. Paths and arguments
+            are as `os.fsdecode` gives them.
         at: Unix time in seconds.
     """
 
@@ -29,7 +32,9 @@ class Event:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Value]:
-        """Return the event as one flat JSON object: ``event``, ``at`` and the fields, as `icecore.text.jsonable` gives them."""
+        """Return the event as one flat JSON object: ``event``, ``at`` and the fields, as
+        `icecore.text.jsonable` gives them.
+        """
         data: dict[str, Value] = jsonable({"event": self.name, "at": self.at, **self.fields})
         return data
 
@@ -62,7 +67,9 @@ class Phase:
         self._told, self._furthest = time.monotonic(), 0
 
     def progress(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are done: an event with ``state`` progress, five a second at most, and never less than before."""
+        """``done`` of ``total`` bytes are done: an event with ``state`` progress, five a second at
+        most, and never less than before.
+        """
         now = time.monotonic()
         with self._lock:
             if now - self._told < _PROGRESS_SECONDS or done < self._furthest:
@@ -91,7 +98,9 @@ class Phase:
 
 @contextmanager
 def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
-    """Emit ``name`` with ``state`` begin, then end or failed, with ``seconds``, ``bytes`` and ``gb_per_s`` of what lay between."""
+    """Emit ``name`` with ``state`` begin, then end or failed, with ``seconds``, ``bytes`` and
+    ``gb_per_s`` of what lay between.
+    """
     sink(Event(name, {"state": "begin", **fields}))
     running = Phase(sink, name, fields)
     started = time.perf_counter()

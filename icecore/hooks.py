@@ -1,4 +1,6 @@
-"""A user's shell command at a certain moment; rule: it sees what it is about in ICECORE_… variables, and what it prints goes to stderr."""
+"""A user's shell command at a certain moment; rule: it sees what it is about in ICECORE_…
+variables, and what it prints goes to stderr.
+"""
 
 from __future__ import annotations
 

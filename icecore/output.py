@@ -1,8 +1,10 @@
-"""What the command line says: JSON lines, or tables and progress for people; rules: results go to stdout, everything else to stderr; nothing that a job or
-a repository named reaches either unescaped.
+"""What the command line says: JSON lines, or tables and progress for people; rules: results go to
+stdout, everything else to stderr; nothing that a job or a repository named reaches either
+unescaped.
 
-All text goes through `Output._say`, which escapes each line (`icecore.text.harmless`): an embedded newline is escaped as well, so a caller that has several
-lines gives them one by one. Only `Output.raw`, which shows what a job has written, passes bytes on as they are.
+All text goes through `Output._say`, which escapes each line (`icecore.text.harmless`): an embedded
+newline is escaped as well, so a caller that has several lines gives them one by one. Only
+`Output.raw`, which shows what a job has written, passes bytes on as they are.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class Output:
                 *(Text(harmless(cell)) for cell in row)
             )  # a text, unlike a str, is never searched for markup
         terminal = self._stdout.isatty()
-        # Lines are whole, and the terminal wraps them where it must: folded cells cannot be copied or searched for.
+        # Lines are whole, and the terminal wraps them where it must: folded cells cannot be copied
+        # or searched for.
         console = Console(
             file=io.StringIO(),
             width=10_000,
@@ -159,7 +162,9 @@ class Output:
             )
 
     def raw(self, data: bytes, *, error: bool = False) -> None:
-        """Write bytes of a job's output as they are: whoever asks for them, as with cat(1), gets just these bytes."""
+        """Write bytes of a job's output as they are: whoever asks for them, as with cat(1), gets
+        just these bytes.
+        """
         with self._lock:
             self._pause()
             stream = self._stderr if error else self._stdout
@@ -174,7 +179,9 @@ class Output:
             self._write(stream, "".join(f"{harmless(line)}\n" for line in lines))
 
     def _write(self, stream: TextIO, text: str) -> None:
-        """Write text of which everything foreign is escaped. What the stream's encoding lacks is escaped as well."""
+        """Write text of which everything foreign is escaped. What the stream's encoding lacks is
+        escaped as well.
+        """
         encoding = getattr(stream, "encoding", None)
         if encoding:
             text = text.encode(encoding, "backslashreplace").decode(encoding)
@@ -205,7 +212,9 @@ class Output:
             self._say(self._stderr, text)
 
     def trace(self, text: str) -> None:
-        """Print a traceback on stderr. Its messages may quote anything, newlines too: each line is marked as its own."""
+        """Print a traceback on stderr. Its messages may quote anything, newlines too: each line is
+        marked as its own.
+        """
         self._say(self._stderr, *(f"| {line}" for line in text.rstrip("\n").split("\n")))
 
     def error(self, error: IcecoreError) -> None:
@@ -264,7 +273,9 @@ def explain(error: IcecoreError) -> list[str]:
 
 
 def _lines(start: str, text: str) -> list[str]:
-    """Return a text that may have several lines (the end of what a hook printed, say); no line but the first can be taken for one of icecore's own."""
+    """Return a text that may have several lines (the end of what a hook printed, say); no line but
+    the first can be taken for one of icecore's own.
+    """
     first, *others = text.split("\n")
     return [f"{start}{first}", *(f"  | {line}" for line in others)]
 
@@ -351,7 +362,9 @@ def _predicted_words(fields: Mapping[str, Any]) -> str:
 
 
 def left_words(left: Mapping[str, int]) -> str:
-    """What of a job's device memory the preload has left to the driver (docs/format.md); empty: nothing."""
+    """What of a job's device memory the preload has left to the driver (docs/format.md); empty:
+    nothing.
+    """
     sizes = {kind: left.get(f"{name}_bytes", 0) for name, kind in _LEFT.items()}
     parts = ", ".join(f"{units.size(size)} {kind}" for kind, size in sizes.items() if size)
     words = [f"{units.size(sum(sizes.values()))} with the driver: {parts}"] if parts else []
@@ -395,7 +408,8 @@ class _Bars:
         state = event.fields.get("state")
         total, done = event.fields.get("total"), event.fields.get("bytes")
         if event.name == "store.upload" and isinstance(done, int) and self._progress is not None:
-            # Nobody knows beforehand how much there will be to store: what was stored is what can be shown.
+            # Nobody knows beforehand how much there will be to store: what was stored is what can
+            # be shown.
             for shown in self._tasks.values():
                 self._progress.advance(shown, done)
             return

@@ -1,7 +1,10 @@
-"""Where a passphrase comes from: a file, a command, the environment, or who sits at the terminal; never the command line, which every process can read.
+"""Where a passphrase comes from: a file, a command, the environment, or who sits at the terminal;
+never the command line, which every process can read.
 
-It opens an encrypted repository and is asked for only then. What is found first counts: ICECORE_PASSPHRASE_FILE or ``passphrase_file``,
-ICECORE_PASSPHRASE_COMMAND or ``passphrase_command``, ICECORE_PASSPHRASE, the terminal. One line break at the end is not part of it.
+It opens an encrypted repository and is asked for only then. What is found first counts:
+ICECORE_PASSPHRASE_FILE or ``passphrase_file``, ICECORE_PASSPHRASE_COMMAND or
+``passphrase_command``, ICECORE_PASSPHRASE, the terminal. One line break at the end is not part of
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Source:
 
     @property
     def configured(self) -> bool:
-        """Whether a file, a command or the environment gives it: then no repository is expected to be plain."""
+        """Whether a file, a command or the environment gives it: then no repository is expected to
+        be plain.
+        """
         return bool(self.file or self.command or os.environb.get(self.variable.encode()))
 
     def __call__(self) -> bytes:
@@ -50,7 +55,9 @@ class Source:
 
 
 def is_configured(passphrase: Passphrase | None) -> bool:
-    """Whether a passphrase is given without asking a person: a function of the caller's own always gives one."""
+    """Whether a passphrase is given without asking a person: a function of the caller's own always
+    gives one.
+    """
     return passphrase.configured if isinstance(passphrase, Source) else passphrase is not None
 
 
@@ -58,7 +65,8 @@ def current(config: Config | None = None) -> Source:
     """Return what gives the passphrase that opens a repository.
 
     Args:
-        config: Its ``passphrase_file`` and ``passphrase_command`` count; None: only the environment's.
+        config: Its ``passphrase_file`` and ``passphrase_command`` count; None: only the
+            environment's.
     """
     file = config.passphrase_file if config else os.environ.get("ICECORE_PASSPHRASE_FILE", "")
     command = (
@@ -68,14 +76,18 @@ def current(config: Config | None = None) -> Source:
 
 
 def given(file: str, command: str) -> Source:
-    """Return what gives the passphrase of a repository that is copied to, from ICECORE_TARGET_PASSPHRASE where neither is named."""
+    """Return what gives the passphrase of a repository that is copied to, from
+    ICECORE_TARGET_PASSPHRASE where neither is named.
+    """
     return Source(
         file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: "
     )
 
 
 def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Source:
-    """Return what gives a passphrase that is to be set: from ``file``, from ``command``, from the environment's ``variable``, or asked for twice."""
+    """Return what gives a passphrase that is to be set: from ``file``, from ``command``, from the
+    environment's ``variable``, or asked for twice.
+    """
     return Source(file, command, variable, "New passphrase: ", twice=True)
 
 

@@ -1,4 +1,6 @@
-"""Where things are kept: repositories by their location, and what this node remembers; rule: nothing is made here, and there is no repository by default."""
+"""Where things are kept: repositories by their location, and what this node remembers; rule:
+nothing is made here, and there is no repository by default.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ _CURE = "name one with --repository PLACE (-r), ICECORE_REPOSITORY, or repositor
 def backend_at(
     location: str, *, create: bool = False, config: Config | None = None, emit: Sink = discard
 ) -> Backend:
-    """The storage at ``location``: a directory, ``file://`` and its absolute path, ``s3://BUCKET/PREFIX``, or ``s3://PROFILE@BUCKET/PREFIX``.
+    """The storage at ``location``: a directory, ``file://`` and its absolute path,
+    ``s3://BUCKET/PREFIX``, or ``s3://PROFILE@BUCKET/PREFIX``.
 
     Args:
         create: Make the directory where it is missing. Buckets are never made.
-        config: Its sections [s3] and [cache] say how buckets are reached. None: what `icecore.config.load` gives.
+        config: Its sections [s3] and [cache] say how buckets are reached. None: what
+            `icecore.config.load` gives.
         emit: Gets what is said of retries and, when it is closed, of the requests that were sent.
 
     Raises:
@@ -61,7 +65,8 @@ def backend_at(
 
 
 def names_of(location: str, config: Config) -> frozenset[str]:
-    """Return the names under which this client remembers a place (`icecore.store.backend.base.Backend.known_as`); none if it cannot be reached.
+    """Return the names under which this client remembers a place
+    (`icecore.store.backend.base.Backend.known_as`); none if it cannot be reached.
 
     Raises:
         UsageError: As `backend_at`.
@@ -88,7 +93,8 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     whole, _, prefix = rest.partition("/")
     profile, _, bucket = whole.rpartition("@")
     settings = config.s3
-    # What [s3] says of the way is meant for places that name no profile: another region has another endpoint.
+    # What [s3] says of the way is meant for places that name no profile: another region has another
+    # endpoint.
     place = S3Place(
         bucket,
         prefix.rstrip("/"),
@@ -117,7 +123,8 @@ def state_directory(named: str = "") -> Path:
     """Where the jobs of this node and the newest generations seen are noted down.
 
     Args:
-        named: From the configuration. Empty: as `icecore.host.jobs.registry.state_directory` has it.
+        named: From the configuration. Empty: as `icecore.host.jobs.registry.state_directory` has
+            it.
     """
     from icecore.host.jobs import registry as jobs
 

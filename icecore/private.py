@@ -1,6 +1,8 @@
-"""Paths that no other user controls; rule: neither the umask nor existing permissions decide who may read or replace icecore's files.
+"""Paths that no other user controls; rule: neither the umask nor existing permissions decide who
+may read or replace icecore's files.
 
-Others are all users except root and the one that this process runs as. An access control list shows in the group's bits (acl(5)), so it counts as these do.
+Others are all users except root and the one that this process runs as. An access control list shows
+in the group's bits (acl(5)), so it counts as these do.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def is_own(about: os.stat_result) -> bool:
 
 
 def components(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield every directory and symbolic link that the kernel passes on its way to ``path``, and ``path`` itself, each with its lstat(2).
+    """Yield every directory and symbolic link that the kernel passes on its way to ``path``, and
+    ``path`` itself, each with its lstat(2).
 
     Raises:
         OSError: One of them does not exist, or there are too many links.
@@ -80,7 +83,8 @@ def require_unchangeable(path: Path, about: os.stat_result, what: str) -> None:
             )
         if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE:
             continue
-        # In a sticky directory users cannot remove files of others; a read-only mount cannot change.
+        # In a sticky directory users cannot remove files of others; a read-only mount cannot
+        # change.
         if (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX) or os.statvfs(
             one
         ).f_flag & os.ST_RDONLY:
@@ -103,7 +107,8 @@ def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
         The path of the last.
 
     Raises:
-        UsageError: One of them belongs to somebody else, or is reached through somebody else's link.
+        UsageError: One of them belongs to somebody else, or is reached through somebody else's
+            link.
         OSError: It cannot be made.
     """
     make_parents(state.parent)
@@ -115,7 +120,9 @@ def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
 
 
 def make_parents(path: Path) -> None:
-    """Make a directory and its missing parents, which everybody may read as far as the umask says, and only their owner may write to."""
+    """Make a directory and its missing parents, which everybody may read as far as the umask says,
+    and only their owner may write to.
+    """
     for one in [*reversed(path.parents), path]:
         with suppress(FileExistsError):
             os.mkdir(one, 0o755)
@@ -148,11 +155,13 @@ def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
     """Make a directory for its owner alone, or restrict an existing one to its owner.
 
     Args:
-        foreign: Leave a directory unchanged that holds more than icecore's state: others may depend on it.
+        foreign: Leave a directory unchanged that holds more than icecore's state: others may depend
+            on it.
         emit: Gets ``state.tightened``.
 
     Raises:
-        UsageError: It belongs to somebody else, or is reached through somebody else's link; others can write to it, and it is not icecore's alone.
+        UsageError: It belongs to somebody else, or is reached through somebody else's link; others
+            can write to it, and it is not icecore's alone.
         OSError: It cannot be made.
     """
     with suppress(FileExistsError):
@@ -190,7 +199,9 @@ def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
 
 
 def create_private(path: Path) -> int:
-    """Open a file for writing, made for its owner alone where it is missing, else emptied; the descriptor is the caller's."""
+    """Open a file for writing, made for its owner alone where it is missing, else emptied; the
+    descriptor is the caller's.
+    """
     return os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
     )

@@ -1,4 +1,5 @@
-"""The public Repository: opens, lists, compares and cleans, synchronously; everything that waits runs in one background event loop.
+"""The public Repository: opens, lists, compares and cleans, synchronously; everything that waits
+runs in one background event loop.
 
 What few commands need is imported where it is used: to load all took as long as many a command.
 """
@@ -46,9 +47,11 @@ T = TypeVar("T")
 
 
 class Repository:
-    """An open repository; `open` and `create` make them. A context manager; all methods may be called from any thread.
+    """An open repository; `open` and `create` make them. A context manager; all methods may be
+    called from any thread.
 
-    Everything raises `icecore.errors.StoreError` when the storage fails and `icecore.errors.Damaged` when what is read is not what was written.
+    Everything raises `icecore.errors.StoreError` when the storage fails and
+    `icecore.errors.Damaged` when what is read is not what was written.
 
     Attributes:
         core: The repository of `icecore.store`, which lives in ``loop``.
@@ -88,14 +91,18 @@ class Repository:
 
         Args:
             location: Its directory, or ``s3://BUCKET/PREFIX``.
-            replicas: Locations of its replicas, the nearest first: what they have in common with it is read from the first that has it, this
-                location before all of them unless it is named among them. One that cannot be reached is told of and passed over.
-            passphrase: Gives it, if the repository is encrypted; None: ``config``'s file or command, if there is one, else ICECORE_PASSPHRASE_FILE,
-                …_COMMAND; ICECORE_PASSPHRASE, or the terminal. Where one is given, other than by the terminal, a plain repository is refused.
+            replicas: Locations of its replicas, the nearest first: what they have in common with it
+                is read from the first that has it, this location before all of them unless it is
+                named among them. One that cannot be reached is told of and passed over.
+            passphrase: Gives it, if the repository is encrypted; None: ``config``'s file or
+                command, if there is one, else ICECORE_PASSPHRASE_FILE, …_COMMAND;
+                ICECORE_PASSPHRASE, or the terminal. Where one is given, other than by the terminal,
+                a plain repository is refused.
             plain: A plain repository is meant all the same.
-            config: Says how buckets are reached (sections [s3] and [cache]). None: what `icecore.config.load` gives.
-            state: Directory in which is remembered which repository is where, and its newest state: another one, or an older one, shown later is an error.
-                Empty: this node's.
+            config: Says how buckets are reached (sections [s3] and [cache]). None: what
+                `icecore.config.load` gives.
+            state: Directory in which is remembered which repository is where, and its newest state:
+                another one, or an older one, shown later is an error. Empty: this node's.
             rebuild: Open it even if nothing is left of its configuration, to `repair` it.
             emit: Gets the events of everything done through it.
 
@@ -105,7 +112,8 @@ class Repository:
             RepositoryReplaced: This node knows another repository there, or an encrypted one.
             PlainRefused: It is plain, and a passphrase is given.
             RecordDamaged: What this node remembers is damaged.
-            RollbackDetected: It shows an older state than this node has seen (raised by whatever reads the state first).
+            RollbackDetected: It shows an older state than this node has seen (raised by whatever
+                reads the state first).
             FormatTooNew: A later version of icecore wrote it.
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
@@ -131,7 +139,8 @@ class Repository:
         config: Config | None = None,
         emit: Sink = discard,
     ) -> Repository:
-        """Make a repository at a location; a directory is made where it is missing, a bucket has to be there.
+        """Make a repository at a location; a directory is made where it is missing, a bucket has to
+        be there.
 
         Args:
             shard_bytes: Size in bytes at which an object of chunks is closed: 1 MiB to 1 GiB.
@@ -141,7 +150,8 @@ class Repository:
 
         Raises:
             PlainRefused: This node knows an encrypted one there.
-            UsageError: There is one already, or the storage does not do what a repository needs (hard links, conditional writes).
+            UsageError: There is one already, or the storage does not do what a repository needs
+                (hard links, conditional writes).
         """
         if not 1 << 20 <= shard_bytes <= 1 << 30:
             raise UsageError(
@@ -199,7 +209,8 @@ class Repository:
         ]
 
     def find(self, snapshot: str) -> SnapshotRecord:
-        """The snapshot that is meant by an id, the beginning of one, ``JOB``, ``JOB~1``, ``JOB@1`` or ``latest`` (`icecore.addressing.resolve`).
+        """The snapshot that is meant by an id, the beginning of one, ``JOB``, ``JOB~1``, ``JOB@1``
+        or ``latest`` (`icecore.addressing.resolve`).
 
         Raises:
             NotFound: None is.
@@ -215,7 +226,8 @@ class Repository:
         return found or addressing.resolve(self.snapshots(), snapshot)
 
     def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
-        """All that is known of a snapshot: processes, regions, files, sizes in bytes, what a restore needs.
+        """All that is known of a snapshot: processes, regions, files, sizes in bytes, what a
+        restore needs.
 
         Raises:
             NotFound: There is no such snapshot.
@@ -229,7 +241,8 @@ class Repository:
             raise
 
     def reader(self, snapshot: str | SnapshotRecord) -> SnapshotReader:
-        """A reader of a snapshot's memory and files. It pins nothing: what it reads may be collected once the snapshot is forgotten.
+        """A reader of a snapshot's memory and files. It pins nothing: what it reads may be
+        collected once the snapshot is forgotten.
 
         Raises:
             NotFound: There is no such snapshot.
@@ -262,7 +275,8 @@ class Repository:
         return forget.plan(self.snapshots(job=job), policy)
 
     def plan_free(self, snapshots: Iterable[str | SnapshotRecord]) -> Freed:
-        """What forgetting these snapshots would free, in bytes, once `gc` has run; nothing is changed.
+        """What forgetting these snapshots would free, in bytes, once `gc` has run; nothing is
+        changed.
 
         Raises:
             NotFound: One of them does not exist.
@@ -312,10 +326,12 @@ class Repository:
         return self.loop.run(Collector(self.core, options).plan())
 
     def gc(self, options: GcOptions | None = None) -> GcResult:
-        """Delete what no snapshot and no open session needs, and rewrite objects that are mostly dead. Safe beside everything else.
+        """Delete what no snapshot and no open session needs, and rewrite objects that are mostly
+        dead. Safe beside everything else.
 
         Raises:
-            Damaged: A kept snapshot cannot be read, so what it needs is unknown; nothing was deleted.
+            Damaged: A kept snapshot cannot be read, so what it needs is unknown; nothing was
+                deleted.
         """
         from icecore.store.maintenance.gc import Collector
 
@@ -326,7 +342,8 @@ class Repository:
 
         Args:
             read_data: Share (0 to 1) of the data that is read, decoded and verified as well.
-            register: Keep what is looked at from being collected meanwhile; without, for places that cannot be written to.
+            register: Keep what is looked at from being collected meanwhile; without, for places
+                that cannot be written to.
 
         Returns:
             What was found; damage is reported, not raised.
@@ -348,12 +365,14 @@ class Repository:
         plain: bool = False,
         emit: Sink = discard,
     ) -> Repository:
-        """Make an empty replica: a repository with the same master secret, its own log and its own passphrases, that `sync_to` fills.
+        """Make an empty replica: a repository with the same master secret, its own log and its own
+        passphrases, that `sync_to` fills.
 
         Args:
             location: Where; a directory is made where it is missing, a bucket has to be there.
             passphrase: Opens it, if this one is encrypted; None: as for `open`.
-            plain: Let that of a plain repository be plain although this node knows an encrypted one there.
+            plain: Let that of a plain repository be plain although this node knows an encrypted one
+                there.
 
         Raises:
             PlainRefused: This node knows an encrypted one there.
@@ -398,22 +417,28 @@ class Repository:
         forget: bool = False,
         register: bool = True,
     ) -> Synced:
-        """Bring snapshots to a replica: only what is missing travels, as it is. Safe to interrupt, and goes on where it was.
+        """Bring snapshots to a replica: only what is missing travels, as it is. Safe to interrupt,
+        and goes on where it was.
 
-        Pins and tags travel too: of a snapshot that both have, the marks that were changed last count, and where both were changed it gets what both say.
+        Pins and tags travel too: of a snapshot that both have, the marks that were changed last
+        count, and where both were changed it gets what both say.
 
         Args:
             location: The replica's.
             snapshots: Which; None: all.
             job: Only this job's, where ``snapshots`` names none.
-            forget: Also forget there what came from here and has been forgotten here since, unless it is pinned there.
-            register: Keep what is read here from being collected meanwhile; without, for places that cannot be written to.
+            forget: Also forget there what came from here and has been forgotten here since, unless
+                it is pinned there.
+            register: Keep what is read here from being collected meanwhile; without, for places
+                that cannot be written to.
 
         Returns:
-            What was done; snapshots that are damaged here are told of and left out, and then nothing is forgotten.
+            What was done; snapshots that are damaged here are told of and left out, and then
+            nothing is forgotten.
 
         Raises:
-            UsageError: It is no replica of this repository; or forgets are asked for of named snapshots, or of a repository that lists none.
+            UsageError: It is no replica of this repository; or forgets are asked for of named
+                snapshots, or of a repository that lists none.
             StoreError: Storage failed, or a collector is at work there for too long.
         """
         from icecore.store.replication import reconcile
@@ -467,13 +492,15 @@ class Repository:
         passphrase: Passphrase | None = None,
         register: bool = True,
     ) -> Copied:
-        """Copy snapshots to any other repository: all is stored anew under its keys. Safe to interrupt; what is copied is not copied again.
+        """Copy snapshots to any other repository: all is stored anew under its keys. Safe to
+        interrupt; what is copied is not copied again.
 
         Args:
             location: The other's.
             snapshots: Which; None: all that it does not have.
             passphrase: Opens it, if it is encrypted; None: as for `open`.
-            register: Keep what is read here from being collected meanwhile; without, for places that cannot be written to.
+            register: Keep what is read here from being collected meanwhile; without, for places
+                that cannot be written to.
 
         Returns:
             What was done; snapshots that are damaged here are told of and left out.
@@ -499,8 +526,8 @@ class Repository:
         return self.locate(snapshot)[0]
 
     def locate(self, snapshot: str) -> tuple[Repository, SnapshotRecord]:
-        """The repository that lists a snapshot, and how: this one, or, if it does not (as while its replication goes on) or only in quarantine, the
-        first replica that lists it whole.
+        """The repository that lists a snapshot, and how: this one, or, if it does not (as while its
+        replication goes on) or only in quarantine, the first replica that lists it whole.
 
         It reads from all of them, and is closed with this one.
 
@@ -579,7 +606,8 @@ class Repository:
         """Let a further passphrase open the repository; returns the slots that there are now.
 
         Raises:
-            UsageError: The label is taken, the passphrase is too short, or the repository is not encrypted.
+            UsageError: The label is taken, the passphrase is too short, or the repository is not
+                encrypted.
         """
         from icecore.store.format import slots as slot_changes
 
@@ -590,7 +618,8 @@ class Repository:
         )
 
     def remove_passphrase(self, which: str) -> list[Slot]:
-        """Let a passphrase, given by its slot's label or id, open it no longer. Who has had it may have kept what it opens: the data is as before.
+        """Let a passphrase, given by its slot's label or id, open it no longer. Who has had it may
+        have kept what it opens: the data is as before.
 
         Raises:
             NotFound: There is no such slot.
@@ -603,11 +632,13 @@ class Repository:
         )
 
     def change_passphrase(self, which: str, passphrase: bytes) -> list[Slot]:
-        """Put another passphrase in the place of one, given by its slot's label or id (empty: of the only one).
+        """Put another passphrase in the place of one, given by its slot's label or id (empty: of
+        the only one).
 
         Raises:
             NotFound: There is no such slot.
-            UsageError: There are several and none is named, the passphrase is too short, or the repository is not encrypted.
+            UsageError: There are several and none is named, the passphrase is too short, or the
+                repository is not encrypted.
         """
 
         from icecore.store.format import slots as slot_changes
@@ -634,9 +665,11 @@ class Repository:
         return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
 
     def recovery_file(self) -> bytes:
-        """The content of a recovery file: what `import_keys` needs to open this repository again where it has lost its keys or its configuration.
+        """The content of a recovery file: what `import_keys` needs to open this repository again
+        where it has lost its keys or its configuration.
 
-        Of a repository that is not encrypted it is a secret; of an encrypted one it needs one of the passphrases that there are now.
+        Of a repository that is not encrypted it is a secret; of an encrypted one it needs one of
+        the passphrases that there are now.
         """
         from icecore.store.log import recovery
 
@@ -652,11 +685,13 @@ class Repository:
         config: Config | None = None,
         emit: Sink = discard,
     ) -> list[Mend]:
-        """Put back from a recovery file what a repository has lost of its keys and its configuration; what is whole there stays.
+        """Put back from a recovery file what a repository has lost of its keys and its
+        configuration; what is whole there stays.
 
         Args:
             name, data: The file's name, for messages, and its content.
-            location, passphrase, config, emit: As of `open`; the passphrase is one of the time of the file.
+            location, passphrase, config, emit: As of `open`; the passphrase is one of the time of
+                the file.
 
         Returns:
             What was put back.
@@ -686,8 +721,10 @@ class Repository:
 
         Args:
             source: A replica, or its location: what is damaged here is looked for there first.
-            read_data: Share (0 to 1) of the data that is read; damage to what is not read is not found.
-            accept_rollback: Go on from what is there even where this node has seen newer log entries that are absent, or other ones.
+            read_data: Share (0 to 1) of the data that is read; damage to what is not read is not
+                found.
+            accept_rollback: Go on from what is there even where this node has seen newer log
+                entries that are absent, or other ones.
 
         Raises:
             UsageError: ``source`` is no replica of this repository.
@@ -702,7 +739,8 @@ class Repository:
         read_data: float = 1.0,
         accept_rollback: bool = False,
     ) -> RepairPlan:
-        """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
+        """Put right what can be, in one transaction; what still reads is not touched, and snapshots
+        that lost data stay listed, quarantined.
 
         Arguments and errors as of `plan_repair`; returns what was done.
         """
@@ -744,7 +782,8 @@ class Repository:
         """Bytes by job, lineage and codec, live and dead.
 
         Args:
-            register: Keep what is read from being collected meanwhile; without, for places that cannot be written to.
+            register: Keep what is read from being collected meanwhile; without, for places that
+                cannot be written to.
         """
         from icecore.store.maintenance.stats import stats
 

@@ -1,7 +1,9 @@
-"""Text from jobs and repositories: how bytes that are not UTF-8 are kept, stored and shown; rule: no two byte strings ever become one text.
+"""Text from jobs and repositories: how bytes that are not UTF-8 are kept, stored and shown; rule:
+no two byte strings ever become one text.
 
-In memory a name from the kernel is a str with surrogate escapes (PEP 383, `os.fsdecode`), which gives the very same bytes back. A str like that can
-neither be printed nor stored nor put into JSON; here are the only ways to do so:
+In memory a name from the kernel is a str with surrogate escapes (PEP 383, `os.fsdecode`), which
+gives the very same bytes back. A str like that can neither be printed nor stored nor put into JSON;
+here are the only ways to do so:
 
 - `stored` and `loaded`: for objects of the repository (docs/format.md);
 - `jsonable`: for ``--json`` (docs/events.md);
@@ -24,7 +26,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPES = re.compile(r"\\(?:\\|x([89a-f][0-9a-f]))")
 #: Marks a stored text as escaped. No path, argument, variable or thread name can hold it.
 _MARK = "\0"
-#: Characters without a width that str.isprintable counts as printable (Default_Ignorable_Code_Point in the Unicode Character Database).
+#: Characters without a width that str.isprintable counts as printable (Default_Ignorable_Code_Point
+#: in the Unicode Character Database).
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
@@ -33,7 +36,9 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether the text can be encoded: whether none of its bytes had to be kept as a surrogate."""
+    """Return whether the text can be encoded: whether none of its bytes had to be kept as a
+    surrogate.
+    """
     return _SURROGATE.search(text) is None
 
 
@@ -43,14 +48,18 @@ def is_utf8(text: str) -> bool:
 def printable(text: str) -> str:
     """Return one value (a path, an argument) as a terminal, a table or a log may show it.
 
-    Escaped with a backslash, as in C and Python: the backslash, control characters, bytes that are not UTF-8, and every character that has no glyph of
-    its own (formatting and bidirectional controls, other blanks than the space, private and unassigned code points). Different values stay different.
+    Escaped with a backslash, as in C and Python: the backslash, control characters, bytes that are
+    not UTF-8, and every character that has no glyph of its own (formatting and bidirectional
+    controls, other blanks than the space, private and unassigned code points). Different values
+    stay different.
     """
     return harmless(text.replace("\\", "\\\\"))
 
 
 def harmless(text: str) -> str:
-    """Return a line with the same characters escaped, but for the backslash: what `printable` gave stays as it is."""
+    """Return a line with the same characters escaped, but for the backslash: what `printable` gave
+    stays as it is.
+    """
     if text.isprintable() and _INVISIBLE.search(text) is None:
         return text
     return "".join(map(_shown, text))
@@ -80,7 +89,9 @@ def printable_command(words: Iterable[str]) -> str:
 
 
 def job_name(text: str) -> str:
-    """Return a job name derived from a program's name, in the characters that such names may have; empty if nothing is left."""
+    """Return a job name derived from a program's name, in the characters that such names may have;
+    empty if nothing is left.
+    """
     return _NO_NAME.sub("-", text).lstrip("._-")[:56]
 
 
@@ -106,7 +117,8 @@ def host_name() -> str:
 
 
 def stored(text: str) -> str:
-    """Return the text as UTF-8 can hold it: itself, or a NUL and the escaped text, if it is not UTF-8 or begins with a NUL.
+    """Return the text as UTF-8 can hold it: itself, or a NUL and the escaped text, if it is not
+    UTF-8 or begins with a NUL.
 
     Raises:
         ValueError: A surrogate stands for no byte.
@@ -151,8 +163,9 @@ def _byte(match: re.Match[str]) -> str:
 def jsonable(value: object) -> Any:
     """Return a value as strict JSON can hold it.
 
-    A text that is not UTF-8 is given escaped (`stored`, without the NUL). Beside it, in the same object, stands ``NAME_base64`` with its very bytes; for
-    a list of texts a list of the same length. A number that is not finite is null.
+    A text that is not UTF-8 is given escaped (`stored`, without the NUL). Beside it, in the same
+    object, stands ``NAME_base64`` with its very bytes; for a list of texts a list of the same
+    length. A number that is not finite is null.
     """
     if isinstance(value, str):
         return value if is_utf8(value) else _escaped(value)
@@ -175,7 +188,9 @@ def jsonable(value: object) -> Any:
 
 
 def _base64(value: object) -> Any:
-    """The bytes of a text that is not UTF-8, or of all texts of a list with such a one; None if there is none."""
+    """The bytes of a text that is not UTF-8, or of all texts of a list with such a one; None if
+    there is none.
+    """
     if isinstance(value, str):
         return None if is_utf8(value) else _encoded(value)
     if isinstance(value, (list, tuple)) and any(_base64(inner) is not None for inner in value):

@@ -1,5 +1,5 @@
-"""Opens and makes every repository of a client: its record of the place is binding, and encryption is not lost; rule: nothing else calls
-`icecore.store.log.repository.Repository.open` and `create`.
+"""Opens and makes every repository of a client: its record of the place is binding, and encryption
+is not lost; rule: nothing else calls `icecore.store.log.repository.Repository.open` and `create`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Finding:
 
     Attributes:
         known: The repository that is known; None: none is, or its record is damaged.
-        seen: The newest log entry of the repository that is there, as far as this client has seen it before; None: that record is damaged.
+        seen: The newest log entry of the repository that is there, as far as this client has seen
+            it before; None: that record is damaged.
         found: The repository that is there.
         newest: Its newest log entry.
         troubles: Why commands do not open it; empty if they do.
@@ -59,7 +60,8 @@ class Client:
 
     Args:
         state: The directory in which it remembers; empty: this node's.
-        config: Says where passphrases come from and which places are meant to be plain. None: only the environment says the former.
+        config: Says where passphrases come from and which places are meant to be plain. None: only
+            the environment says the former.
     """
 
     def __init__(self, state: str = "", config: Config | None = None) -> None:
@@ -76,19 +78,23 @@ class Client:
         rebuild: bool = False,
         emit: Sink = discard,
     ) -> Core:
-        """Open the repository in ``backend`` if it is the one that this client knows there, or if it knows none.
+        """Open the repository in ``backend`` if it is the one that this client knows there, or if
+        it knows none.
 
         Args:
             passphrase: Gives it; None: as `icecore.passphrase.current`.
-            secret: The master secret of the repository whose replica it has to be; then ``passphrase`` does not count.
+            secret: The master secret of the repository whose replica it has to be; then
+                ``passphrase`` does not count.
             plain: A plain repository is meant, although a passphrase is configured.
             rebuild: As `icecore.store.log.repository.Repository.open`.
 
         Raises:
             RepositoryReplaced: Another is there, or it is not encrypted any more.
-            PlainRefused: It is plain, a passphrase is configured, and nothing marks it as plain on purpose.
+            PlainRefused: It is plain, a passphrase is configured, and nothing marks it as plain on
+                purpose.
             RecordDamaged: What this client remembers of the place is damaged.
-            NotFound, WrongPassphrase, FormatTooNew, Damaged: As `icecore.store.log.repository.Repository.open`.
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: As
+                `icecore.store.log.repository.Repository.open`.
         """
         place = self._place(backend)
         known = place.recall()
@@ -124,7 +130,8 @@ class Client:
                 cure="find out who removed it, or mount it; 'icecore init' makes a new one",
             ) from error
         except UsageError:
-            # It has another master secret: which repository it is says more, if that is plain to see.
+            # It has another master secret: which repository it is says more, if that is plain to
+            # see.
             if secret and known is not None:
                 await _require_admitted(backend, admit)
             raise
@@ -167,7 +174,8 @@ class Client:
         """Compare what this client knows of a place with what is there; record nothing.
 
         Raises:
-            NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot be read.
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot
+                be read.
         """
         given = passphrase or current(self._config)
         place, troubles = self._place(backend), list[Distrusted | RollbackDetected]()
@@ -220,8 +228,10 @@ class Client:
 
         Args:
             identity: The id of the repository that is there.
-            generation: Its newest generation; required if its log does not continue what this client has seen.
-            plain: Accept a plain repository; required if a passphrase is configured, or an encrypted one is known.
+            generation: Its newest generation; required if its log does not continue what this
+                client has seen.
+            plain: Accept a plain repository; required if a passphrase is configured, or an
+                encrypted one is known.
 
         Returns:
             What was found before.
@@ -277,7 +287,9 @@ class Client:
         return FileWatermark(self._state / "seen" / identity, backend.where)
 
     def _remembering(self, core: Core) -> Core:
-        """Return the repository with a memory of the newest state seen: by its id, as each replica has a log of its own."""
+        """Return the repository with a memory of the newest state seen: by its id, as each replica
+        has a log of its own.
+        """
         log = Log(
             core.backend, core.keys.log, watermark=self._watermark(core.config.id, core.backend)
         )

@@ -1,4 +1,6 @@
-"""A bad network in front of an HTTP server: some requests are refused before they are passed on, of others the reply is lost, or never comes."""
+"""A bad network in front of an HTTP server: some requests are refused before they are passed on, of
+others the reply is lost, or never comes.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ def at_random(seed: int, *, refuse: float, lose: float, in_a_row: int = 3) -> Pl
     """Each request is refused, or loses its reply, with these probabilities.
 
     Args:
-        in_a_row: How often the same method and path fails at most before it passes: each further time costs the client a pause twice as long, and
-            shows nothing that the first ones do not.
+        in_a_row: How often the same method and path fails at most before it passes: each further
+            time costs the client a pause twice as long, and shows nothing that the first ones do
+            not.
     """
     draw, failed = random.Random(seed), Counter[tuple[str, str]]()
 
@@ -71,7 +74,9 @@ def at_random(seed: int, *, refuse: float, lose: float, in_a_row: int = 3) -> Pl
 
 
 def hold_after(count: int, method: str, part: str) -> Plan:
-    """So many requests of a method and with ``part`` in their path pass; then these, and nothing else, are held."""
+    """So many requests of a method and with ``part`` in their path pass; then these, and nothing
+    else, are held.
+    """
     seen = 0
 
     def plan(asked: str, path: str) -> Fate:

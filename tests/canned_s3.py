@@ -1,4 +1,6 @@
-"""An S3 endpoint that answers as it is told: for replies that a real server gives only when it, or its network, is in trouble."""
+"""An S3 endpoint that answers as it is told: for replies that a real server gives only when it, or
+its network, is in trouble.
+"""
 
 from __future__ import annotations
 

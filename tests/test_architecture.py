@@ -1,4 +1,6 @@
-"""The shape of the tree: who may import whom, what is pure, what is installed; read from the sources."""
+"""The shape of the tree: who may import whom, what is pure, what is installed; read from the
+sources.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ MAY_IMPORT = {
     "face": {"ground", "store", "host", "dumper", "restorer", "service", "face"},
 }
 
-# Inside the store: formats turn bytes into values and back, backends move bytes, and neither knows the other.
+# Inside the store: formats turn bytes into values and back, backends move bytes, and neither knows
+# the other.
 FORMATS, BACKENDS = "icecore.store.format.", "icecore.store.backend."
 PLAIN_BACKENDS = {f"{BACKENDS}{name}" for name in ("base", "local", "memory", "s3")}
 DOES_IO = {
@@ -58,7 +61,9 @@ class Module:
 
     @property
     def floor(self) -> str:
-        """The floor it lives on; icecore's own modules are the ground floor or, all others, the public face."""
+        """The floor it lives on; icecore's own modules are the ground floor or, all others, the
+        public face.
+        """
         if self.name in GROUND:
             return "ground"
         part = self.name.split(".")[1] if "." in self.name else ""
@@ -85,7 +90,9 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(module: Module, names: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Line and target of every import, wherever it stands; `names` are the modules that exist in the tree."""
+    """Line and target of every import, wherever it stands; `names` are the modules that exist in
+    the tree.
+    """
     for node in ast.walk(parsed(module.path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -250,13 +257,17 @@ def test_the_main_folders_stand_at_the_top(name: str) -> None:
 
 
 def room(name: str) -> str:
-    """The sub-package that a module belongs to; a module that stands on its floor itself is a room of its own."""
+    """The sub-package that a module belongs to; a module that stands on its floor itself is a room
+    of its own.
+    """
     parts = name.split(".")
     return ".".join(parts[:3]) if len(parts) > 3 else name
 
 
 def test_no_circle_among_sub_packages() -> None:
-    """Imports inside functions count, too. The listing of a floor can be read from the bottom to the top."""
+    """Imports inside functions count, too. The listing of a floor can be read from the bottom to
+    the top.
+    """
     names = frozenset(module.name for module in modules())
     needs: dict[str, set[str]] = {}
     for module in modules():

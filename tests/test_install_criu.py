@@ -1,4 +1,6 @@
-"""tools/install-criu: what it reports works, a second run changes nothing, and nothing unverified is installed."""
+"""tools/install-criu: what it reports works, a second run changes nothing, and nothing unverified
+is installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The test programs verify themselves, and notice every kind of damage that they claim to notice; no snapshot is taken."""
+"""The test programs verify themselves, and notice every kind of damage that they claim to notice;
+no snapshot is taken.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
-    """Starts a program in its small size and waits until it works; whatever was started is ended after the test."""
+    """Starts a program in its small size and waits until it works; whatever was started is ended
+    after the test.
+    """
     started: list[driving.Running] = []
 
     def start_one(name: str) -> driving.Running:
@@ -68,7 +72,8 @@ def test_one_changed_bit_is_noticed(name: str, region: str, start: Start) -> Non
     running = start(name)
     now = driving.progress(running.state_dir)
     assert now is not None
-    # Where it is may be just about to be rewritten, without being looked at again; not so much one after the other.
+    # Where it is may be just about to be rewritten, without being looked at again; not so much one
+    # after the other.
     for page in range({"blackboard": 8, "cache": 2}.get(region, 1)):
         driving.damage(
             running.pid, now, region, after=page * {"blackboard": 4096}.get(region, 1 << 20)

@@ -1,4 +1,6 @@
-"""Every test program survives a dump, its end and a restore by plain CRIU with the options that the catalogue names."""
+"""Every test program survives a dump, its end and a restore by plain CRIU with the options that the
+catalogue names.
+"""
 
 from __future__ import annotations
 

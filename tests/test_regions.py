@@ -1,4 +1,6 @@
-"""docker-compose.yml and the servers that the tests start are the same two regions: flags, credentials, and that one knows nothing of the other."""
+"""docker-compose.yml and the servers that the tests start are the same two regions: flags,
+credentials, and that one knows nothing of the other.
+"""
 
 from __future__ import annotations
 

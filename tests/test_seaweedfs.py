@@ -37,7 +37,9 @@ def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
 def test_two_servers_never_have_a_port_in_common(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that finds a port taken ends, and takes the sockets in /tmp that are called after it along."""
+    """One that finds a port taken ends, and takes the sockets in /tmp that are called after it
+    along.
+    """
     with seaweedfs._own_ports() as some, seaweedfs._own_ports() as others:
         monkeypatch.setattr(seaweedfs, "_FIRST", [some[0], others[0]])
     with running(tmp_path / "one") as one:

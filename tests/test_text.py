@@ -1,4 +1,6 @@
-"""Texts of jobs and repositories on their way to a terminal, a repository or JSON: nothing is lost, nothing becomes another text, nothing gets through."""
+"""Texts of jobs and repositories on their way to a terminal, a repository or JSON: nothing is lost,
+nothing becomes another text, nothing gets through.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_what_is_stored_is_what_was_given(text: str) -> None:
 
 @given(_TEXTS)
 def test_no_stored_text_hides_another(text: str) -> None:
-    """Whatever somebody writes there: if it is accepted, it is what `stored` writes for the text that it gives."""
+    """Whatever somebody writes there: if it is accepted, it is what `stored` writes for the text
+    that it gives.
+    """
     for written in (text, f"\0{text}"):
         try:
             written.encode()

@@ -1,9 +1,11 @@
-"""Debian packages of another suite, unpacked into a private prefix; rule: unpack only what apt itself has verified.
+"""Debian packages of another suite, unpacked into a private prefix; rule: unpack only what apt
+itself has verified.
 
-apt does the work: with a sources list, state and cache of its own it fetches the suite's signed Release file, checks it
-against the Debian archive keyring, the package lists against the Release file and each package against the lists
-(https://manpages.debian.org/apt-secure). Nothing of the machine's own package database is read or changed. The mirror
-is the one that the machine's own apt is configured with.
+apt does the work: with a sources list, state and cache of its own it fetches the suite's signed
+Release file, checks it against the Debian archive keyring, the package lists against the Release
+file and each package against the lists (https://manpages.debian.org/apt-secure). Nothing of the
+machine's own package database is read or changed. The mirror is the one that the machine's own apt
+is configured with.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def say(text: str) -> None:
 def call(
     argv: Sequence[str | os.PathLike[str]], *, seconds: float = 120, cwd: Path | None = None
 ) -> str:
-    """Run a command without a terminal and return its standard output; raises ToolError with its errors."""
+    """Run a command without a terminal and return its standard output; raises ToolError with its
+    errors.
+    """
     environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
     words = [os.fspath(word) for word in argv]
     try:
@@ -103,7 +107,9 @@ def install_packages(packages: Sequence[str]) -> None:
 
 
 def debian_mirror() -> str:
-    """Address of the Debian archive that the machine's own apt is configured with (security and others left out)."""
+    """Address of the Debian archive that the machine's own apt is configured with (security and
+    others left out).
+    """
     listing = [
         "apt-get",
         "indextargets",
@@ -124,7 +130,9 @@ def debian_mirror() -> str:
 
 
 def archive_keyring() -> str:
-    """Path of the Debian archive keyring, brought up to date by install_packages where it is missing."""
+    """Path of the Debian archive keyring, brought up to date by install_packages where it is
+    missing.
+    """
     for path in KEYRINGS:
         if os.path.exists(path):
             return path
@@ -139,7 +147,9 @@ def archive_keyring() -> str:
 
 @dataclass(frozen=True)
 class Suite:
-    """A Debian suite seen through an apt of its own below `root`, a folder that the caller throws away."""
+    """A Debian suite seen through an apt of its own below `root`, a folder that the caller throws
+    away.
+    """
 
     name: str
     root: Path
@@ -152,8 +162,9 @@ class Suite:
     ) -> Suite:
         """Fetch and verify the suite's package lists (about 10 MB).
 
-        `allow_expired` accepts a Release file past its Valid-Until, as an archive of the past serves it. It must still
-        be signed by Debian; only the protection against being shown an old state is given up.
+        `allow_expired` accepts a Release file past its Valid-Until, as an archive of the past
+        serves it. It must still be signed by Debian; only the protection against being shown an old
+        state is given up.
         """
         if re.fullmatch(r"[a-z][a-z0-9-]*", name) is None:
             raise ToolError(f"{name!r} is no Debian suite name; trixie or sid are")
@@ -226,7 +237,9 @@ class Suite:
             ) from None
 
     def library_closure(self, packages: Sequence[str]) -> list[str]:
-        """`packages` and every shared library package that they need, directly or through such packages."""
+        """`packages` and every shared library package that they need, directly or through such
+        packages.
+        """
         wanted = list(packages)
         for package in wanted:  # grows while it is walked
             fields = self.fields(package)
@@ -243,7 +256,9 @@ class Suite:
         return wanted
 
     def unpack(self, packages: Sequence[str], target: Path) -> dict[str, str]:
-        """Download packages, verified by apt, and unpack them below `target`; returns their versions."""
+        """Download packages, verified by apt, and unpack them below `target`; returns their
+        versions.
+        """
         target.mkdir(parents=True, exist_ok=True)
         debs = Path(tempfile.mkdtemp(dir=self.root / "debs"))
         say(f"downloading {len(packages)} packages of Debian {self.name}: {' '.join(packages)}")
@@ -286,9 +301,11 @@ def _libraries_below(tree: Path) -> dict[str, Path]:
 
 
 def copy_libraries(suite: Suite, binaries: Sequence[Path], tree: Path, lib: Path) -> None:
-    """Copy the dynamic loader and every library that `binaries` need from the unpacked `tree` into the folder `lib`.
+    """Copy the dynamic loader and every library that `binaries` need from the unpacked `tree` into
+    the folder `lib`.
 
-    The first of the binaries is a program; what it loads while it runs (extension modules) may follow it.
+    The first of the binaries is a program; what it loads while it runs (extension modules) may
+    follow it.
     """
     lib.mkdir(parents=True, exist_ok=True)
     offered = _libraries_below(tree)
@@ -310,17 +327,19 @@ def copy_libraries(suite: Suite, binaries: Sequence[Path], tree: Path, lib: Path
 
 
 def bind(suite: Suite, binary: Path, lib: Path) -> None:
-    """Write into a program that its loader and libraries are those in `lib`, where they may arrive only later.
+    """Write into a program that its loader and libraries are those in `lib`, where they may arrive
+    only later.
 
-    RPATH, not RUNPATH, because only RPATH also counts for what the libraries themselves need. One call does it all:
-    patching a file twice grows it twice. Programs that are not position-independent are refused: patchelf 0.18 makes
-    their segments overlap.
+    RPATH, not RUNPATH, because only RPATH also counts for what the libraries themselves need. One
+    call does it all: patching a file twice grows it twice. Programs that are not
+    position-independent are refused: patchelf 0.18 makes their segments overlap.
     """
     if "DYN" not in call(["readelf", "--file-header", binary]):
         raise ToolError(
             f"{binary} is not position-independent: start it through its loader instead"
         )
-    # patchelf comes from the same suite and runs under the suite's own loader and libraries, so the machine needs none.
+    # patchelf comes from the same suite and runs under the suite's own loader and libraries, so the
+    # machine needs none.
     tools = suite.root / "patchelf"
     suite.unpack(suite.library_closure(["patchelf"]), tools)
     name = os.path.basename(interpreter(binary))
@@ -346,9 +365,11 @@ def keep_licences(tree: Path, build: Path) -> None:
 
 @contextlib.contextmanager
 def fresh_folder(prefix: Path, mark: str) -> Iterator[Path]:
-    """An empty folder beside `prefix`, to be filled and swapped in; gone at the end of the block if it was not.
+    """An empty folder beside `prefix`, to be filled and swapped in; gone at the end of the block if
+    it was not.
 
-    Refuses a prefix that holds something else: one without the file `mark` in it was not made by this tool.
+    Refuses a prefix that holds something else: one without the file `mark` in it was not made by
+    this tool.
     """
     if prefix.exists() and any(prefix.iterdir()) and not (prefix / mark).is_file():
         raise ToolError(

@@ -1,11 +1,14 @@
-"""The demo's job: processes that work on memory together, with a hash chain in which every byte of it counts; it knows nothing of icecore.
+"""The demo's job: processes that work on memory together, with a hash chain in which every byte of
+it counts; it knows nothing of icecore.
 
-A coordinator and three workers, over pipes and shared memory. In each step a worker rewrites a small part of its memory
-and sums up all of it; the coordinator hashes the sums into a chain and appends ``STEP CHAIN`` to a log file that it keeps
-open. The chain is a function of the number of steps alone, so that whoever knows the number knows what must stand there.
+A coordinator and three workers, over pipes and shared memory. In each step a worker rewrites a
+small part of its memory and sums up all of it; the coordinator hashes the sums into a chain and
+appends ``STEP CHAIN`` to a log file that it keeps open. The chain is a function of the number of
+steps alone, so that whoever knows the number knows what must stand there.
 
-    python demo_job.py DIR              works until DIR/finish exists, then verifies all memory and exits with 0 or 1
-    python demo_job.py --reference N    prints the chain of N steps, computed in one process from the definition
+    python demo_job.py DIR              works until DIR/finish exists, then verifies all memory and
+    exits with 0 or 1 python demo_job.py --reference N    prints the chain of N steps, computed in
+    one process from the definition
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ def first_state(worker: int) -> State:
 
 
 def place(worker: int, step: int) -> int:
-    """Where the block begins that a worker rewrites in a step; most steps stay in a small part of the memory."""
+    """Where the block begins that a worker rewrites in a step; most steps stay in a small part of
+    the memory.
+    """
     value = (step * 2654435761 + worker * 40503) & 0xFFFFFFFF
     room = WORDS - BLOCK if step % 16 == 0 else WORDS // 16
     return value % room

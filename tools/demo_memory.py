@@ -1,4 +1,6 @@
-"""Every byte of a held process tree, read through /proc alone, so that it can be compared with what a restore brings back."""
+"""Every byte of a held process tree, read through /proc alone, so that it can be compared with what
+a restore brings back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ KERNELS = ("[vvar]", "[vvar_vclock]", "[vdso]", "[vsyscall]")
 
 @dataclass(frozen=True)
 class Region:
-    """A mapping: its place, permissions and name; ``held`` the pages that have content of their own, ``data`` their bytes in order."""
+    """A mapping: its place, permissions and name; ``held`` the pages that have content of their
+    own, ``data`` their bytes in order.
+    """
 
     start: int
     end: int
@@ -80,7 +84,8 @@ def read(root: int, directory: str) -> Memory:
     """All memory of a held tree, by the pid that each process has in its own namespace.
 
     Args:
-        directory: Of the instance: what lies there has another path in the next one, and counts as the same.
+        directory: Of the instance: what lies there has another path in the next one, and counts as
+            the same.
     """
     found: Memory = {}
     for pid in tree(root):
@@ -120,7 +125,9 @@ def _regions(pid: int, directory: str) -> list[Region]:
 
 
 def _joined(regions: list[Region]) -> list[Region]:
-    """Neighbours of one kind as one region: whether the kernel joins them depends on the order in which they were made."""
+    """Neighbours of one kind as one region: whether the kernel joins them depends on the order in
+    which they were made.
+    """
     joined: list[Region] = []
     for region in regions:
         last = joined[-1] if joined else None
@@ -139,7 +146,9 @@ def _joined(regions: list[Region]) -> list[Region]:
 
 
 def _content(memory: int, start: int, held: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], bytes]:
-    """The held pages' bytes; pages that cannot be read (beyond the end of a file) are taken out of ``held``."""
+    """The held pages' bytes; pages that cannot be read (beyond the end of a file) are taken out of
+    ``held``.
+    """
     edges = np.flatnonzero(np.diff(np.concatenate(([False], held, [False])).astype(np.int8)))
     held, parts = held.copy(), []
     for first, after in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -159,7 +168,9 @@ def _content(memory: int, start: int, held: NDArray[np.bool_]) -> tuple[NDArray[
 
 
 def differences(before: Memory, after: Memory) -> tuple[int, list[str]]:
-    """Bytes compared, and in words whatever differs. A page that only one side holds counts as zeros on the other."""
+    """Bytes compared, and in words whatever differs. A page that only one side holds counts as
+    zeros on the other.
+    """
     compared, wrong = 0, []
     if before.keys() != after.keys():
         wrong.append(f"processes {sorted(before)} became {sorted(after)}")

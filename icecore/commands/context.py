@@ -1,4 +1,6 @@
-"""What every command shares: configuration, output, the repository it works on, and how options are taken from settings."""
+"""What every command shares: configuration, output, the repository it works on, and how options are
+taken from settings.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def load_numpy() -> None:
-    """Load numpy without the threads of its linear algebra, which nothing here uses: one a core, they were a third of a command's start."""
+    """Load numpy without the threads of its linear algebra, which nothing here uses: one a core,
+    they were a third of a command's start.
+    """
     if _BLAS_THREADS in os.environ:
         return
     os.environ[_BLAS_THREADS] = "1"
@@ -107,7 +111,8 @@ class Context:
             self.output.event(Event("restore.warning", {"name": "files", "message": str(error)}))
 
     def require_job(self, name: str) -> None:
-        """Nothing, if there is a snapshot of a job with this name, or an instance of it on this node.
+        """Nothing, if there is a snapshot of a job with this name, or an instance of it on this
+        node.
 
         Raises:
             NotFound: There is neither.
@@ -137,7 +142,9 @@ Run = Callable[[argparse.Namespace, Context], int]
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end: everything that was begun is undone on the way out, and jobs run on."""
+    """A signal asked this process to end: everything that was begun is undone on the way out, and
+    jobs run on.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -172,7 +179,9 @@ class Commands:
         usage: str | None = None,
         numpy: bool = True,
     ) -> Parser:
-        """A command: its name, what runs it, what it does in one sentence, and whether numpy is loaded for it."""
+        """A command: its name, what runs it, what it does in one sentence, and whether numpy is
+        loaded for it.
+        """
         parser = self._parsers.add_parser(
             name,
             help=what[0].lower() + what[1:].rstrip("."),

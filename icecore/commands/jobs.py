@@ -1,4 +1,6 @@
-"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm; rule: whatever happens to the command line, the job runs on."""
+"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm; rule: whatever happens
+to the command line, the job runs on.
+"""
 
 from __future__ import annotations
 
@@ -315,7 +317,8 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
     """Show a job's output until it ends; its exit status.
 
     Args:
-        seen: Bytes at the beginning of each log that are not shown; None: all is, and that the job is followed goes without saying.
+        seen: Bytes at the beginning of each log that are not shown; None: all is, and that the job
+            is followed goes without saying.
     """
     writer = _Writer(job, context, "both")
     skip = dict(seen or {})

@@ -1,4 +1,6 @@
-"""The key command: who can open an encrypted repository; and what opens any repository again that has lost its keys."""
+"""The key command: who can open an encrypted repository; and what opens any repository again that
+has lost its keys.
+"""
 
 from __future__ import annotations
 

@@ -536,7 +536,9 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
 
 
 def _show_regions(manifest: Manifest, context: Context, everything: bool) -> None:
-    """Regions summed up by kind within each space: their number and the addresses that they span, present or not."""
+    """Regions summed up by kind within each space: their number and the addresses that they span,
+    present or not.
+    """
     spans: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
     for space in manifest.spaces:

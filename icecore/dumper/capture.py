@@ -1,4 +1,6 @@
-"""What is captured: in the window only what the running job would change, after it all that CRIU has written; the rule: the window reads, others write."""
+"""What is captured: in the window only what the running job would change, after it all that CRIU
+has written; the rule: the window reads, others write.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from icecore.host.kernel.memory import RemoteReader
 from icecore.store.format.cell import PAGE
 from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
 
-#: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the snapshot.
+#: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the
+#: snapshot.
 HIDDEN_FILE = "hidden.log"
 _HASH_BYTES = 1 << 20
 
@@ -265,23 +268,29 @@ class Capture:
 
 
 def _still_there(pids: list[int]) -> None:
-    """Raise if one of the processes did not live to the end of the window: SIGKILL reaches a frozen one too, and CRIU ends with 0 all the same."""
+    """Raise if one of the processes did not live to the end of the window: SIGKILL reaches a frozen
+    one too, and CRIU ends with 0 all the same.
+    """
     for pid in pids:
         if not procfs.exists(pid) or procfs.is_zombie(pid):
             raise DumpFailed(f"process {pid} was killed while it was being dumped")
 
 
 def _linked(images: Path) -> dict[str, str]:
-    """Files that lost the name under which they were opened but have others: that name → the name that CRIU will look for (``link_remap.N``).
+    """Files that lost the name under which they were opened but have others: that name → the name
+    that CRIU will look for (``link_remap.N``).
 
-    CRIU makes that link and removes it again when it leaves the tree running: the restore must put the file there.
+    CRIU makes that link and removes it again when it leaves the tree running: the restore must put
+    the file there.
     """
     names = {file.id: file.path for file in load_files(images)}
     return {names[r.original]: names[r.target] for r in load_remaps(images) if r.kind == LINKED}
 
 
 def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
-    """Call the files that lost their name by the one that CRIU will look for; it is known once CRIU's images are complete."""
+    """Call the files that lost their name by the one that CRIU will look for; it is known once
+    CRIU's images are complete.
+    """
     captured.files = [
         msgspec.structs.replace(f, path=linked.get(f.path, f.path))
         if f.path in captured.lost
@@ -294,7 +303,9 @@ def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
 
 
 def _other_names(file: FoundFile) -> list[str]:
-    """Names of the same file beside the one that was lost; those in other folders are not searched for."""
+    """Names of the same file beside the one that was lost; those in other folders are not searched
+    for.
+    """
     root = (
         f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
     )

@@ -1,4 +1,6 @@
-"""A dump from beginning to end: preflight, pre-copy, window, storing, commit. Its rule: the job is never lost, whatever fails."""
+"""A dump from beginning to end: preflight, pre-copy, window, storing, commit. Its rule: the job is
+never lost, whatever fails.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +58,29 @@ from icecore.text import host_name, require_label
 
 _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
-#: A tenth of a second of a window, at the rate at which resident memory without room on its GPU goes into the host's.
+#: A tenth of a second of a window, at the rate at which resident memory without room on its GPU
+#: goes into the host's.
 _PRE_COPY_RESIDENT = 4 << 30
 _STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
 _FREEZE_SECONDS = 30.0
-#: Another dump of the same job is waited for so long: one that has device memory may store some of it first.
+#: Another dump of the same job is waited for so long: one that has device memory may store some of
+#: it first.
 _CLAIM_SECONDS, _CLAIM_DEVICES_SECONDS = 60.0, 300.0
 #: Shard streams at most: each holds a shard buffer.
 _MOST_STREAMS = 16
 #: Bytes at the end of what a hook printed that its error tells.
 _HOOK_WORDS = 300
-#: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
+#: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16
+#: cores).
 SCAN_THREADS = 8
-#: Where they do not need the interpreter between cells (`icecore.host.kernel.scanning`). From 8 to 12 process_vm_readv alone gains a third there, from 12 to 16 an
-#: eighth; the scan as a whole was not measured so.
+#: Where they do not need the interpreter between cells (`icecore.host.kernel.scanning`). From 8 to
+#: 12 process_vm_readv alone gains a third there, from 12 to 16 an eighth; the scan as a whole was
+#: not measured so.
 NATIVE_SCAN_THREADS = 12
 ENCODE_THREADS = 4
-#: Staging that is prefaulted when nothing is known of how much changes, as a share of the private memory.
+#: Staging that is prefaulted when nothing is known of how much changes, as a share of the private
+#: memory.
 _GUESS = 0.125
 
 
@@ -83,7 +90,8 @@ class DumpResult:
 
     Attributes:
         snapshot: Its id.
-        window_seconds: How long the job stood still (with ``stop``: until CRIU and the scan were done).
+        window_seconds: How long the job stood still (with ``stop``: until CRIU and the scan were
+            done).
         seconds: The whole dump.
         sizes: In bytes.
         pre_copied: Bytes that were stored before the window.
@@ -120,7 +128,8 @@ def dump(
         options: See `DumpOptions`; None: all defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.
         workdir: Directory on tmpfs for CRIU's images while the dump lasts.
-        committed: Called with what is then returned once the snapshot is committed and the job runs, before the command after it.
+        committed: Called with what is then returned once the snapshot is committed and the job
+            runs, before the command after it.
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:
@@ -188,7 +197,9 @@ def dump(
 
 @dataclass
 class _After:
-    """What the command after a dump is told, and whether it is due: once the one before it was begun, for it may have to undo that."""
+    """What the command after a dump is told, and whether it is due: once the one before it was
+    begun, for it may have to undo that.
+    """
 
     due: bool = False
     snapshot: str = ""
@@ -196,7 +207,9 @@ class _After:
 
 @contextmanager
 def _after(command: str, seconds: float, target: Target, emit: Sink) -> Iterator[_After]:
-    """Run ``command`` at the end, also when the dump failed, whose error then is the one to be told."""
+    """Run ``command`` at the end, also when the dump failed, whose error then is the one to be
+    told.
+    """
     after = _After()
     try:
         yield after
@@ -216,7 +229,8 @@ def _after(command: str, seconds: float, target: Target, emit: Sink) -> Iterator
 
 
 def _hook(command: str, target: Target, snapshot: str, seconds: float) -> None:
-    """Run a user's shell command for at most so many seconds; it sees ICECORE_JOB, ICECORE_PID and ICECORE_SNAPSHOT.
+    """Run a user's shell command for at most so many seconds; it sees ICECORE_JOB, ICECORE_PID and
+    ICECORE_SNAPSHOT.
 
     Raises:
         HookFailed: It ended with another status than 0, or not in time.
@@ -244,9 +258,11 @@ def _hook(command: str, target: Target, snapshot: str, seconds: float) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """For the window: no cyclic garbage collection, which stops every thread, and precedence over whatever else the machine does.
+    """For the window: no cyclic garbage collection, which stops every thread, and precedence over
+    whatever else the machine does.
 
-    Threads that are started meanwhile inherit the precedence (it is the thread's in Linux); without the right to it, it is done without.
+    Threads that are started meanwhile inherit the precedence (it is the thread's in Linux); without
+    the right to it, it is done without.
     """
     enabled, thread = gc.isenabled(), threading.get_native_id()
     before = os.getpriority(os.PRIO_PROCESS, thread)
@@ -337,7 +353,8 @@ class _Dump:
         copied = self._pre_copy(found)
         self._reserve(found, copied)
 
-        # Not two at a time either that look at device memory: they would take the room on its GPU from each other's window, and a look's end from each other.
+        # Not two at a time either that look at device memory: they would take the room on its GPU
+        # from each other's window, and a look's end from each other.
         with_devices = (
             [process.pid for process in found.gpus.processes] if found.gpus is not None else []
         )
@@ -386,7 +403,8 @@ class _Dump:
                 if devices is None:
                     window.go()
                 else:
-                    # What the parent tells of what will change may be wrong; the driver copies for so long that all can be had meanwhile.
+                    # What the parent tells of what will change may be wrong; the driver copies for
+                    # so long that all can be had meanwhile.
                     with storing.staging.growing(found.gpus.most_bytes >> 20 if found.gpus else 0):
                         devices.lock(window.left, storing.machinery, storing.parent)
                         window.go()
@@ -457,7 +475,9 @@ class _Dump:
         return snapshot, manifest, pre_copied, storing.pipeline.spilled
 
     def _predict_again(self, found: Look, devices: Devices) -> None:
-        """Say how long the window will be of what resident memory holds and has changed: preflight took all of it for changed."""
+        """Say how long the window will be of what resident memory holds and has changed: preflight
+        took all of it for changed.
+        """
         if found.resident is not None and devices.foreseen is not None:
             self.emit(
                 Event(
@@ -480,7 +500,8 @@ class _Dump:
         require(found)
         record = self.target.record
         if record is not None and record.copies and not record.isolation.root:
-            # CRIU works in the root's mount namespace then, and would take any other for one of its own to restore.
+            # CRIU works in the root's mount namespace then, and would take any other for one of its
+            # own to restore.
             own = {(process.namespaces or {}).get("mnt") for process in found.living}
             if len(own) > 1:
                 cure = "snapshot it before it makes them, or restore it without --files-to"
@@ -502,7 +523,9 @@ class _Dump:
         return found
 
     def _same_program(self, parent: Manifest) -> None:
-        """Two processes that run the same interpreter are not the same job: policies would forget the snapshots of one for the other's."""
+        """Two processes that run the same interpreter are not the same job: policies would forget
+        the snapshots of one for the other's.
+        """
         before = parent.processes[0].command if parent.processes else []
         if self.target.guessed and procfs.command_line(self.target.pid) != before:
             message = f"the newest snapshot of job {self.target.job} is of another command, {shlex.join(before)}: they count as one job's"
@@ -514,7 +537,9 @@ class _Dump:
             )
 
     def _devices(self, found: Look, guard: Guard, images: Path) -> Devices | None:
-        """What makes the driver's calls, if the tree uses GPUs. From now on CUDA is being initialised in it, which takes a while."""
+        """What makes the driver's calls, if the tree uses GPUs. From now on CUDA is being
+        initialised in it, which takes a while.
+        """
         if found.gpus is None:
             return None
         resident = None
@@ -543,7 +568,9 @@ class _Dump:
         return images
 
     def _pre_copy(self, found: Look) -> dict[int, PreCopied]:
-        """Pre-copy every process that is large enough; pid in the tree's namespace → what was learnt."""
+        """Pre-copy every process that is large enough; pid in the tree's namespace → what was
+        learnt.
+        """
         mode = self.options.pre_copy
         if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
             return {}
@@ -572,7 +599,9 @@ class _Dump:
         return out
 
     def _staging_bytes(self, found: Look) -> int:
-        """The bound on staging. A checkpoint doubles device memory into the host's; what is staged of it comes out of what is left then."""
+        """The bound on staging. A checkpoint doubles device memory into the host's; what is staged
+        of it comes out of what is left then.
+        """
         device = found.gpus.most_bytes if found.gpus is not None else 0
         if not device:
             return self.options.staging_bytes
@@ -581,7 +610,9 @@ class _Dump:
         )
 
     def _reserve(self, found: Look, copied: dict[int, PreCopied]) -> None:
-        """Fault staging in before the window: as much as is likely to change, by what changed since the parent; without pre-copy nobody knows, so all."""
+        """Fault staging in before the window: as much as is likely to change, by what changed since
+        the parent; without pre-copy nobody knows, so all.
+        """
         if copied and self.storing.parent_id:
             guess = sum(c.changed for c in copied.values())
         elif copied:
@@ -589,7 +620,8 @@ class _Dump:
         else:
             guess = found.private_bytes
         if found.gpus is not None:
-            # Pre-copy knows nothing of device memory: as much is taken to change as did in the parent.
+            # Pre-copy knows nothing of device memory: as much is taken to change as did in the
+            # parent.
             parent = self.storing.parent
             guess += min(
                 found.gpus.most_bytes,
@@ -599,7 +631,9 @@ class _Dump:
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 
     def _plugins(self, images: Path, devices: bool) -> list[str]:
-        """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
+        """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA
+        would make the driver's calls a second time.
+        """
         folder = self.options.criu_plugins
         if devices:
             folder = str(plugin_folder(images / "plugins", folder))
@@ -618,7 +652,8 @@ class _Dump:
             shell_job=self.shell_job,
             ghost_limit=self.options.ghost_limit,
             verbosity=2,
-            # Connections that nobody has accepted yet are not there after a restore; with ``close`` none is.
+            # Connections that nobody has accepted yet are not there after a restore; with ``close``
+            # none is.
             extra=(
                 "--link-remap",
                 *("--action-script", "{hold}"),

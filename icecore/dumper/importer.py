@@ -1,5 +1,6 @@
-"""An image directory that CRIU wrote, stored as a snapshot: pages by address, everything else as files. Its rule: the
-directory is only read, and a snapshot of it restores as the directory does."""
+"""An image directory that CRIU wrote, stored as a snapshot: pages by address, everything else as
+files. Its rule: the directory is only read, and a snapshot of it restores as the directory does.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.trial import Objective
 from icecore.text import host_name, job_name, require_label
 
-#: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
+#: Cells between reading and storing; few, so that they are still in a cache when they are hashed
+#: again.
 _STAGING_BYTES = 20 << 20
 _MAX_STREAMS = 16
 _THREADS = 4
@@ -53,7 +55,9 @@ _MAX_ARGUMENTS = 1 << 17
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import made: the snapshot's id, its lineage and parent, sizes in bytes, and how long it took."""
+    """What an import made: the snapshot's id, its lineage and parent, sizes in bytes, and how long
+    it took.
+    """
 
     snapshot: str
     job: str
@@ -79,8 +83,8 @@ def import_images(
 
     Args:
         repository: Where to; it lives in ``loop``.
-        directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a ``parent`` link) and lazy
-            dumps without their pages are refused.
+        directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a
+            ``parent`` link) and lazy dumps without their pages are refused.
         job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.
         parent: Snapshot to build on; empty: the job's newest, if there is one.
         threads: Threads that read and encode; 0: one a core, four at most.
@@ -209,7 +213,7 @@ class _Import:
         storing.writer.commit(manifest)
         return manifest
 
-    # -- content ------------------------------------------------------------------------------------------------------
+    # -- content
 
     def _capture(
         self, images: ImageSet, parent: Parent | None, machinery: Machinery
@@ -257,7 +261,9 @@ class _Import:
             source.close()
 
     def _command(self, pid: int, source: CompactPages) -> list[str]:
-        """The arguments of a process, from where the kernel had put them on its stack; empty if they are not there."""
+        """The arguments of a process, from where the kernel had put them on its stack; empty if
+        they are not there.
+        """
         start, end = criu_images.load_mm(self.folder, pid).arguments
         data = source.read(start, min(end - start, _MAX_ARGUMENTS))
         return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
@@ -278,7 +284,7 @@ class _Import:
                 os.close(descriptor)
         return capture
 
-    # -- the manifest -------------------------------------------------------------------------------------------------
+    # -- the manifest
 
     def _manifest(self, storing: Storing, stored: Stored) -> Manifest:
         own_pids = self.tasks[0].pid == 1
@@ -311,7 +317,9 @@ class _Import:
         )
 
     def _criu_version(self) -> tuple[int, ...]:
-        """The CRIU that wrote the images, from its log where that is there; else the one of this machine."""
+        """The CRIU that wrote the images, from its log where that is there; else the one of this
+        machine.
+        """
         for log in sorted(self.folder.glob("*.log")):
             with open(log, "rb") as file:
                 found = re.search(rb"Version: (\d+)\.(\d+)(?:\.(\d+))?", file.read(1 << 16))
@@ -364,7 +372,9 @@ class _Import:
         )
 
     def _files(self) -> list[OpenFile]:
-        """The regular files that CRIU will look for, with the sizes that it will ask for; what else they were is not known."""
+        """The regular files that CRIU will look for, with the sizes that it will ask for; what else
+        they were is not known.
+        """
         ghosts = {remap.original for remap in criu_images.load_remaps(self.folder)}
         found: dict[str, OpenFile] = {}
         for file in criu_images.load_files(self.folder):

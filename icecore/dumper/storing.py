@@ -1,4 +1,6 @@
-"""The storing side of a snapshot, whatever its source: session, parent, writer, staging and pipeline together, and the maps and hints at the end."""
+"""The storing side of a snapshot, whatever its source: session, parent, writer, staging and
+pipeline together, and the maps and hints at the end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from icecore.store.snapshot.writer import SnapshotWriter
 
 @dataclass(frozen=True)
 class Stored:
-    """What the manifest says of everything that was stored: spaces, sizes in bytes, and where the hints are."""
+    """What the manifest says of everything that was stored: spaces, sizes in bytes, and where the
+    hints are.
+    """
 
     spaces: list[Space]
     sizes: Sizes
@@ -39,7 +43,8 @@ class Storing:
     """Begins a session on top of a job's newest snapshot and stores spaces in it.
 
     Args:
-        stack: Undoes, in reverse, everything that is begun here: the session is aborted unless it was committed.
+        stack: Undoes, in reverse, everything that is begun here: the session is aborted unless it
+            was committed.
         job: Its newest snapshot becomes the parent, unless ``parent`` names another.
         streams: Shard streams, one for each process at best.
         staging_bytes: Bound on staging; no more than a third of the memory at hand is taken.

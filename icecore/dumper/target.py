@@ -1,4 +1,6 @@
-"""What is dumped: a process tree, the name under which its snapshots form a lineage, and how its job was started."""
+"""What is dumped: a process tree, the name under which its snapshots form a lineage, and how its
+job was started.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ class Target:
     Attributes:
         pid: Host pid of its root.
         job: The job's name.
-        parent: Snapshot id that the tree was last dumped to or restored from; empty: the job's newest snapshot, if there is one.
+        parent: Snapshot id that the tree was last dumped to or restored from; empty: the job's
+            newest snapshot, if there is one.
         record: How `icecore run` started it; None for any other tree.
-        status: Where its init writes how it ended, if its resident device memory is to outlive it unless that is well; empty: it is not.
+        status: Where its init writes how it ended, if its resident device memory is to outlive it
+            unless that is well; empty: it is not.
         guessed: The name is the program's, which others may run, too.
     """
 

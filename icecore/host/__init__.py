@@ -1,1 +1,3 @@
-"""What the machine offers (procfs, process memory, userfaultfd, CRIU, namespaces); it knows no repository."""
+"""What the machine offers (procfs, process memory, userfaultfd, CRIU, namespaces); it knows no
+repository.
+"""

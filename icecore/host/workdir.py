@@ -1,8 +1,10 @@
-"""Working directories on tmpfs; rule: one belongs to the processes that hold its lock, and the next command of the same user removes those without a holder.
+"""Working directories on tmpfs; rule: one belongs to the processes that hold its lock, and the next
+command of the same user removes those without a holder.
 
-The lock is flock(2) on a file in the directory. All processes that inherit its descriptor share it, and the kernel releases it when the last of them has
-ended, however it ends. A new directory has no lock, so its maker checks it again once it has the lock: a process that found the directory unlocked may have
-removed it.
+The lock is flock(2) on a file in the directory. All processes that inherit its descriptor share it,
+and the kernel releases it when the last of them has ended, however it ends. A new directory has no
+lock, so its maker checks it again once it has the lock: a process that found the directory unlocked
+may have removed it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a snapshot demands of this machine, looked at before anything is started; the rule: nothing is changed here, so
-that ``--dry-run`` is this and nothing else."""
+"""What a snapshot demands of this machine, looked at before anything is started; the rule: nothing
+is changed here, so that ``--dry-run`` is this and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from icecore.text import printable
 #: The CELL records of a space, by region.
 Maps = Callable[[Space], Sequence[Records]]
 
-#: CPU flags that are instructions a program may have chosen its code by; the others describe the kernel or the host.
+#: CPU flags that are instructions a program may have chosen its code by; the others describe the
+#: kernel or the host.
 _INSTRUCTIONS = re.compile(
     r"sse|ssse|avx|amx|bmi|fma|f16c|aes|vaes|sha|gfni|pclmul|vpclmul|movbe|popcnt|adx|rdrand|rdseed|abm|lzcnt|clflush"
     r"|clwb|fsgsbase|xsave|rtm|hle|cx16|cx8|fxsr|mmx|pku|asimd|sve|atomics|crc32|pmull|fphp|lrcpc|dcpop|bf16|i8mm|paca|pacg"
@@ -52,8 +54,9 @@ class Requirement:
     """One thing that the machine must offer.
 
     Attributes:
-        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``,
-            ``holder`` (somebody has a file open), ``memory``, ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
+        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``,
+            ``file``, ``holder`` (somebody has a file open), ``memory``, ``space``, ``userfaultfd``,
+            ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.
         cure: What can be done where it does not.
@@ -75,8 +78,10 @@ class Requirements:
         checks: Every check that was made.
         files: What will be done to the open files.
         copies: Which of them are copies of the instance's own.
-        gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have one here.
-        shared: Files to which the restored job and running processes both write: their sizes change at any time.
+        gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have
+            one here.
+        shared: Files to which the restored job and running processes both write: their sizes change
+            at any time.
     """
 
     checks: list[Requirement]
@@ -123,12 +128,14 @@ def check_requirements(
         criu: The CRIU that would do it.
         workdir: Where the image files would lie.
         own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
-        records: Reads the map of a space, where the manifest alone cannot say that there is room; None: what cannot be ruled out is needed.
+        records: Reads the map of a space, where the manifest alone cannot say that there is room;
+            None: what cannot be ruled out is needed.
         run: How `icecore run` started the job; None: it did not.
     """
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
-    # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
+    # A job with a private root has its files on the same host mounts, but for what is its own
+    # (/dev/shm, /proc).
     files = plan_files(
         manifest, options.files, root=options.root, skip=skip, verify=options.verify_files
     )
@@ -161,7 +168,9 @@ def check_requirements(
 
 
 def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:
-    """The plan, in which a shared file that only grew is no problem: CRIU does not look at its size."""
+    """The plan, in which a shared file that only grew is no problem: CRIU does not look at its
+    size.
+    """
     grown: dict[str, Inode] = {}
     for file in manifest.files:
         if file.path not in shared:
@@ -194,7 +203,8 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
             Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)
         ], None
     driver = gpus.recorded(manifest)[0]
-    # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part of the very same version only.
+    # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part
+    # of the very same version only.
     checks = [
         Requirement(
             "gpu-driver",
@@ -318,7 +328,9 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
 
 
 def _taken(pids: list[int]) -> list[int]:
-    """Those that are in use; what has died but not been waited for yet, as a job that was killed just now, is given a moment."""
+    """Those that are in use; what has died but not been waited for yet, as a job that was killed
+    just now, is given a moment.
+    """
     end = time.monotonic() + _DEAD_SECONDS
     while taken := [pid for pid in pids if procfs.exists(pid)]:
         if time.monotonic() > end or not all(map(_dead, taken)):
@@ -357,7 +369,9 @@ def _can_listen(address: str) -> bool:
 
 
 def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Requirement]:
-    """Memory for the tree; CRIU's images lie in memory too, for a while, and with them all pages that cannot come later: these are there twice then."""
+    """Memory for the tree; CRIU's images lie in memory too, for a while, and with them all pages
+    that cannot come later: these are there twice then.
+    """
     memory = max(0, manifest.sizes.logical - resident_bytes(manifest))
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
     pages = min(memory, sum(_most_pages(space) for space in manifest.spaces))
@@ -386,14 +400,18 @@ def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Re
 
 
 def _in_images(space: Space) -> list[bool]:
-    """Of each of a space's regions, whether its pages go into CRIU's page images (`icecore.restorer.files.images`)."""
+    """Of each of a space's regions, whether its pages go into CRIU's page images
+    (`icecore.restorer.files.images`).
+    """
     if space.kind == "process":
         return [not region.lazy and region.kind != "device" for region in space.regions]
     return [space.kind == "shared"] * len(space.regions)
 
 
 def _most_pages(space: Space) -> int:
-    """Bytes that its pages in page images are at most: as if all were there of what has a node in the map."""
+    """Bytes that its pages in page images are at most: as if all were there of what has a node in
+    the map.
+    """
     nodes, wanted = np.frombuffer(space.nodes, NODE_REF), np.array(_in_images(space), np.bool_)
     nodes = nodes[wanted[nodes["region"]]]
     origin, start, length = (

@@ -1,5 +1,6 @@
-"""A restore from beginning to end. Its rule: the whole tree runs with all its memory, or none of it runs and nothing of
-it is left."""
+"""A restore from beginning to end. Its rule: the whole tree runs with all its memory, or none of it
+runs and nothing of it is left.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ from icecore.store.snapshot.reader import SnapshotReader
 
 _DEFAULT_WORKDIR = "/dev/shm"
 _GUARD_SECONDS = 60.0
-#: The first Linux whose userfaultfd tells of pages that a file in memory has and a process has not mapped yet.
+#: The first Linux whose userfaultfd tells of pages that a file in memory has and a process has not
+#: mapped yet.
 _FIRST_MINOR_FAULTS = (5, 14)
 #: Bytes fetched and not yet placed, for each process with device memory.
 _BUDGET = 512 << 20
@@ -96,7 +98,8 @@ class Restored:
         job: The instance, for jobs that `icecore run` started.
         seconds_to_running: From the call until the tree ran.
         seconds_to_resident: From the call until all memory was there; None until then.
-        log_sizes: Bytes that the logs of ``job`` held before it ran; what follows them the restored instance has written.
+        log_sizes: Bytes that the logs of ``job`` held before it ran; what follows them the restored
+            instance has written.
     """
 
     snapshot: str
@@ -121,7 +124,8 @@ class Restored:
         return self._resident.result(timeout)
 
     def wait(self, timeout: float | None = None) -> ExitStatus:
-        """Wait for the end of the root process (not with ``detach``, but for a job, which can always be waited for).
+        """Wait for the end of the root process (not with ``detach``, but for a job, which can
+        always be waited for).
 
         Raises:
             TimeoutError: It still runs.
@@ -146,7 +150,8 @@ def restore(
 
     Args:
         repository: Where the snapshot is; it lives in ``loop``.
-        snapshot: Its id, or its record: then its manifest is read while the session begins, which saves round trips to distant storage.
+        snapshot: Its id, or its record: then its manifest is read while the session begins, which
+            saves round trips to distant storage.
         options: See `RestoreOptions`; None: its defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.
         registry: Where jobs of `icecore run` are noted down; None: the usual one.
@@ -275,13 +280,17 @@ def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
 
 
 def _with_device_memory(manifest: Manifest) -> int:
-    """How many processes have device memory among their own, which as many threads of the driver wait for; at least 1."""
+    """How many processes have device memory among their own, which as many threads of the driver
+    wait for; at least 1.
+    """
     spaces = spaces_of(manifest, "process")
     return max(1, sum(any(region.kind == "device" for region in space.regions) for space in spaces))
 
 
 class _Run:
-    """One restore. ``stack`` undoes, in reverse, everything that was begun and is not part of the tree."""
+    """One restore. ``stack`` undoes, in reverse, everything that was begun and is not part of the
+    tree.
+    """
 
     def __init__(
         self,
@@ -473,7 +482,9 @@ class _Run:
     def _held_at(
         self, manifest: Manifest, processes: Mapping[int, RecordedProcess], place: Path
     ) -> Path:
-        """The keeper that has the memory: that of the instance which ended. Of several it is the one that was last at this snapshot, or has its job's name."""
+        """The keeper that has the memory: that of the instance which ended. Of several it is the
+        one that was last at this snapshot, or has its job's name.
+        """
         wanted = {process.token for process in processes.values()}
         for other in (place, *(self.registry or Registry()).keepers(self.snapshot, manifest.job)):
             if self._claim(other, wanted):
@@ -484,7 +495,9 @@ class _Run:
         )
 
     def _claim(self, place: Path, wanted: set[bytes]) -> bool:
-        """Whether a keeper has memory that nobody else has, or takes while this restore lasts: two would write to one memory."""
+        """Whether a keeper has memory that nobody else has, or takes while this restore lasts: two
+        would write to one memory.
+        """
         with suppress(IcecoreError, OSError), ExitStack() as stack:
             if not stack.enter_context(claimed(place)):
                 return False
@@ -495,8 +508,10 @@ class _Run:
         return False
 
     def _let_go(self, manifest: Manifest, processes: Mapping[int, RecordedProcess]) -> None:
-        """Have no keeper hold what is fetched anew, or what ended instances of this lineage left that are other processes now (workers that were started
-        again): there may not be room for both."""
+        """Have no keeper hold what is fetched anew, or what ended instances of this lineage left
+        that are other processes now (workers that were started again): there may not be room for
+        both.
+        """
         registry = self.registry or Registry()
         wanted = {process.token for process in processes.values()}
         left = registry.left_keepers(
@@ -516,7 +531,9 @@ class _Run:
     def _placers(
         self, size: int, word: str, lock: str = "", *, beside: bool = False
     ) -> Placers | None:
-        """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
+        """Processes that place, if they pay; they start while CRIU's images are written. To be
+        closed.
+        """
         options, backend = self.options, self.repository.backend
         count = options.placers or (
             0
@@ -584,7 +601,7 @@ class _Run:
             # It only pinned the snapshot, and is fenced when it has been silent for long.
             self._tell(Event("restore.warning", {"name": "session", "message": str(error)}))
 
-    # -- files --------------------------------------------------------------------------------------------------------
+    # -- files
 
     def _write_files(
         self,
@@ -651,7 +668,9 @@ class _Run:
         return memory
 
     def _exchange_files(self, put_back: PutBack) -> None:
-        """CRIU opens the files by their paths, and checks their sizes: they are put in place now, and stay only if the job runs."""
+        """CRIU opens the files by their paths, and checks their sizes: they are put in place now,
+        and stay only if the job runs.
+        """
         if put_back.journal is not None and self.guard is not None:
             self.guard.undo_with(recovery_command(self._state), put_back.journal.folder)
         for path in put_back.exchange():
@@ -663,7 +682,9 @@ class _Run:
     def _expected_files(
         self, manifest: Manifest, requirements: Requirements, put_back: PutBack
     ) -> frozenset[Inode] | None:
-        """What the tree may have open; None: that is not known (of imported images), or nobody but root could change where a path leads."""
+        """What the tree may have open; None: that is not known (of imported images), or nobody but
+        root could change where a path leads.
+        """
         if not requirements.files.exposed or not all(file.inode for file in manifest.files):
             return None
         record = _run_record(manifest)
@@ -674,7 +695,9 @@ class _Run:
         return requirements.files.untouched | put_back.inodes
 
     def _hand_files_over(self, tree: Tree) -> None:
-        """The tree is about to run; it is held, unless nobody but root could change anything about its files, and nothing was changed."""
+        """The tree is about to run; it is held, unless nobody but root could change anything about
+        its files, and nothing was changed.
+        """
         if self.expected is not None and tree.held:
             require_files(
                 tree.root(), self.top / "images", self.expected, self.own_places, self.given_files
@@ -747,7 +770,7 @@ class _Run:
         except OSError as error:
             raise RestoreFailed(f"cannot write {error.filename}: {error.strerror}") from error
 
-    # -- the tree -----------------------------------------------------------------------------------------------------
+    # -- the tree
 
     def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
         """Have CRIU build it, with the daemon listening from before the first fault on."""
@@ -790,7 +813,9 @@ class _Run:
             running.fields["faults"] = tree.daemon.faults
 
     def _plugins(self, images: Path) -> list[str]:
-        """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
+        """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA
+        would make the driver's calls a second time.
+        """
         folder = self.options.criu_plugins
         if self.devices is not None or (images / plugin.RECORD).exists():
             folder = str(plugin.plugin_folder(images.with_name("plugins"), folder))
@@ -869,7 +894,9 @@ class _Run:
         return restored
 
     def _bring_devices_back(self, tree: Tree) -> None:
-        """The tree waits until then. Until it is done the guard kills the tree if this process dies."""
+        """The tree waits until then. Until it is done the guard kills the tree if this process
+        dies.
+        """
         if self.devices is not None:
             tree.bring_devices_back(self.devices, self.device_bytes, self.options.criu_seconds)
         if self.device_file is not None and self.filed is not None:
@@ -900,7 +927,9 @@ class _Run:
         return Restored(self.snapshot, pid, job, seconds, log_sizes=self.log_sizes)
 
     def _resident(self, tree: Tree, restored: Restored) -> None:
-        """All memory is there: from now on the tree lives without us, and nothing that still fails is a failure of its restore."""
+        """All memory is there: from now on the tree lives without us, and nothing that still fails
+        is a failure of its restore.
+        """
         tree.release(stay=not self.options.detach)
         seconds = time.perf_counter() - self.began
         restored.seconds_to_resident = seconds
@@ -948,7 +977,9 @@ class _Run:
             )
 
     def _outlive(self, job: Job) -> None:
-        """Not before all memory is there: where that fails the tree is killed, and would leave its device memory."""
+        """Not before all memory is there: where that fails the tree is killed, and would leave its
+        device memory.
+        """
         if self.resident is None or not job.description.keep_resident:
             return
         try:
@@ -961,7 +992,8 @@ class _Run:
         touched = tree.filling.touched()
         if not touched or not self.options.register:
             return
-        # What was brought early because of an earlier observation was not waited for, and is no less needed for that.
+        # What was brought early because of an earlier observation was not waited for, and is no
+        # less needed for that.
         cells = list(dict.fromkeys([*touched, *self.early]))
         try:
             self.loop.run(
@@ -970,10 +1002,12 @@ class _Run:
         except IcecoreError as error:
             self.emit(Event("restore.warning", {"name": "working-set", "message": str(error)}))
 
-    # -- failure ------------------------------------------------------------------------------------------------------
+    # -- failure
 
     def undo(self, error: BaseException) -> None:
-        """Kill what was started, and remove what was made. Of a tree that was released (somebody broke off while we were leaving it) only what is ours."""
+        """Kill what was started, and remove what was made. Of a tree that was released (somebody
+        broke off while we were leaving it) only what is ours.
+        """
         released = self.tree is not None and self.tree.released
         if not released and not (
             self.with_file and isinstance(error, FileUnusable)

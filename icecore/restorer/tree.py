@@ -1,5 +1,6 @@
-"""A tree that CRIU is bringing back: started, filled, let go, or killed. Its rule: from the start until `release` somebody
-is there who kills it, and after `kill` nothing of it runs."""
+"""A tree that CRIU is bringing back: started, filled, let go, or killed. Its rule: from the start
+until `release` somebody is there who kills it, and after `kill` nothing of it runs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _KILL_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 #: So long may CRIU need to end after all that it restores has ended; it needs milliseconds.
 _OVER_SECONDS = 5.0
-# CRIU goes on when the script fails, and reading ends when the writer dies: only the word itself lets the tree go.
+# CRIU goes on when the script fails, and reading ends when the writer dies: only the word itself
+# lets the tree go.
 _HOLD = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
 while :; do
@@ -118,19 +120,21 @@ class Tree:
         self.daemon.ended = self._criu_ended
         self._lock = threading.Lock()
         self._settled = False
-        #: Whether `resume` may have let it go: before that CRIU holds all of it, and none of it has run.
+        #: Whether `resume` may have let it go: before that CRIU holds all of it, and none of it has
+        #: run.
         self.went = False
         #: Whether CRIU has let it go and has ended without an error.
         self.ran = False
         #: It lives without us: nobody kills it any more.
         self.released = False
 
-    # -- bringing it up -----------------------------------------------------------------------------------------------
+    # -- bringing it up
 
     def hold_script(self, stack: ExitStack) -> Path:
         """Make the action script that keeps CRIU from resuming the tree until `resume`.
 
-        CRIU hands the script's path to a shell. So it is named by a descriptor: of the path that the user chose no character reaches a shell.
+        CRIU hands the script's path to a shell. So it is named by a descriptor: of the path that
+        the user chose no character reaches a shell.
 
         Args:
             stack: Closes the descriptor.
@@ -177,7 +181,8 @@ class Tree:
         """
         command = restore_command(criu, images, self._work, arguments, pid_file=self._pid_file)
         self._guard.run([*prefix, *command], descriptors, environment)
-        # CRIU has enough to do before any memory is asked for; so many threads take a while to start.
+        # CRIU has enough to do before any memory is asked for; so many threads take a while to
+        # start.
         self.filling.start(self.filling.rows_at(first))
         self._await(
             lambda d: d.restored or d.criu_status is not None,
@@ -217,8 +222,9 @@ class Tree:
         """Wait for CRIU.
 
         Raises:
-            RestoreFailed: The time is up; or CRIU failed, and waits for ever. It does where it has killed a tree with a pid namespace of its own: for the
-                init's end, which waits for processes that ended and that CRIU traces.
+            RestoreFailed: The time is up; or CRIU failed, and waits for ever. It does where it has
+                killed a tree with a pid namespace of its own: for the init's end, which waits for
+                processes that ended and that CRIU traces.
         """
         end, over_since = time.monotonic() + seconds, None
         while not self.daemon.wait_for(condition, _POLL_SECONDS):
@@ -262,7 +268,8 @@ class Tree:
     def bring_devices_back(
         self, devices: Devices, sizes: Mapping[int, int], seconds: float
     ) -> None:
-        """Have the driver restore the device memory of a tree that is built and does not run yet, while it is being filled.
+        """Have the driver restore the device memory of a tree that is built and does not run yet,
+        while it is being filled.
 
         Args:
             sizes: Image id → bytes of it.
@@ -291,17 +298,19 @@ class Tree:
         return self._explain() if self.daemon.criu_status is not None else None
 
     def map_resident(self, resident: Resident, plan: GpuPlan) -> None:
-        """Have the processes map their resident memory, once it is there, and run. The driver has unlocked them.
+        """Have the processes map their resident memory, once it is there, and run. The driver has
+        unlocked them.
 
         Raises:
             RestoreFailed: They could not, or the filling broke.
         """
         resident.map(host_pids(self.root(), plan), lambda: self.failure)
 
-    # -- letting it go ------------------------------------------------------------------------------------------------
+    # -- letting it go
 
     def release(self, *, stay: bool) -> None:
-        """Its memory is complete and it runs: from now on it lives without us. The guard is left behind by `leave` or `await_exit`.
+        """Its memory is complete and it runs: from now on it lives without us. The guard is left
+        behind by `leave` or `await_exit`.
 
         Args:
             stay: The guard remains its parent, to say how it ends (`await_exit`).
@@ -325,7 +334,9 @@ class Tree:
         self._guard.end(_KILL_SECONDS)
 
     def await_exit(self, pid: int, done: Callable[[int | BaseException], None]) -> None:
-        """After a release with ``stay``: have ``done`` told in another thread how the process ``pid`` ends."""
+        """After a release with ``stay``: have ``done`` told in another thread how the process
+        ``pid`` ends.
+        """
 
         def wait() -> None:
             try:
@@ -340,10 +351,12 @@ class Tree:
 
         threading.Thread(target=wait, name="exit", daemon=True).start()
 
-    # -- killing it ---------------------------------------------------------------------------------------------------
+    # -- killing it
 
     def _failed(self, error: BaseException) -> None:
-        """A worker or the daemon cannot go on: the tree must not run. Whoever waits for it raises the error."""
+        """A worker or the daemon cannot go on: the tree must not run. Whoever waits for it raises
+        the error.
+        """
         with self._lock:
             if (
                 self.released
@@ -364,7 +377,9 @@ class Tree:
                 self._kill_ourselves()
 
     def _kill_ourselves(self) -> None:
-        """The guard is dead; our duplicates of its descriptors are still open, so nothing has run on zeros yet."""
+        """The guard is dead; our duplicates of its descriptors are still open, so nothing has run
+        on zeros yet.
+        """
         roots: list[int] = []
         with suppress(OSError, ValueError):
             roots.append(int(self._pid_file.read_text()))
@@ -383,7 +398,9 @@ class Tree:
                 os.kill(pid, signal.SIGKILL)
 
     def kill(self, error: BaseException) -> None:
-        """Give the restore up because of an error: kill what runs, and end all threads and the guard."""
+        """Give the restore up because of an error: kill what runs, and end all threads and the
+        guard.
+        """
         self.failure = self.failure or error  # that CRIU is killed for it explains nothing
         self._kill()
         self.filling.fail(error)

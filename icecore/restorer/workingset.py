@@ -1,5 +1,7 @@
-"""Which cells a lazily restored job asked for first: recorded with the lineage, and the order in which the next restore
-brings memory. Advice only: without it, or with a wrong one, a restore is slower and nothing else."""
+"""Which cells a lazily restored job asked for first: recorded with the lineage, and the order in
+which the next restore brings memory. Advice only: without it, or with a wrong one, a restore is
+slower and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class WorkingSet(msgspec.Struct, frozen=True):
-    """``cells``: (CRIU's id of the process, first address of the cell in its region) in the order of their first use.
-    ``snapshot``: of which it was observed."""
+    """``cells``: (CRIU's id of the process, first address of the cell in its region) in the order
+    of their first use. ``snapshot``: of which it was observed.
+    """
 
     snapshot: str
     cells: Annotated[list[tuple[_Number, _Number]], msgspec.Meta(max_length=_MAX_CELLS)]
@@ -56,7 +59,8 @@ def decode(name: str, data: bytes) -> WorkingSet:
 async def remember(
     repository: Repository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]
 ) -> str:
-    """Keep what a restore of ``snapshot`` observed with its lineage; of older observations a few stay.
+    """Keep what a restore of ``snapshot`` observed with its lineage; of older observations a few
+    stay.
 
     Returns:
         The object's name.
@@ -82,8 +86,9 @@ async def remember(
 
 
 async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tuple[int, int]]:
-    """The cells to bring first: what was observed of this snapshot, else of the lineage's latest restore; empty if
-    nothing was, or nothing readable."""
+    """The cells to bring first: what was observed of this snapshot, else of the lineage's latest
+    restore; empty if nothing was, or nothing readable.
+    """
     folder = f"{HINTS}{lineage}/{TOUCHED}"
     found: list[WorkingSet] = []
     try:

@@ -1,1 +1,3 @@
-"""The repository: objects, codecs, shards, maps, log and collection; it knows no process and no machine."""
+"""The repository: objects, codecs, shards, maps, log and collection; it knows no process and no
+machine.
+"""

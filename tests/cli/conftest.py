@@ -1,4 +1,6 @@
-"""A command line with a state directory and a repository of its own; every job that a test started is ended behind it."""
+"""A command line with a state directory and a repository of its own; every job that a test started
+is ended behind it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The session of the README with a job that writes a file: `restore --name` beside the original, by default and with each choice."""
+"""The session of the README with a job that writes a file: `restore --name` beside the original, by
+default and with each choice.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,8 @@ def test_a_restore_that_is_killed_leaves_no_mount_and_no_half_copy(
     own = Path(f"{cli.folder}/own{served}")
     until(lambda: not in_view(own), "nobody sees the copy")
     cli.run("ps")
-    # All or nothing: killed in the moment in which the job was let go, its file stays as the job left it.
+    # All or nothing: killed in the moment in which the job was let go, its file stays as the job
+    # left it.
     until(
         lambda: (
             not own.exists()

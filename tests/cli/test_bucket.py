@@ -1,4 +1,6 @@
-"""A repository in a bucket of a real S3 server, through the command line: the whole way of a real job, and every kind of place that is none."""
+"""A repository in a bucket of a real S3 server, through the command line: the whole way of a real
+job, and every kind of place that is none.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ COUNT = [
 
 @pytest.fixture
 def bucket(cli: Cli, region_a: Server, s3_place: S3Place) -> Iterator[Cli]:
-    """The command line with a place in a bucket as its repository, reached through ./icecore.toml and the environment."""
+    """The command line with a place in a bucket as its repository, reached through ./icecore.toml
+    and the environment.
+    """
     (cli.folder / "icecore.toml").write_text(
         f'repository = "{s3_place.location}"\n[s3]\nendpoint = "{region_a.endpoint}"\npatience = "20 s"\n'
     )
@@ -146,7 +150,9 @@ def test_the_whole_way(bucket: Cli) -> None:
 def test_an_encrypted_replica_in_a_bucket(
     bucket: Cli, s3_place: S3Place, region_a: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made, filled, read through a node cache where the repository itself has lost data, and taken to repair it."""
+    """Made, filled, read through a node cache where the repository itself has lost data, and taken
+    to repair it.
+    """
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")  # the configuration alone says where it is
     folder, content, said = bucket.folder, {1: 1, 2: 2, 9: 3}, list[Event]()
     config = Config(
@@ -211,7 +217,9 @@ def test_wrong_credentials_and_missing_buckets(bucket: Cli) -> None:
 
 
 def test_a_clock_that_is_wrong(bucket: Cli) -> None:
-    """A store refuses what is signed at another time than its own; icecore itself takes no decision by the clock that could lose data (session model)."""
+    """A store refuses what is signed at another time than its own; icecore itself takes no decision
+    by the clock that could lose data (session model).
+    """
     with canned(lambda method, path: Reply(403, "RequestTimeTooSkewed")) as endpoint:
         for command in (["init"], ["ls"], ["gc"]):
             refused = bucket.run(*command, status=8, ICECORE_S3_ENDPOINT=endpoint)

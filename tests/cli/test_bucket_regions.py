@@ -1,4 +1,6 @@
-"""Two regions, buckets of two real S3 servers: syncs and copies killed in their middle and called again, a job restored where not all of it has arrived."""
+"""Two regions, buckets of two real S3 servers: syncs and copies killed in their middle and called
+again, a job restored where not all of it has arrived.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class Regions:
-    """Two places, each reached through a profile of its own; nothing in the environment or in [s3] says where they are."""
+    """Two places, each reached through a profile of its own; nothing in the environment or in [s3]
+    says where they are.
+    """
 
     cli: Cli
     servers: dict[str, Server]

@@ -1,4 +1,6 @@
-"""The command line without jobs: parsing, exit codes, errors on stderr with their cure, JSON, repositories."""
+"""The command line without jobs: parsing, exit codes, errors on stderr with their cure, JSON,
+repositories.
+"""
 
 from __future__ import annotations
 
@@ -238,8 +240,12 @@ def test_output_is_whole_when_its_reader_leaves(cli: Cli) -> None:
     cli.run("init")
     done = subprocess.run(
         ["/bin/sh", "-c", f"{' '.join(cli.command('doctor', '--json'))} | head -n 1"],
-        env=cli.environment, cwd=cli.folder, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env=cli.environment,
+        cwd=cli.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert json.loads(done.stdout)["event"] == "doctor.finding"
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
@@ -248,9 +254,13 @@ def test_a_terminal_gets_bars_and_whole_lines(cli: Cli) -> None:
     cli.run("init")
     ours, theirs = os.openpty()
     running = subprocess.Popen(
-        cli.command("check", "--read-data"), env={**cli.environment, "TERM": "xterm"}, cwd=cli.folder,
-        stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
+        cli.command("check", "--read-data"),
+        env={**cli.environment, "TERM": "xterm"},
+        cwd=cli.folder,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
     os.close(theirs)
     said = b""
     try:

@@ -1,4 +1,6 @@
-"""Configuration: layers, environment, and messages that name file, key, value and what would be right."""
+"""Configuration: layers, environment, and messages that name file, key, value and what would be
+right.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,8 @@ def test_a_named_file_has_to_exist(tmp_path: Path) -> None:
 
 
 NOBODY = 65534
-#: An access control list by which a second user may write: user::rw-, user:65534:rw-, group::r--, mask::rw-, other::r--.
+#: An access control list by which a second user may write: user::rw-, user:65534:rw-, group::r--,
+#: mask::rw-, other::r--.
 _ACL = struct.pack(
     "<I" + 5 * "HHI",
     2,
@@ -263,7 +266,9 @@ def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects
 
 @needs_root
 def test_a_file_that_an_unprivileged_user_plants_is_not_read(tmp_path: Path) -> None:
-    """In a sticky directory, where ICECORE_CONFIG names a file that is not there; a FIFO of theirs holds nobody up."""
+    """In a sticky directory, where ICECORE_CONFIG names a file that is not there; a FIFO of theirs
+    holds nobody up.
+    """
     folder = tmp_path / "public"
     folder.mkdir()
     folder.chmod(0o1777)

@@ -1,4 +1,6 @@
-"""Every cure leads somewhere: each command that a message names exists, and what the messages about damage say, done as it is said, helps."""
+"""Every cure leads somewhere: each command that a message names exists, and what the messages about
+damage say, done as it is said, helps.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ _NAMED = re.compile(
 PASSPHRASE = "correct horse battery"
 
 
-# -- what the sources say ----------------------------------------------------------------------------------------------
+# -- what the sources say
 
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -163,7 +165,7 @@ def test_errors_that_can_be_cured_say_how() -> None:
         assert commands_in(error.cure)
 
 
-# -- what helps --------------------------------------------------------------------------------------------------------
+# -- what helps
 
 
 class Broken:
@@ -188,7 +190,9 @@ class Broken:
         return taken
 
     def run(self, *words: str, status: int | tuple[int, ...] = 0, **variables: str) -> str:
-        """Run a command in this process, which saves its start; it has to end with this status, or one of these. What it wrote."""
+        """Run a command in this process, which saves its start; it has to end with this status, or
+        one of these. What it wrote.
+        """
         environment = {**self.cli.environment, **self.variables, **variables}
         said = io.StringIO()
         before = os.getcwd()
@@ -216,7 +220,9 @@ class Broken:
         path.write_bytes(_flipped(path))
 
     def cure(self, *words: str, status: int) -> list[list[str]]:
-        """Run a command that fails, then every command that its cure names, in that order; the last of them has to succeed. Which they were."""
+        """Run a command that fails, then every command that its cure names, in that order; the last
+        of them has to succeed. Which they were.
+        """
         said = self.run(*words, status=status)
         cure = said[said.index("cure: ") :]
         named = [
@@ -226,7 +232,8 @@ class Broken:
         named = [one for one in named if one[:2] != ["key", "export"]]  # that was to be done before
         assert named, f"no command in {cure!r}"
         for at, one in enumerate(named):
-            # What only looks ends with the status of what it finds; the last one is what helps, and may have to say that something is lost.
+            # What only looks ends with the status of what it finds; the last one is what helps, and
+            # may have to say that something is lost.
             said = self.run(
                 *one, status={"check": (0, 9), "repair": (0, 9), "trust": (0, 15)}.get(one[0], 0)
             )
@@ -394,7 +401,7 @@ def test_another_node_that_saw_the_lost_entry_is_told_and_goes_on(cli: Cli) -> N
     assert "warning" not in broken.run("ls", ICECORE_STATE=state)
 
 
-# -- real jobs ---------------------------------------------------------------------------------------------------------
+# -- real jobs
 
 
 @pytest.mark.criu

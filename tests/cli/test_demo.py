@@ -68,7 +68,8 @@ def test_one_changed_byte_is_seen() -> None:
         assert outer.stdout is not None
         outer.stdout.readline()
         memory.hold(outer.pid)
-        # The shell has a handler for what becomes of its child, which may run between two looks at its memory.
+        # The shell has a handler for what becomes of its child, which may run between two looks at
+        # its memory.
         os.kill(outer.pid, signal.SIGSTOP)
         assert eventually(lambda: memory.state_of(outer.pid) == "T")
         before = memory.read(outer.pid, "/nowhere")

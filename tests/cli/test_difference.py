@@ -20,7 +20,9 @@ from icecore.store.format.manifest import (
 
 
 def cells(*rows: tuple[int, int, int]) -> Records:
-    """CELL records of ``(cell, content, data pages)``; equal content has equal chunks, stored in 100 bytes a page."""
+    """CELL records of ``(cell, content, data pages)``; equal content has equal chunks, stored in
+    100 bytes a page.
+    """
     records = np.zeros(len(rows), CELL)
     for record, (cell, content, pages) in zip(records, rows, strict=True):
         record["cell"] = cell
@@ -52,12 +54,22 @@ def fake(
 ) -> Fake:
     """A snapshot of processes ``pids`` that have ``files`` (path, size) open."""
     manifest = Manifest(
-        1, name, "job", "lineage", "", 0, "host", "test", 1,
+        1,
+        name,
+        "job",
+        "lineage",
+        "",
+        0,
+        "host",
+        "test",
+        1,
         [Process(pid, pid, 0, 1, 1, 1, ["run"], "/bin/run", 0) for pid in pids],
         spaces,
         [OpenFile(path, size, 7, 1, 1, 0o600, 0, 0, True, "content") for path, size in files],
-        Requirements("x86_64", "6.1", "4.1"), Namespaces(), [],
-    )  # fmt: skip
+        Requirements("x86_64", "6.1", "4.1"),
+        Namespaces(),
+        [],
+    )
     return Fake(manifest, maps)
 
 
@@ -83,7 +95,8 @@ def test_cells_are_compared_by_place() -> None:
     newer = fake(
         "b",
         [process(region(0x1000, 4 * MIB), region(0xA00000, MIB))],
-        # The second cell is new, the third has moved content that is known, the fourth is as large and equal to the second.
+        # The second cell is new, the third has moved content that is known, the fourth is as large
+        # and equal to the second.
         {"1": [cells((0, 1, 256), (1, 9, 256), (2, 2, 256), (3, 9, 256)), cells((0, 7, 2))]},
     )
     found = compare(older, newer)

@@ -1,4 +1,6 @@
-"""docs/events.md and docs/cli.md say what the code does: names and fields of events, exit codes, commands."""
+"""docs/events.md and docs/cli.md say what the code does: names and fields of events, exit codes,
+commands.
+"""
 
 from __future__ import annotations
 

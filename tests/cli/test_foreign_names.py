@@ -1,4 +1,6 @@
-"""Names of jobs and of repositories that somebody else wrote, through the command line: they arrive exactly, and no byte of them commands a terminal."""
+"""Names of jobs and of repositories that somebody else wrote, through the command line: they arrive
+exactly, and no byte of them commands a terminal.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ from tests.cli.conftest import Cli, until
 from tests.cli.documents import ROOT, check_event, documented_events
 from tests.programs.foreign_names import __file__ as PROGRAM
 
-#: An escape sequence, markup, invalid UTF-8, an encoded surrogate, line ends of every kind, what /proc writes for a newline, and what it adds to deleted files.
+#: An escape sequence, markup, invalid UTF-8, an encoded surrogate, line ends of every kind, what
+#: /proc writes for a newline, and what it adds to deleted files.
 HOSTILE = b"n\xff\xc3\xa4\x1b[31m[red]x\x07\ny\\z\xe2\x80\xae"
 NAMES = [
     HOSTILE,
@@ -73,7 +76,9 @@ class Terminal(io.StringIO):
 
 
 def assert_harmless(text: str, *, lines: int | None = None) -> None:
-    """Assert that nothing in a text is a control character but newlines, and rich's own bold and normal."""
+    """Assert that nothing in a text is a control character but newlines, and rich's own bold and
+    normal.
+    """
     plain = _COLOUR.sub(
         lambda match: "" if match[0] in ("\x1b[1m", "\x1b[0m", "\x1b[3m") else match[0], text
     )
@@ -180,7 +185,9 @@ def test_wide_characters_keep_the_columns() -> None:
 
 
 def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
-    """Whoever wants to say something has no other way to do so: the sources of the command line name no stream and do not print."""
+    """Whoever wants to say something has no other way to do so: the sources of the command line
+    name no stream and do not print.
+    """
     allowed = {"output.py", "cli.py", "passphrase.py"}
     wrong = []
     for path in sorted((ROOT / "icecore").rglob("*.py")):
@@ -234,20 +241,48 @@ async def write_hostile(place: Path, name: str) -> list[str]:
             )
             here = os.uname()
             manifest = Manifest(
-                format=1, snapshot=new_snapshot_id(), job=job, lineage="1" * 32, parent=ids[0] if ids else "", created_ns=time.time_ns(), host=job,
-                writer=job, root_pid=1, processes=[Process(1, 2, 0, 1, 1, 1, [name, str(number)], name, 0)], spaces=spaces, files=[file],
-                requirements=Requirements(here.machine, here.release, "4.0", ports=[], devices=[{"kind": job, "name": job, "uuid": name}]),
-                namespaces=Namespaces(pid=True), criu_options=["--shell-job"], tags=[job], extra={"imported": name},
-            )  # fmt: skip
+                format=1,
+                snapshot=new_snapshot_id(),
+                job=job,
+                lineage="1" * 32,
+                parent=ids[0] if ids else "",
+                created_ns=time.time_ns(),
+                host=job,
+                writer=job,
+                root_pid=1,
+                processes=[Process(1, 2, 0, 1, 1, 1, [name, str(number)], name, 0)],
+                spaces=spaces,
+                files=[file],
+                requirements=Requirements(
+                    here.machine,
+                    here.release,
+                    "4.0",
+                    ports=[],
+                    devices=[{"kind": job, "name": job, "uuid": name}],
+                ),
+                namespaces=Namespaces(pid=True),
+                criu_options=["--shell-job"],
+                tags=[job],
+                extra={"imported": name},
+            )
             identity = random_id()
             sealed = encode_manifest(
                 manifest, repository.keys.manifest, object_name("manifest", identity)
             )
             await session.put_named("manifest", identity, [sealed.data])
             record = SnapshotRecord(
-                manifest.snapshot, job, "1" * 32, manifest.parent, manifest.created_ns, object_name("manifest", identity), len(sealed.data), sealed.digest,
-                0, tags=[job], quarantined=job if number and "quarantine" in place.name else "",
-            )  # fmt: skip
+                manifest.snapshot,
+                job,
+                "1" * 32,
+                manifest.parent,
+                manifest.created_ns,
+                object_name("manifest", identity),
+                len(sealed.data),
+                sealed.digest,
+                0,
+                tags=[job],
+                quarantined=job if number and "quarantine" in place.name else "",
+            )
             await session.commit(record, None)
             ids.append(manifest.snapshot)
     await repository.close()
@@ -368,7 +403,9 @@ def test_a_locale_in_which_names_are_something_else_is_refused(cli: Cli) -> None
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams(cli: Cli, closed: str) -> None:
-    """No file that icecore opens gets the number of a stream that is closed, and nothing fails for want of it."""
+    """No file that icecore opens gets the number of a stream that is closed, and nothing fails for
+    want of it.
+    """
     for words in ("init", "ls", "--help", "run -d -- true"):
         done = subprocess.run(
             ["/bin/sh", "-c", f'exec "$@" {words} {closed}', "sh", *cli.command()],
@@ -394,9 +431,24 @@ def test_a_job_gets_the_very_bytes(cli: Cli, name: bytes) -> None:
     program.write_text('#!/bin/sh\nprintf \'%s\\0\' "$0" "$@" "$FOREIGN" "$PWD"\n')
     program.chmod(0o755)
     done = subprocess.run(
-        cli.command("run", "--env", f"FOREIGN={text}", "--cwd", str(folder), "--", f"./{program.name}", text, "", "end"),
-        env=cli.environment, cwd=cli.folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
-    )  # fmt: skip
+        cli.command(
+            "run",
+            "--env",
+            f"FOREIGN={text}",
+            "--cwd",
+            str(folder),
+            "--",
+            f"./{program.name}",
+            text,
+            "",
+            "end",
+        ),
+        env=cli.environment,
+        cwd=cli.folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.split(b"\0")[:-1]
     assert said[1:] == [name, b"", b"end", name, os.fsencode(folder)]
@@ -468,7 +520,9 @@ def test_places_with_any_name(cli: Cli) -> None:
 
 
 def test_a_program_cannot_break_ps_by_its_thread_names(cli: Cli) -> None:
-    """A name with a line end that is none for the kernel: the next words were taken for a field of /proc/PID/status."""
+    """A name with a line end that is none for the kernel: the next words were taken for a field of
+    /proc/PID/status.
+    """
     code = (
         "from tests.programs.foreign_names import call_thread; import time; call_thread(b'\\r\\x0b\\xc2\\x85x\\xff\\x1cy'); "
         "print(1, flush=True); time.sleep(60)"
@@ -518,7 +572,9 @@ def drawn(seed: int, count: int = 6) -> list[bytes]:
 @pytest.mark.usefixtures("needs_criu")
 @pytest.mark.parametrize("names", [NAMES, drawn(1)], ids=["chosen", "drawn"])
 def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
-    """Each name is that of files that are read, written, deleted and renamed, of sockets and threads, an argument and a variable."""
+    """Each name is that of files that are read, written, deleted and renamed, of sockets and
+    threads, an argument and a variable.
+    """
     text = os.fsdecode(names[0])
     work = cli.folder / "work"
     words = [os.fsdecode(name) for name in names]
@@ -641,7 +697,9 @@ def test_a_tree_that_icecore_did_not_start(cli: Cli) -> None:
 @pytest.mark.usefixtures("needs_criu")
 @pytest.mark.parametrize("options", [[], ["--root", "private"]], ids=["host", "private"])
 def test_places_that_criu_works_in(cli: Cli, options: list[str]) -> None:
-    """The state directory, CRIU's working directory and the job's: no character of them means anything to CRIU's options or to a shell."""
+    """The state directory, CRIU's working directory and the job's: no character of them means
+    anything to CRIU's options or to a shell.
+    """
     text = os.fsdecode(HOSTILE + b" '\"$(touch pwned);`touch pwned`[1]:x ")
     state, work = (
         cli.folder / f"state {text}",

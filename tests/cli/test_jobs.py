@@ -1,4 +1,6 @@
-"""Jobs through the command line: output, exit status, signals, names, and that they survive whoever started them."""
+"""Jobs through the command line: output, exit status, signals, names, and that they survive whoever
+started them.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,13 @@ def test_output_as_events(cli: Cli) -> None:
         check_event(event, documented)
     assert "".join(event["text"] for event in events if event["event"] == "job.output") == "hö\n"
     assert events[-1] | {"at": 0, "instance": ""} == {
-        "event": "job.ended", "at": 0, "job": "j", "instance": "", "how": "exited 3", "exit_code": 3,
-    }  # fmt: skip
+        "event": "job.ended",
+        "at": 0,
+        "job": "j",
+        "instance": "",
+        "how": "exited 3",
+        "exit_code": 3,
+    }
 
 
 def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:

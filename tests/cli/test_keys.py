@@ -1,4 +1,6 @@
-"""Encrypted repositories on the command line: where passphrases come from, who can open what, and that no job inherits them."""
+"""Encrypted repositories on the command line: where passphrases come from, who can open what, and
+that no job inherits them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The OOM killer's rank of processes: CRIU and its guards are protected as far as the kernel permits, and a job has the rank that it had when it was dumped."""
+"""The OOM killer's rank of processes: CRIU and its guards are protected as far as the kernel
+permits, and a job has the rank that it had when it was dumped.
+"""
 
 from __future__ import annotations
 

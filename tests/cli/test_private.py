@@ -1,4 +1,6 @@
-"""What icecore keeps of jobs and repositories is for its owner alone, whatever the umask and whatever was there before."""
+"""What icecore keeps of jobs and repositories is for its owner alone, whatever the umask and
+whatever was there before.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NOBODY = 65534
 
 
 def under(cli: Cli, script: str) -> str:
-    """The output of a shell script in which ``icecore`` is the command line, with a /run of its own."""
+    """The output of a shell script in which ``icecore`` is the command line, with a /run of its
+    own.
+    """
     icecore = " ".join(cli.command())
     whole = f'mount -t tmpfs -o mode=755 none /run; icecore() {{ {icecore} "$@"; }}; {script}'
     words = ["unshare", "--mount", "--propagation", "private", "/bin/bash", "-ec", whole]

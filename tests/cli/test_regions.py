@@ -1,4 +1,6 @@
-"""Regions on the command line: a replica is made, filled and restored from, also before it is complete; copies go to any other repository."""
+"""Regions on the command line: a replica is made, filled and restored from, also before it is
+complete; copies go to any other repository.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
-    """Repair looks at the region itself, whatever others have; what is in quarantine there is taken from another, and comes back from it."""
+    """Repair looks at the region itself, whatever others have; what is in quarantine there is taken
+    from another, and comes back from it.
+    """
     home, far, state = tmp_path / "repository", tmp_path / "far", str(tmp_path / "state")
     given = SECRET["ICECORE_PASSPHRASE"].encode
     with icecore.Repository.create(home, passphrase=given, state=state) as repository:
@@ -149,7 +153,8 @@ def test_a_job_is_restored_in_another_region(cli: Cli, tmp_path: Path) -> None:
     second = str(done("dump.done", "dump", "job")["snapshot"])
     cli.run("kill", "job", "-s", "KILL")
 
-    # The replica does not list the second yet; it knows where to look, and reads what it has itself.
+    # The replica does not list the second yet; it knows where to look, and reads what it has
+    # itself.
     assert "there is no snapshot" in cli.run("-r", "far", "show", second, status=3, **SECRET).stderr
     (tmp_path / "icecore.toml").write_text('replicas = ["far", "repository"]\n')
     home, far = tmp_path / "repository", tmp_path / "far"

@@ -1,4 +1,6 @@
-"""Snapshots of real jobs through the command line and the Python API: taken, listed, compared, restored, forgotten, collected."""
+"""Snapshots of real jobs through the command line and the Python API: taken, listed, compared,
+restored, forgotten, collected.
+"""
 
 from __future__ import annotations
 

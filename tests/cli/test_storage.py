@@ -1,4 +1,6 @@
-"""Repositories on storage that cannot be written to: mounted read-only, or without a free byte. Real mounts of our own, and real jobs."""
+"""Repositories on storage that cannot be written to: mounted read-only, or without a free byte.
+Real mounts of our own, and real jobs.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,9 @@ def test_a_read_only_repository_through_the_api(read_only: tuple[Cli, str]) -> N
 
 
 def test_a_full_repository(cli: Cli) -> None:
-    """Restored from, forgotten from, collected, and written to again; nothing outside it is touched."""
+    """Restored from, forgotten from, collected, and written to again; nothing outside it is
+    touched.
+    """
     place = cli.folder / "small"
     with mounted(place, "-t", "tmpfs", "-o", "size=60m", "tmpfs"):
         cli = replace(

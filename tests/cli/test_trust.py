@@ -1,4 +1,6 @@
-"""What a client knows of a place is binding: another repository there, or a plain one where an encrypted one is expected, is refused by every command."""
+"""What a client knows of a place is binding: another repository there, or a plain one where an
+encrypted one is expected, is refused by every command.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
     return Owner(tmp_path)
 
 
-#: What each command that opens a repository is given; PLACE is the one that was replaced, OTHER another, trusted one.
+#: What each command that opens a repository is given; PLACE is the one that was replaced, OTHER
+#: another, trusted one.
 COMMANDS = [
     "-r PLACE ls",
     "-r PLACE show latest",
@@ -525,7 +528,9 @@ def test_a_seen_state_that_is_torn_has_a_cure(cli: Cli, tmp_path: Path) -> None:
 def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(
     owner: Owner, tmp_path: Path
 ) -> None:
-    """The key object and the copy of the configuration that fit are still there: commands, and `trust`, find the repository by them."""
+    """The key object and the copy of the configuration that fit are still there: commands, and
+    `trust`, find the repository by them.
+    """
     place, other = tmp_path / "place", tmp_path / "other"
     made = owner.make(place)
     plain_at(other)
@@ -606,7 +611,9 @@ def test_init_says_what_it_does_not_do(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_init_takes_over_no_log(tmp_path: Path, owner: Owner) -> None:
-    """Somebody deletes the configuration, and waits for the owner to make the place a repository again."""
+    """Somebody deletes the configuration, and waits for the owner to make the place a repository
+    again.
+    """
     place = tmp_path / "place"
     plain_at(place)
     with icecore.Repository.open(place, state=str(tmp_path / "theirs")) as opened:

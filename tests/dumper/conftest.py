@@ -68,7 +68,9 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def workdir() -> Iterator[Path]:
-    """Where CRIU's images go, on tmpfs; after the test nothing may be left in it, nor a process that works there."""
+    """Where CRIU's images go, on tmpfs; after the test nothing may be left in it, nor a process
+    that works there.
+    """
     path = Path(tempfile.mkdtemp(prefix="icecore-test-", dir="/dev/shm"))
     yield path
     left = leftovers(path)

@@ -1,6 +1,8 @@
-"""A dumper in a process of its own, for tests that kill it: dumps one tree, says on standard output what happens, pauses where it is told to.
+"""A dumper in a process of its own, for tests that kill it: dumps one tree, says on standard output
+what happens, pauses where it is told to.
 
-python driver.py '{"repository": …, "workdir": …, "pid": …, "pause": ["dump.files", "begin"], "options": {…}}'
+python driver.py '{"repository": …, "workdir": …, "pid": …, "pause": ["dump.files", "begin"],
+"options": {…}}'
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""For tests that make a dump fail: a job that notes its steps, a witness to what the repository must still hold, and a dumper that can be killed."""
+"""For tests that make a dump fail: a job that notes its steps, a witness to what the repository
+must still hold, and a dumper that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Witness:
         self.verify(1)
 
     def verify(self, snapshots: int) -> None:
-        """The repository opens, lists so many snapshots, passes a check of all its bytes, and the first snapshot is what it was."""
+        """The repository opens, lists so many snapshots, passes a check of all its bytes, and the
+        first snapshot is what it was.
+        """
         fresh = self.store.through(self.store.backend)
         report = self.store.loop.run(check(fresh.repository, read_data=1.0, register=False))
         assert report.sound and report.snapshots == snapshots, report.damages
@@ -99,7 +103,9 @@ class Witness:
 def fails(
     job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException] = DumpFailed
 ) -> BaseException:
-    """``act`` raises ``error``; the job runs when it does, nothing is left, and the repository is as it was."""
+    """``act`` raises ``error``; the job runs when it does, nothing is left, and the repository is
+    as it was.
+    """
     before = len(witness.store.snapshots())
     with pytest.raises(error) as caught:
         act()

@@ -1,4 +1,6 @@
-"""A Python process that does what it is told, through files, so that nothing of it leads outside its tree."""
+"""A Python process that does what it is told, through files, so that nothing of it leads outside
+its tree.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ _PAGES = CELL_BYTES // PAGE
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[Region], list[tuple[int, int]]]:
-    """Disjoint regions with arbitrary grids, and disjoint extents over them and the holes between them; in pages."""
+    """Disjoint regions with arbitrary grids, and disjoint extents over them and the holes between
+    them; in pages.
+    """
     position, regions = draw(st.integers(1, 300)), []
     for _ in range(draw(st.integers(0, 5))):
         length = draw(st.integers(1, 3 * _PAGES))
@@ -99,7 +101,9 @@ def test_cells_are_the_same_if_their_pages_are(
     layout: tuple[list[Region], list[tuple[int, int]]],
     other: tuple[list[Region], list[tuple[int, int]]],
 ) -> None:
-    """Of two plans of one space, with whatever regions, cells that count as the same have the same pages; of equal ones all do."""
+    """Of two plans of one space, with whatever regions, cells that count as the same have the same
+    pages; of equal ones all do.
+    """
     plan = plan_cells(layout[0], np.array(layout[1], EXTENT))
     for regions in (layout[0], other[0]):
         second = plan_cells(regions, np.array(other[1], EXTENT))

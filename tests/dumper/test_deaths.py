@@ -1,4 +1,6 @@
-"""The job is never lost: the dumper or its guard is killed, interrupted or stopped at any moment, and it runs on within a second."""
+"""The job is never lost: the dumper or its guard is killed, interrupted or stopped at any moment,
+and it runs on within a second.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def test_a_dumper_that_is_killed(
     witness: Witness,
     dumpers: list[Dumper],
 ) -> None:
-    # It pauses at the moment unless it is to be met on the way, where it may be done before it is killed.
+    # It pauses at the moment unless it is to be met on the way, where it may be done before it is
+    # killed.
     on = bool(delay) and moment[0] != "dump.files"
     dumper = Dumper(witness.store, job, None if on else moment, stop=stop)
     dumpers.append(dumper)

@@ -1,4 +1,6 @@
-"""Dumps of real programs: what was recorded is, byte for byte, what was there, and what did not change is not stored again."""
+"""Dumps of real programs: what was recorded is, byte for byte, what was there, and what did not
+change is not stored again.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def cells_between(recorded: Recorded, pid: int, start: int, end: int) -> dict[in
 
 
 def test_reserved_addresses_cost_nothing(store: Store) -> None:
-    """CRIU's own table of them would be 4 GiB, copied in the window (icecore/host/criu/memcpy.c): more than eight seconds here."""
+    """CRIU's own table of them would be 4 GiB, copied in the window (icecore/host/criu/memcpy.c):
+    more than eight seconds here.
+    """
     reserve = "import mmap; m = mmap.mmap(-1, 1 << 40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)  # NORESERVE"
     program = f"{reserve}\nprint('ready', flush=True); import time; time.sleep(600)"
     words = [sys.executable, "-S", "-c", program]
@@ -195,7 +199,9 @@ def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(
 
 
 def test_memory_that_changes_between_pre_copy_and_window(start: Start, store: Store) -> None:
-    """Each cell changes a little before pre-copy and again after it: the delta that pre-copy stored may still be on its way to the storage."""
+    """Each cell changes a little before pre-copy and again after it: the delta that pre-copy stored
+    may still be on its way to the storage.
+    """
     running = start("memory-pattern", "--mib", "32")
     store.dump(running.pid)
     driving.change(running.state_dir, 1, 100, 3)
@@ -213,7 +219,9 @@ def test_memory_that_changes_between_pre_copy_and_window(start: Start, store: St
 
 
 def test_a_region_that_grows_keeps_its_cells(puppet: Puppet, store: Store) -> None:
-    """Upwards in place, downwards by a merge with a new neighbour, and by mremap to another address."""
+    """Upwards in place, downwards by a merge with a new neighbour, and by mremap to another
+    address.
+    """
     puppet.do(
         "room = private(96 * MIB, protection=0); libc.munmap(ctypes.c_void_p(room), 96 * MIB)\n"
         "data = os.urandom(24 * MIB); at = private(24 * MIB, room + 40 * MIB); put(at, data)"
@@ -255,7 +263,8 @@ def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store
     first = store.dump(Target(start("inference", "--mib", "128", "--rate", "5").pid, "one"))
     second = store.dump(Target(start("inference", "--mib", "128", "--rate", "5").pid, "two"))
     assert second.lineage != first.lineage and second.parent == ""
-    # How much is in caches, and what a request computes with just then, is luck (0.06 to 0.33 of what the first stored). The weights are equal.
+    # How much is in caches, and what a request computes with just then, is luck (0.06 to 0.33 of
+    # what the first stored). The weights are equal.
     shape = inference.Shape.of_size(128, seed=1)
     weights = shape.layers * sum(inference.room_for(shape, which).nbytes for which in range(4))
     assert second.sizes.changed - second.sizes.stored > 0.9 * weights > 80 << 20
@@ -314,7 +323,9 @@ def test_the_command_after_a_committed_snapshot_is_told_of_it_whatever_else_fail
 def test_allocations_are_found_again_wherever_the_kernel_joined_them(
     tmp_path: Path, store: Store
 ) -> None:
-    """The second process asks for one thing more, so that the mapping that holds all its allocations begins elsewhere."""
+    """The second process asks for one thing more, so that the mapping that holds all its
+    allocations begins elsewhere.
+    """
     allocate = (
         "import random; libc.malloc.restype = ctypes.c_void_p; libc.mallopt(-3, 128 << 10)\n"
         "for n in range(4):\n"
@@ -519,7 +530,9 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, store: Store) -> None:
-    """What is stored through a mapping leaves no trace in a file's times, but for the first store to a page; on tmpfs, if that was read, not even that."""
+    """What is stored through a mapping leaves no trace in a file's times, but for the first store
+    to a page; on tmpfs, if that was read, not even that.
+    """
     path = Path(f"/dev/shm/icecore-mapped-{puppet.pid}") if memory else puppet.folder / "mapped"
     try:
         puppet.do(

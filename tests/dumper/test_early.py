@@ -1,4 +1,6 @@
-"""The early scan on real trees: what it may read, what it leaves, and that it is believed only where CRIU agrees."""
+"""The early scan on real trees: what it may read, what it leaves, and that it is believed only
+where CRIU agrees.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def read_early(events: Events) -> int:
 def dumped_early(
     store: Store, pid: int, options: DumpOptions | None = None
 ) -> tuple[DumpResult, Stillness, Events]:
-    """Dumps until CRIU was found at work in time: on a busy machine it may be done before this process is woken."""
+    """Dumps until CRIU was found at work in time: on a busy machine it may be done before this
+    process is woken.
+    """
     for _ in range(_TRIES):
         still, events = watching(pid)
         result = store.dump(pid, options, events=events)
@@ -132,7 +136,9 @@ def test_threads_that_differ_at_the_end_have_everything_read_again(
 def fails_early(
     job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException]
 ) -> BaseException:
-    """As `failing.fails`, once CRIU was found at work in time; dumps of which it was not are good ones."""
+    """As `failing.fails`, once CRIU was found at work in time; dumps of which it was not are good
+    ones.
+    """
     for _ in range(_TRIES):
         try:
             act()

@@ -1,4 +1,6 @@
-"""The job is never lost: whatever fails at whatever step of a dump, it runs on within a second, nothing is left behind, and the next dump is good."""
+"""The job is never lost: whatever fails at whatever step of a dump, it runs on within a second,
+nothing is left behind, and the next dump is good.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ def kind_of(call: Call) -> Kind:
 
 
 def failing_from(kind: Kind | None) -> Callable[[Call], Outcome]:
-    """Every call fails from the first of a kind on (None: from the commit), at the latest from the commit. Not by number: how many there are differs."""
+    """Every call fails from the first of a kind on (None: from the commit), at the latest from the
+    commit. Not by number: how many there are differs.
+    """
     stored = failing = False
 
     def plan(call: Call) -> Outcome:
@@ -161,7 +165,9 @@ def failing_from(kind: Kind | None) -> Callable[[Call], Outcome]:
 
 
 def calls_of(store: Store, job: Job) -> list[Kind]:
-    """The store's calls in a dump, of which much is new: deltas alone would not be put into the index."""
+    """The store's calls in a dump, of which much is new: deltas alone would not be put into the
+    index.
+    """
     driving.change(job.running.state_dir, 1000, 50, 100)
     backend = FaultyBackend(store.backend)
     through = store.through(backend)
@@ -173,7 +179,9 @@ def calls_of(store: Store, job: Job) -> list[Kind]:
 def from_call_on(
     number: int, kind: Kind | None, store: Store, job: Job, witness: Witness, *, stop: bool
 ) -> bool:
-    """Dump with a store that fails from such a call on; whether the dump failed. ``number``: another one each time."""
+    """Dump with a store that fails from such a call on; whether the dump failed. ``number``:
+    another one each time.
+    """
     driving.change(job.running.state_dir, number, 50, 50)
     backend = FaultyBackend(store.backend)
     through = store.through(backend)
@@ -316,7 +324,9 @@ def test_a_target_that_is_killed_while_criu_freezes_it(
 
 
 def test_a_target_that_is_killed_while_it_is_read(job: Job, store: Store) -> None:
-    """Killed when all of its memory has been read but not yet let go: no snapshot of half a tree, nothing left."""
+    """Killed when all of its memory has been read but not yet let go: no snapshot of half a tree,
+    nothing left.
+    """
     events = Events({("dump.files", "begin"): lambda _: driving.kill_tree(job.pid)})
     with pytest.raises((DumpFailed, NotFound)):
         store.dump(job.pid, events=events)

@@ -1,4 +1,6 @@
-"""Memory that CRIU is kept from seeing: the snapshot, and the pagemap that a restore goes by, are the same as if it had seen all."""
+"""Memory that CRIU is kept from seeing: the snapshot, and the pagemap that a restore goes by, are
+the same as if it had seen all.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,8 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
     # Whatever Python itself did between the two dumps is none of this test's.
     area = range(address, address + 9 * (1 << 20), PAGE)
     assert ours.keys() & set(area) == theirs.keys() & set(area)
-    # Where some thread's stack pointer is the first byte of a page, CRIU writes all pages itself (criu/mem.c: is_stack).
+    # Where some thread's stack pointer is the first byte of a page, CRIU writes all pages itself
+    # (criu/mem.c: is_stack).
     if PE_LAZY in theirs.values():
         assert {at: ours[at] for at in area if at in ours} == {
             at: theirs[at] for at in area if at in theirs
@@ -153,8 +156,9 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
         }
 
 
-#: 24 MiB of which parts are written, protected, unmapped, locked, shared, advised about. Parts are executable or guard pages, not both: CRIU runs what it
-#: injects in the first mapping that is executable, guard pages or not.
+#: 24 MiB of which parts are written, protected, unmapped, locked, shared, advised about. Parts are
+#: executable or guard pages, not both: CRIU runs what it injects in the first mapping that is
+#: executable, guard pages or not.
 _LAYOUT = """
 import random
 chosen = random.Random({seed})
@@ -273,7 +277,9 @@ def test_guard_pages(puppet: Puppet, store: Store) -> None:
     not guards_told(), reason="guard pages can be told from others from Linux 6.15 on"
 )
 def test_guard_pages_are_not_lost_by_an_older_criu(puppet: Puppet, store: Store) -> None:
-    """It is refused; where they come later it stumbles over them, because then nothing is hidden from it."""
+    """It is refused; where they come later it stumbles over them, because then nothing is hidden
+    from it.
+    """
     older = find_criu(PREFIX)
     if older.version >= (4, 2):
         pytest.skip("there is none")

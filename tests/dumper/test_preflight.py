@@ -1,4 +1,6 @@
-"""Preflight: each refusal and each warning with a real case; what is refused is left as it was, and what is not refused can be dumped."""
+"""Preflight: each refusal and each warning with a real case; what is refused is left as it was, and
+what is not refused can be dumped.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ Has = Callable[..., int]
 
 @pytest.fixture
 def has(tmp_path: Path) -> Iterator[Has]:
-    """Starts a Python process that runs some code and then sleeps; its pid. Skips where the kernel does not know what the code asks for."""
+    """Starts a Python process that runs some code and then sleeps; its pid. Skips where the kernel
+    does not know what the code asks for.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
     def start(code: str, **how: object) -> int:
@@ -163,7 +167,9 @@ def test_targets_that_end_or_never_ran_are_named_for_preflight_to_judge(store: S
 
 
 def test_a_process_that_icecore_may_not_look_at(job: Job, store: Store) -> None:
-    """In a user namespace of its own it has all capabilities, but none over processes outside of it."""
+    """In a user namespace of its own it has all capabilities, but none over processes outside of
+    it.
+    """
     dumper = Dumper(store, job, wrapped=["unshare", "--user", "--map-root-user", "--"])
     said = dumper.until("error")
     assert dumper.process.wait(20) == 4
@@ -259,7 +265,9 @@ def test_too_few_descriptors(job: Job, store: Store) -> None:
 def test_too_small_pipes(
     job: Job, store: Store, monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
-    """The same on a machine where pipes may not grow, without making this one such; if CRIU sees all memory, for large mappings, too."""
+    """The same on a machine where pipes may not grow, without making this one such; if CRIU sees
+    all memory, for large mappings, too.
+    """
     monkeypatch.setattr(limits, "pipe_max_size", lambda: 4096)
     monkeypatch.setattr(limits, "descriptor_limit", lambda: 2500)
     monkeypatch.setattr(checks, "hides", lambda criu: hidden)
@@ -317,7 +325,9 @@ CASES = {
 def test_a_gpu_that_was_opened_in_a_root_which_is_gone(
     has: Has, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its path no longer begins with /dev, as that of resident memory which another instance left: its number tells what it is."""
+    """Its path no longer begins with /dev, as that of resident memory which another instance left:
+    its number tells what it is.
+    """
     pid = has(
         """
 os.mkdir('dev')

@@ -1,4 +1,6 @@
-"""The scan of a live process: what is read is what is there, what is known is not handed on, zero pages are told apart."""
+"""The scan of a live process: what is read is what is there, what is known is not handed on, zero
+pages are told apart.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def test_scan_hands_on_what_changed_and_nothing_else() -> None:
 
 
 class Layout:
-    """Memory in which cells are whole, small or scattered, some pages cannot be read but through /proc/PID/mem, and single bytes change."""
+    """Memory in which cells are whole, small or scattered, some pages cannot be read but through
+    /proc/PID/mem, and single bytes change.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -240,9 +244,15 @@ def test_a_page_that_is_gone_ends_the_scan() -> None:
         pytest.raises(DumpFailed, match="cannot be read"),
     ):
         scan(
-            plan, reader, KnownCells.none(), seed=1, staging=staging, threads=2, keep=lambda row, slot: staging.release(slot),
+            plan,
+            reader,
+            KnownCells.none(),
+            seed=1,
+            staging=staging,
+            threads=2,
+            keep=lambda row, slot: staging.release(slot),
             stop=threading.Event(),
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture
@@ -405,7 +415,9 @@ def test_what_changes_and_vanishes_while_it_is_scanned() -> None:
 
 
 def test_threads_that_take_all_slots_for_themselves_make_it_spill() -> None:
-    """Each takes one before it hands anything on, and with many threads none is left for what comes next."""
+    """Each takes one before it hands anything on, and with many threads none is left for what comes
+    next.
+    """
     layout, stored = Layout(2), []
 
     class Store:

@@ -1,4 +1,6 @@
-"""The window in all its ways: trees of several processes, in namespaces of their own, with memory in place or streamed, and who may end it."""
+"""The window in all its ways: trees of several processes, in namespaces of their own, with memory
+in place or streamed, and who may end it.
+"""
 
 from __future__ import annotations
 
@@ -305,7 +307,9 @@ def test_a_guard_hangs_up_when_the_limit_has_passed(tmp_path: Path) -> None:
 
 
 def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
-    """The attempt is given up; what it started ends by itself, as it does when it goes on without being told to."""
+    """The attempt is given up; what it started ends by itself, as it does when it goes on without
+    being told to.
+    """
     guard = Guard(str(tmp_path))
     try:
         os.kill(guard.pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""What the tests of whole dumps share: programs that run, a repository, a look at the frozen tree, and reading back what was recorded."""
+"""What the tests of whole dumps share: programs that run, a repository, a look at the frozen tree,
+and reading back what was recorded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ Pages = dict[int, bytes]
 
 
 class Events:
-    """A sink that keeps everything and runs hooks: ``hooks["dump.files", "begin"]`` is called in the window, in the dumper's own thread."""
+    """A sink that keeps everything and runs hooks: ``hooks["dump.files", "begin"]`` is called in
+    the window, in the dumper's own thread.
+    """
 
     def __init__(self, hooks: Mapping[tuple[str, str], Hook] | None = None) -> None:
         self.all: list[Event] = []
@@ -76,7 +80,9 @@ class Store:
     def make(
         cls, loop: LoopThread, root: Path, workdir: Path, *, gpu_shared: bool = False
     ) -> Store:
-        """A new one on a local directory. ``gpu_shared``: of all that is dumped it is known that it shares no device memory."""
+        """A new one on a local directory. ``gpu_shared``: of all that is dumped it is known that it
+        shares no device memory.
+        """
 
         async def create() -> tuple[Backend, Repository]:
             backend = LocalBackend(root, create=True)
@@ -200,8 +206,9 @@ class Stillness:
 
     Attributes:
         pages: Host pid → address → page, of every page that a process has mapped.
-        needed: Host pid → addresses of those that would not come back by themselves (as zeros, or as what their file holds): a snapshot must
-            have them. Pages of shared memory are their object's, and not among them.
+        needed: Host pid → addresses of those that would not come back by themselves (as zeros, or
+            as what their file holds): a snapshot must have them. Pages of shared memory are their
+            object's, and not among them.
         mappings: Host pid → mappings.
         files: Path → bytes, of the files that were asked for.
         states: Host pid → the letter in /proc/PID/stat.
@@ -261,7 +268,8 @@ class Stillness:
 
 
 def assert_same_memory(recorded: Recorded, still: Stillness) -> int:
-    """Every page in the snapshot is what was there, and every page is in it that would not come back by itself.
+    """Every page in the snapshot is what was there, and every page is in it that would not come
+    back by itself.
 
     Returns:
         Pages compared.
@@ -293,7 +301,9 @@ def words_of(pid: int | str) -> bytes:
 
 
 def leftovers(workdir: Path) -> list[str]:
-    """Processes that have ``workdir`` in their command line (CRIU, guards) or work in it (CRIU's script), and what lies in it."""
+    """Processes that have ``workdir`` in their command line (CRIU, guards) or work in it (CRIU's
+    script), and what lies in it.
+    """
     found = [entry.name for entry in workdir.iterdir()]
     for entry in os.listdir("/proc"):
         if not entry.isdecimal() or int(entry) == os.getpid():

@@ -1,1 +1,3 @@
-"""Tests of device memory: with a fake driver everywhere, with real GPUs where there are some (`make test-gpu`)."""
+"""Tests of device memory: with a fake driver everywhere, with real GPUs where there are some (`make
+test-gpu`).
+"""

@@ -26,7 +26,9 @@ MIB = 3
 
 @functools.cache
 def library() -> str:
-    """What `PROGRAM` loads, compiled for this session, where jobs with a private /dev/shm see it too."""
+    """What `PROGRAM` loads, compiled for this session, where jobs with a private /dev/shm see it
+    too.
+    """
     if not shutil.which("cc"):
         pytest.skip("needs a C compiler")
     folder = Path(tempfile.mkdtemp(prefix="icecore-fake-device-"))
@@ -38,10 +40,12 @@ def library() -> str:
 
 
 class World:
-    """A fake driver's world in a directory on tmpfs; everything in its environment variable ``ICECORE_CUDA``.
+    """A fake driver's world in a directory on tmpfs; everything in its environment variable
+    ``ICECORE_CUDA``.
 
     Args:
-        nodes: Its device files are some, and not plain files: of drivers that CRIU cannot dump, of which loop devices can be mapped.
+        nodes: Its device files are some, and not plain files: of drivers that CRIU cannot dump, of
+            which loop devices can be mapped.
     """
 
     def __init__(self, root: Path, *, nodes: bool = False) -> None:
@@ -108,7 +112,8 @@ class Target:
     Args:
         folder: Its output goes there.
         gpus: One for each process.
-        lent: Each uses memory of the driver in a thread that nothing but being stopped holds back from it.
+        lent: Each uses memory of the driver in a thread that nothing but being stopped holds back
+            from it.
         workers: Each forks so many.
         late: A GPU that one more child begins to use when it is sent SIGUSR2.
         gpuless: The first process uses none.
@@ -156,9 +161,14 @@ class Target:
         log = open(self.out.with_name("log"), "ab")  # noqa: SIM115 - inherited
         with log:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.out.parent,
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.out.parent,
                 env={**os.environ, **(environment or {})},
-            )  # fmt: skip
+            )
         self.wait_steps(3)
         self.pids = driving.tree_of(self.process.pid)
         return self.process.pid

@@ -1,4 +1,6 @@
-"""CRIU's amdgpu plugin: its images are stored and restored like the others. Not on AMD hardware: a plugin writing images of that layout stands in."""
+"""CRIU's amdgpu plugin: its images are stored and restored like the others. Not on AMD hardware: a
+plugin writing images of that layout stands in.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The driver's back end through the real cuda.bindings, down to a libcuda that prints what it is given: runs where cuda.bindings is installed, GPU or not."""
+"""The driver's back end through the real cuda.bindings, down to a libcuda that prints what it is
+given: runs where cuda.bindings is installed, GPU or not.
+"""
 
 from __future__ import annotations
 

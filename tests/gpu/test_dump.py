@@ -1,4 +1,6 @@
-"""Dumps of GPU processes with a fake driver: device memory is told from host memory, and whatever fails, every process runs on."""
+"""Dumps of GPU processes with a fake driver: device memory is told from host memory, and whatever
+fails, every process runs on.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ _DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
 
 
 def runs_on(target: Target, workdir: Path) -> None:
-    """All its processes run, on their GPUs, with the memory they should have; nothing of the dump is left."""
+    """All its processes run, on their GPUs, with the memory they should have; nothing of the dump
+    is left.
+    """
     target.wait_steps(3)
     target.is_right()
     assert not standing(target.pid) and not leftovers(workdir)

@@ -1,4 +1,6 @@
-"""CRIU holds every thread but the driver's: what the driver takes away meanwhile nobody touches, and whatever breaks, nobody is held for ever."""
+"""CRIU holds every thread but the driver's: what the driver takes away meanwhile nobody touches,
+and whatever breaks, nobody is held for ever.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What NVML tells becomes an inventory; the library itself stands for the driver's, for no machine here has one."""
+"""What NVML tells becomes an inventory; the library itself stands for the driver's, for no machine
+here has one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class _Error(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Two GPUs, the first divided, the second used by two processes, one of them through MPS; strings as bytes, as old versions give them."""
+    """Two GPUs, the first divided, the second used by two processes, one of them through MPS;
+    strings as bytes, as old versions give them.
+    """
     module = ModuleType("pynvml")
     module.__spec__ = SimpleNamespace()  # type: ignore[assignment]
 

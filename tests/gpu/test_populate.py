@@ -1,4 +1,6 @@
-"""The driver's mapping, made while its thread is traced: that thread, and what else the process does, notice nothing."""
+"""The driver's mapping, made while its thread is traced: that thread, and what else the process
+does, notice nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="on x86-64 only"),
 ]
 
-#: A thread that makes a mapping as the driver does whenever it is told to, looks at it and fills it, another that computes, and a handler for signals.
+#: A thread that makes a mapping as the driver does whenever it is told to, looks at it and fills
+#: it, another that computes, and a handler for signals.
 TARGET = """
 import ctypes, hashlib, os, signal, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)

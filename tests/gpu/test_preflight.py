@@ -1,4 +1,6 @@
-"""What would lose a GPU job is refused before the first lock, with the settings that cure it; what would not is let through."""
+"""What would lose a GPU job is refused before the first lock, with the settings that cure it; what
+would not is let through.
+"""
 
 from __future__ import annotations
 

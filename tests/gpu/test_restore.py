@@ -1,4 +1,6 @@
-"""Restores of GPU processes with a fake driver: they go on where they were, on the same GPUs or others, or nothing of them runs."""
+"""Restores of GPU processes with a fake driver: they go on where they were, on the same GPUs or
+others, or nothing of them runs.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def of_the_file(pid: int) -> tuple[int, int]:
 def test_device_memory_in_a_file(
     mode: str, placers: int, store: Store, launch: Launch, world: World
 ) -> None:
-    """The driver finds it mapped from a file, whatever its mapping was made of at the dump, and leaves nothing of that behind."""
+    """The driver finds it mapped from a file, whatever its mapping was made of at the dump, and
+    leaves nothing of that behind.
+    """
     target = launch(GPUS[:2], mib=MIBS)
     restored = Events()
     snapshot = store.dump(target.pid, DumpOptions(stop=True, populate=bool(placers))).snapshot
@@ -458,7 +462,9 @@ _EXITING = 4
 
 
 def is_free(pid: int) -> bool:
-    """Whether a process may run: nobody traces it, and it has not been killed. One that is taking its memory down is not traced any more, and runs."""
+    """Whether a process may run: nobody traces it, and it has not been killed. One that is taking
+    its memory down is not traced any more, and runs.
+    """
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         pending = int(status.partition("SigPnd:")[2].split()[0], 16) | int(

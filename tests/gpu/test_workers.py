@@ -1,4 +1,6 @@
-"""Children that were forked from a GPU process, with its device files: they are dumped and restored, and nobody with CUDA state is taken for one."""
+"""Children that were forked from a GPU process, with its device files: they are dumped and
+restored, and nobody with CUDA state is taken for one.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def workers(root: int) -> list[int]:
 
 
 def steps_are_whole(target: Target, count: int = WORKERS) -> None:
-    """No worker has lost or repeated a step since its last restore at the latest: the steps of a snapshot come again."""
+    """No worker has lost or repeated a step since its last restore at the latest: the steps of a
+    snapshot come again.
+    """
     for number in range(1, count + 1):
         steps = [int(line.split()[0]) for line in lines(target, number) if line != "done"]
         assert all(
@@ -85,7 +89,9 @@ def registers(pid: int) -> list[procfs.Mapping]:
 
 
 def test_what_a_child_inherits(launch: Launch, world: World) -> None:
-    """The world is as it is on a GPU: a child has its parent's device files, open and mapped, and no CUDA state."""
+    """The world is as it is on a GPU: a child has its parent's device files, open and mapped, and
+    no CUDA state.
+    """
     target = launch(workers=WORKERS)
     wait_workers(target)
     child = workers(target.pid)[0]
@@ -119,7 +125,9 @@ def test_preflight_counts_only_who_has_cuda_state(launch: Launch, world: World) 
 def test_workers_are_dumped_and_restored(
     mode: Literal["full", "lazy"], criu: Criu, store: Store, launch: Launch, world: World
 ) -> None:
-    """Twice while all run on, then killed, and brought back from both; what was restored is dumped again."""
+    """Twice while all run on, then killed, and brought back from both; what was restored is dumped
+    again.
+    """
     target = launch(workers=WORKERS)
     wait_workers(target)
     taken = []
@@ -200,7 +208,9 @@ def test_a_worker_that_is_forked_while_the_dump_begins(
 def test_a_process_that_begins_to_use_cuda_meanwhile(
     store: Store, launch: Launch, world: World
 ) -> None:
-    """CRIU stops it with device files that the plugin would dump: the snapshot is given up, and all run on."""
+    """CRIU stops it with device files that the plugin would dump: the snapshot is given up, and all
+    run on.
+    """
     target = launch(workers=1, late=GPUS[1])
     wait_workers(target, 1)
     late = workers(target.pid)[0]

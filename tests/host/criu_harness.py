@@ -1,5 +1,6 @@
-"""A round trip small enough to test CRIU's behaviour with: a worker process, its memory read in place, a daemon that
-gives it back."""
+"""A round trip small enough to test CRIU's behaviour with: a worker process, its memory read in
+place, a daemon that gives it back.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from icecore.host.criu import program as criu_module
 from icecore.host.criu.images import load_pstree
 from icecore.host.criu.pagemap_image import PE_LAZY, PE_PRESENT
 from icecore.host.criu.program import Criu, DumpArguments, RestoreArguments
-from tests.host.criu_run import LazyDump, Restore
 from icecore.host.kernel import procfs, userfaultfd
 from icecore.host.kernel.memory import PAGE, HugeBuffer, RemoteReader
+from tests.host.criu_run import LazyDump, Restore
 from tests.host.target import PRELUDE, eventually
 
 PREFIXES = [Path("/usr/local/lib/icecore/criu"), Path("/usr/local/lib/icecore/criu-sid")]
@@ -57,7 +58,8 @@ def parametrize(function):
     return pytest.mark.criu(pytest.mark.parametrize("criu", marks or missing)(function))
 
 
-#: Fills memory with noise, then counts, rewriting a file (count, digest of the memory) a hundred times a second.
+#: Fills memory with noise, then counts, rewriting a file (count, digest of the memory) a hundred
+#: times a second.
 WORKER = """
 import hashlib, random, time
 size = int(sys.argv[2]) << 20
@@ -243,7 +245,8 @@ def restored(
     finally:
         pid = load_pstree(images)[0].pid
         try:
-            # As a sibling the root is our child, also where CRIU killed it because the restore failed: it must be waited for.
+            # As a sibling the root is our child, also where CRIU killed it because the restore
+            # failed: it must be waited for.
             os.waitpid(pid, os.WNOHANG)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -255,8 +258,8 @@ def restored(
 
 
 def lazy_only_removed(images: Path, pid: int, version: tuple[int, ...]) -> int:
-    """Rewrite a pagemap image without the entries that have no content in the pages image; returns how many were
-    dropped.
+    """Rewrite a pagemap image without the entries that have no content in the pages image; returns
+    how many were dropped.
     """
     path = images / f"pagemap-{pid}.img"
     pages_id, entries = pagemap_image.load_pagemap(path, merge=False)

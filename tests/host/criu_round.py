@@ -1,4 +1,6 @@
-"""Plain dumps and restores of jobs with the real CRIU, for the tests of namespaces and jobs; everything has a time-out."""
+"""Plain dumps and restores of jobs with the real CRIU, for the tests of namespaces and jobs;
+everything has a time-out.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def installed() -> list[Criu]:
 
 
 def dumps_internet_sockets(criu: Criu) -> bool:
-    """Whether this CRIU can dump them on this kernel: newer kernels (6.18 does) refuse options that CRIU before 4.2 asks for."""
+    """Whether this CRIU can dump them on this kernel: newer kernels (6.18 does) refuse options that
+    CRIU before 4.2 asks for.
+    """
     with socket.socket() as probe:
         try:
             probe.getsockopt(socket.SOL_SOCKET, 34)  # SO_PASSSEC

@@ -1,5 +1,6 @@
-"""CRIU at work: a lazy, plain or streamed dump, a restore; rule: CRIU is never killed, and never left holding a tree:
-its connection is hung up and it thaws the tree itself."""
+"""CRIU at work: a lazy, plain or streamed dump, a restore; rule: CRIU is never killed, and never
+left holding a tree: its connection is hung up and it thaws the tree itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from icecore.host.kernel.waiting import readable
 
 @dataclass
 class _Run:
-    """A running CRIU: in its own session, so that no terminal's signal reaches it in the middle of its work."""
+    """A running CRIU: in its own session, so that no terminal's signal reaches it in the middle of
+    its work.
+    """
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -76,18 +79,18 @@ class _Run:
 
 
 class LazyDump:
-    """``criu dump --lazy-pages --leave-running``: the tree stands still from some moment after the start until the
-    connection is hung up.
+    """``criu dump --lazy-pages --leave-running``: the tree stands still from some moment after the
+    start until the connection is hung up.
 
-    CRIU's page server gets one end of a socket pair (--ps-socket), so there is no port to choose and nothing to
-    connect to: the other end is
-    here, and when it is closed, by `finish`, `abandon` or this process's death, CRIU thaws the tree, at once if it
-    serves, else as soon as it does.
+    CRIU's page server gets one end of a socket pair (--ps-socket), so there is no port to choose
+    and nothing to connect to: the other end is here, and when it is closed, by `finish`, `abandon`
+    or this process's death, CRIU thaws the tree, at once if it serves, else as soon as it does.
 
     Args:
         criu: Which CRIU.
         pid: Root of the tree.
-        images: Existing folder for the image files; they are complete once `wait_serving` returns, but for stats-dump.
+        images: Existing folder for the image files; they are complete once `wait_serving` returns,
+            but for stats-dump.
         arguments: What CRIU is told.
     """
 
@@ -126,7 +129,9 @@ class LazyDump:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The running CRIU. Never kill it before it serves: the parasite code would stay in the tree."""
+        """The running CRIU. Never kill it before it serves: the parasite code would stay in the
+        tree.
+        """
         return self._run.process
 
     @property
@@ -144,7 +149,8 @@ class LazyDump:
             DumpFailed: CRIU gave up (it has thawed the tree), or not in time: then call `abandon`.
         """
         assert self._ready is not None, "asked once already"
-        # Its end is watched too: a CRIU that was killed may leave a stopped child that keeps the pipe open.
+        # Its end is watched too: a CRIU that was killed may leave a stopped child that keeps the
+        # pipe open.
         end = os.pidfd_open(self.process.pid)
         try:
             heard = readable([self._ready, end], seconds)
@@ -182,7 +188,8 @@ class LazyDump:
             raise self._run.failed()
 
     def abandon(self, seconds: float = 60) -> None:
-        """Hang up: the tree is thawed, now or as soon as CRIU serves. Waits for CRIU's end; harmless after `finish`.
+        """Hang up: the tree is thawed, now or as soon as CRIU serves. Waits for CRIU's end;
+        harmless after `finish`.
 
         Raises:
             DumpFailed: CRIU did not end in time: the tree may still stand still.
@@ -200,8 +207,8 @@ class LazyDump:
 
 
 class PlainDump:
-    """``criu dump --leave-running``, memory and all into the images folder: for where lazy mode cannot work.
-    Arguments as `LazyDump`.
+    """``criu dump --leave-running``, memory and all into the images folder: for where lazy mode
+    cannot work. Arguments as `LazyDump`.
     """
 
     def __init__(self, criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> None:
@@ -220,10 +227,11 @@ class PlainDump:
 
 
 class StreamDump:
-    """``criu dump --page-server``: all memory comes through ``connection`` (`Connection.extents`) while the tree
-    stands still. Arguments as `LazyDump`.
+    """``criu dump --page-server``: all memory comes through ``connection`` (`Connection.extents`)
+    while the tree stands still. Arguments as `LazyDump`.
 
-    For where lazy mode cannot work. CRIU writes no pagemap images then: whoever receives the extents does.
+    For where lazy mode cannot work. CRIU writes no pagemap images then: whoever receives the
+    extents does.
     """
 
     def __init__(self, criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> None:
@@ -257,8 +265,8 @@ class Restore:
     Args:
         criu: Which CRIU.
         images: The image files.
-        work: Folder for the log, the pid file and, in lazy mode, ``lazy-pages.socket``, on which somebody must
-            already listen.
+        work: Folder for the log, the pid file and, in lazy mode, ``lazy-pages.socket``, on which
+            somebody must already listen.
         arguments: What CRIU is told.
     """
 

@@ -1,5 +1,6 @@
-"""A process to look at: runs a snippet of Python, says when it is ready, takes commands on its standard input; always
-ended by its test."""
+"""A process to look at: runs a snippet of Python, says when it is ready, takes commands on its
+standard input; always ended by its test.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class Target:
 def target(
     code: str, *arguments: object, pass_fds: tuple[int, ...] = (), site: bool = False
 ) -> Iterator[Target]:
-    """Run a snippet in its own session, killed when the block ends; with ``site`` it may import icecore."""
+    """Run a snippet in its own session, killed when the block ends; with ``site`` it may import
+    icecore.
+    """
     process = subprocess.Popen(
         [
             sys.executable,

@@ -1,5 +1,6 @@
-"""CRIU itself, in every version on the machine: who is frozen when, who thaws whom, what a restore needs, what errors
-mean."""
+"""CRIU itself, in every version on the machine: who is frozen when, who thaws whom, what a restore
+needs, what errors mean.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,6 @@ from icecore.host.criu.pagemap_image import (
     write_pagemap,
 )
 from icecore.host.criu.program import DumpArguments, RestoreArguments, find_criu
-from tests.host.criu_run import LazyDump, PlainDump, StreamDump
 from icecore.host.kernel import limits, procfs
 from icecore.host.kernel.memory import PAGE, RemoteReader
 from tests.host.criu_harness import (
@@ -36,6 +36,7 @@ from tests.host.criu_harness import (
     wait_for,
     worker,
 )
+from tests.host.criu_run import LazyDump, PlainDump, StreamDump
 from tests.host.target import dead_pid, eventually
 
 ALONE = DumpArguments(network_lock="skip")
@@ -145,7 +146,9 @@ def test_a_failing_dump_says_why_and_thaws(criu):
 @parametrize
 @pytest.mark.parametrize("keep_lazy_entries", [True, False])
 def test_a_lazy_restore_goes_on_with_every_byte(criu, keep_lazy_entries):
-    """Registration goes by VMA, so a pagemap needs only the entries whose pages CRIU itself puts in."""
+    """Registration goes by VMA, so a pagemap needs only the entries whose pages CRIU itself puts
+    in.
+    """
     with worker() as it, images_folder() as images:
         memory = capture(criu, it.pid, images)
         count = it.progress()

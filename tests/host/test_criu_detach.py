@@ -1,4 +1,6 @@
-"""What CRIU gets for ptrace when it restores: as the C library's, but for threads that were killed while others run already."""
+"""What CRIU gets for ptrace when it restores: as the C library's, but for threads that were killed
+while others run already.
+"""
 
 from __future__ import annotations
 

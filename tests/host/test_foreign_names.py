@@ -1,4 +1,6 @@
-"""Names that a process chose, as /proc shows them: they are read exactly, and no part of a name is taken for anything else."""
+"""Names that a process chose, as /proc shows them: they are read exactly, and no part of a name is
+taken for anything else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from icecore.host.jobs.registry import require_name
 from icecore.host.kernel import procfs
 from tests.host.target import target
 
-#: With line ends that are none for the kernel, fields of /proc/PID/status, bytes that are not UTF-8; 15 bytes at most.
+#: With line ends that are none for the kernel, fields of /proc/PID/status, bytes that are not
+#: UTF-8; 15 bytes at most.
 THREADS = [
     b"x\rTgid:\t1",
     b"a\x0bb",
@@ -155,12 +158,20 @@ def test_the_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("pynvml")
     module.__spec__ = SimpleNamespace()  # type: ignore[assignment]
     vars(module).update(
-        NVMLError=OSError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlSystemGetDriverVersion=lambda: b"580\xff", nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=1, used=0),
-        nvmlDeviceGetUUID=lambda handle: "GPU-\x1b[31m", nvmlDeviceGetName=lambda handle: b"H\xff\n", nvmlDeviceGetMinorNumber=lambda handle: 0,
-        nvmlDeviceGetMigMode=lambda handle: (0, 0), nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580\xff",
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=1, used=0),
+        nvmlDeviceGetUUID=lambda handle: "GPU-\x1b[31m",
+        nvmlDeviceGetName=lambda handle: b"H\xff\n",
+        nvmlDeviceGetMinorNumber=lambda handle: 0,
+        nvmlDeviceGetMigMode=lambda handle: (0, 0),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
         nvmlDeviceGetMPSComputeRunningProcesses=lambda handle: [],
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "pynvml", module)
     found = read_inventory()
     assert (found.driver, found.gpus[0].name, found.gpus[0].uuid) == (

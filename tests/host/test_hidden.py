@@ -1,4 +1,6 @@
-"""The library that CRIU gets keeps private anonymous memory from it, nothing else, and nothing that it cannot write down."""
+"""The library that CRIU gets keeps private anonymous memory from it, nothing else, and nothing that
+it cannot write down.
+"""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ def test_a_killed_process_is_given_time_to_let_go(file: Path) -> None:
 
 
 def test_who_opens_a_file_meanwhile_is_not_harmed(file: Path) -> None:
-    """A lease makes another process wait until it is given back, and the kernel sends the one that has it a signal."""
+    """A lease makes another process wait until it is given back, and the kernel sends the one that
+    has it a signal.
+    """
     program = f"print('there', flush=True)\nwhile True: open({str(file)!r}, 'r+').close()"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"there\n"
@@ -161,7 +163,9 @@ def test_this_process_counts_only_where_it_writes(file: Path) -> None:
 
 
 def test_the_search_is_fast(tmp_path: Path) -> None:
-    """One pass over a host of 500 processes, 16 ms on an idle machine; processor time counts, because this one is shared."""
+    """One pass over a host of 500 processes, 16 ms on an idle machine; processor time counts,
+    because this one is shared.
+    """
     path = tmp_path / "file"
     path.write_bytes(b"x")
     others = [subprocess.Popen(["sleep", "100"]) for _ in range(500)]

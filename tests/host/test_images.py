@@ -1,4 +1,6 @@
-"""CRIU's images as they are read: against pycriu, against the process they were made of, and against damage."""
+"""CRIU's images as they are read: against pycriu, against the process they were made of, and
+against damage.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from icecore.host.criu.pagemap_image import (
 )
 from icecore.host.criu.program import Criu, DumpArguments
 from icecore.host.criu.protobuf import Message, WireError
-from tests.host.criu_run import LazyDump
 from icecore.host.kernel import procfs
 from tests.host.criu_harness import images_folder, parametrize, worker
+from tests.host.criu_run import LazyDump
 
 TREE = """
 import tempfile
@@ -84,7 +86,8 @@ def test_what_the_images_say_is_what_the_processes_are(criu):
             ]
             lazy = mm.lazy()
             _, entries = load_pagemap(folder / f"pagemap-{pid}.img")
-            # every page that CRIU calls lazy lies in a VMA that is, and every page of another VMA is not
+            # every page that CRIU calls lazy lies in a VMA that is, and every page of another VMA
+            # is not
             owner = np.searchsorted(mm.vmas["start"], entries["address"], side="right") - 1
             is_lazy = entries["flags"] & PE_LAZY != 0
             assert lazy[owner][is_lazy].all()

@@ -110,7 +110,9 @@ def test_a_pid_that_is_another_process_by_now_is_not_the_job(registry: Registry)
 def test_a_command_whose_number_is_another_process_by_now(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a pid namespace its number is given out again: nobody else is hit, and where there is no command the init is."""
+    """Without a pid namespace its number is given out again: nobody else is hit, and where there is
+    no command the init is.
+    """
     job = registry.start(["sleep", "60"], isolation=Isolation(pid=False))
     command = job.main_process()
     stranger = subprocess.Popen(["sleep", "60"])

@@ -1,4 +1,6 @@
-"""Copies bound over files in a mount namespace: who is in it sees them, nobody else does, and no link leads elsewhere."""
+"""Copies bound over files in a mount namespace: who is in it sees them, nobody else does, and no
+link leads elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_who_is_in_the_namespace_sees_the_copy(view: int, place: Path) -> None:
     "which", ["the copy", "a directory of the copy", "the file", "a directory of the file"]
 )
 def test_links_are_refused(which: str, view: int, place: Path) -> None:
-    """Whoever could write to a directory on the way would choose what the job sees, or what it covers."""
+    """Whoever could write to a directory on the way would choose what the job sees, or what it
+    covers.
+    """
     file, secret = place / "work" / "file", place / "secret"
     secret.mkdir()
     (secret / "file").write_text("secret")

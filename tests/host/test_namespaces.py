@@ -1,4 +1,6 @@
-"""Jobs in their namespaces, dumped and restored by the real CRIU: beside the original, twice at once, after a kill, and again."""
+"""Jobs in their namespaces, dumped and restored by the real CRIU: beside the original, twice at
+once, after a kill, and again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pipes of another process: what lies in them stays while they are held, and pipes of one's own are left alone."""
+"""Pipes of another process: what lies in them stays while they are held, and pipes of one's own are
+left alone.
+"""
 
 from __future__ import annotations
 

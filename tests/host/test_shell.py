@@ -1,4 +1,6 @@
-"""A user's shell command: what it ends with, what it writes to, and that nothing is left where it is given up."""
+"""A user's shell command: what it ends with, what it writes to, and that nothing is left where it
+is given up.
+"""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ def test_remap_moves_what_is_missing():
     with faulting(code) as (it, descriptor, a):
         it.tell("move")
         event = next_event(descriptor)
-        # the kernel then reports the source's unmapping as well: what has moved away is not there to be dropped
+        # the kernel then reports the source's unmapping as well: what has moved away is not there
+        # to be dropped
         assert next_event(descriptor) == Unmap(a, a + MIB)
         (b,) = map(int, it.hear())
         assert event == Remap(a, b, MIB)

@@ -1,4 +1,6 @@
-"""Working directories: what nobody uses any more is removed, and never what somebody uses or what is not icecore's."""
+"""Working directories: what nobody uses any more is removed, and never what somebody uses or what
+is not icecore's.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_a_lock_that_was_inherited_counts(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a directory away")
 def test_what_is_not_icecores_stays(tmp_path: Path) -> None:
-    """Other names, somebody else's directories, links, and what another version left with something in it."""
+    """Other names, somebody else's directories, links, and what another version left with something
+    in it.
+    """
     target = tmp_path / "target"
     target.mkdir(mode=0o700)
     (target / LOCK).touch()
@@ -108,7 +112,9 @@ def test_a_planted_lock_is_not_followed_nor_waited_for(tmp_path: Path) -> None:
 
 
 def test_makers_and_sweepers_at_the_same_time(tmp_path: Path) -> None:
-    """A maker's directory is its own from the moment that it has it, however many look for leftovers meanwhile."""
+    """A maker's directory is its own from the moment that it has it, however many look for
+    leftovers meanwhile.
+    """
     done, lost = threading.Event(), []
 
     def sweeps() -> None:

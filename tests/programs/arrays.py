@@ -1,4 +1,6 @@
-"""Numpy memory that can be verified: page-aligned arrays, one sum a page, differences named by address."""
+"""Numpy memory that can be verified: page-aligned arrays, one sum a page, differences named by
+address.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Sums = NDArray[np.uint64]
 def page_aligned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
     """A zeroed array that starts on a page and whose memory is padded to whole pages.
 
-    Alignment makes the pages of the array those of the address space, so that a difference can be named by page.
+    Alignment makes the pages of the array those of the address space, so that a difference can be
+    named by page.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     backing = np.zeros(-(-size // PAGE) * PAGE + PAGE, dtype=np.uint8)
@@ -25,9 +28,11 @@ def page_aligned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any
 
 
 def page_sums(array: NDArray[Any]) -> Sums:
-    """One wrapping 64-bit sum for each page of a page-aligned, contiguous array of whole 8-byte words.
+    """One wrapping 64-bit sum for each page of a page-aligned, contiguous array of whole 8-byte
+    words.
 
-    A changed word, a page of zeros and an exchange of two pages all show; two words exchanged within a page do not.
+    A changed word, a page of zeros and an exchange of two pages all show; two words exchanged
+    within a page do not.
     """
     words = array.reshape(-1).view(np.uint64)
     whole = words.size // WORDS * WORDS
@@ -38,7 +43,9 @@ def page_sums(array: NDArray[Any]) -> Sums:
 
 
 def differing_pages(name: str, array: NDArray[Any], expected: Sums) -> str:
-    """Empty when the array's sums are the expected ones, else a sentence that names the first page that differs."""
+    """Empty when the array's sums are the expected ones, else a sentence that names the first page
+    that differs.
+    """
     found = page_sums(array)
     if np.array_equal(found, expected):
         return ""
@@ -53,7 +60,9 @@ def differing_pages(name: str, array: NDArray[Any], expected: Sums) -> str:
 
 
 def differing_content(name: str, array: NDArray[Any], expected: NDArray[Any]) -> str:
-    """Empty when both arrays hold the same bits, else a sentence that names the first page that differs."""
+    """Empty when both arrays hold the same bits, else a sentence that names the first page that
+    differs.
+    """
     found_words = array.reshape(-1).view(np.uint64)
     expected_words = np.ascontiguousarray(expected).reshape(-1).view(np.uint64)
     if np.array_equal(found_words, expected_words):

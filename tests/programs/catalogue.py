@@ -1,7 +1,9 @@
-"""The test programs: what each is, how it is built and started, what CRIU needs for it; nothing here knows of icecore.
+"""The test programs: what each is, how it is built and started, what CRIU needs for it; nothing
+here knows of icecore.
 
-A program runs until ``finish`` appears in its state directory, verifies everything, writes its verdict into ``state.json``
-and exits with 0 or 1. A restored program is watched in the same way; only its exit status may be out of reach.
+A program runs until ``finish`` appears in its state directory, verifies everything, writes its
+verdict into ``state.json`` and exits with 0 or 1. A restored program is watched in the same way;
+only its exit status may be out of reach.
 """
 
 from __future__ import annotations
@@ -31,23 +33,26 @@ class Program:
     Args:
         what: What it does, in one sentence.
         source: Its file in this folder; empty for redis-server alone.
-        arguments: What follows the state directory, in the size that round trips are to be tested with; ``{port}``
-            stands for a free TCP port.
+        arguments: What follows the state directory, in the size that round trips are to be tested
+            with; ``{port}`` stands for a free TCP port.
         quick: The same, small enough for a test of seconds.
         environment: Variables that it needs.
         needs: Programs that must be on the machine.
         damage: Regions (by the beginning of their name) in which one changed byte must be noticed.
-        ready_s, finish_s: How long at most, in seconds, until its first progress and until its verdict.
+        ready_s, finish_s: How long at most, in seconds, until its first progress and until its
+            verdict.
         exit_status: What it exits with when nothing was violated.
         clients: Whether it has TCP clients, and where.
-        criu_options: What ``criu dump`` needs beyond ``--tree`` and ``--images-dir``. Measured with CRIU 4.1.1 and 4.2.1 on
-            Linux 6.18, the process a session leader without a terminal, in the host's namespaces and in pid and ipc
-            namespaces of its own, with and without ``--lazy-pages``.
+        criu_options: What ``criu dump`` needs beyond ``--tree`` and ``--images-dir``. Measured with
+            CRIU 4.1.1 and 4.2.1 on Linux 6.18, the process a session leader without a terminal, in
+            the host's namespaces and in pid and ipc namespaces of its own, with and without
+            ``--lazy-pages``.
         restore_options: What ``criu restore`` needs beyond ``--images-dir``.
         criu_notes: What was seen without an option, and what plain CRIU leaves to its caller.
         least_criu: The oldest CRIU that can do it on Linux 6.16 and newer.
         own_ipc: It can only be dumped in an ipc namespace of its own.
-        dumpable: False where CRIU fails to dump it: it must then go on as if nothing had been tried.
+        dumpable: False where CRIU fails to dump it: it must then go on as if nothing had been
+            tried.
     """
 
     name: str
@@ -266,7 +271,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
     }
 )
 
-# What the benchmarks run: the sizes of the inference-like and training-like jobs, in MiB of private memory.
+# What the benchmarks run: the sizes of the inference-like and training-like jobs, in MiB of private
+# memory.
 BENCHMARK_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inference": ("--mib", "1300"),
@@ -282,7 +288,8 @@ def missing(program: Program) -> list[str]:
 
 
 def build(program: Program, cache: Path) -> Path:
-    """What is to be executed or interpreted. C sources are compiled into ``cache``, once for each content.
+    """What is to be executed or interpreted. C sources are compiled into ``cache``, once for each
+    content.
 
     Raises:
         subprocess.CalledProcessError: The compiler refused it.
@@ -314,7 +321,8 @@ def free_port() -> int:
 def command(
     program: Program, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None
 ) -> Command:
-    """The command that runs the program; also writes ``port`` into the state directory where it has one.
+    """The command that runs the program; also writes ``port`` into the state directory where it has
+    one.
 
     Args:
         state_dir: An existing directory, not used before.

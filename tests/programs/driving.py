@@ -1,6 +1,7 @@
 """Driving a test program from outside: start it, watch it, ask for its verdict, damage it, end it.
 
-Everything goes through files in the state directory and /proc, so that a restored program is driven like a started one.
+Everything goes through files in the state directory and /proc, so that a restored program is driven
+like a started one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def start(
         state_dir: An existing directory, not used before.
         cache: Where binaries are kept.
         arguments: Instead of ``program.arguments``.
-        own_namespaces: In a pid and an ipc namespace of its own, as the first process there, over the host's /proc.
+        own_namespaces: In a pid and an ipc namespace of its own, as the first process there, over
+            the host's /proc.
     """
     run = command(program, state_dir, cache, arguments)
     argv = list(run.argv)
@@ -165,7 +167,9 @@ def wait_ready(program: Program, state_dir: Path) -> None:
 
 
 def wait_progress(state_dir: Path, timeout_s: float = 20.0, *, steps: int = 2) -> Progress:
-    """Waits until it has written its state ``steps`` times more than now: it lives, wherever its counter stands."""
+    """Waits until it has written its state ``steps`` times more than now: it lives, wherever its
+    counter stands.
+    """
     before = progress(state_dir)
     start_writes = -1 if before is None else before.writes
     return wait_until(
@@ -174,7 +178,9 @@ def wait_progress(state_dir: Path, timeout_s: float = 20.0, *, steps: int = 2) -
 
 
 def forget(state_dir: Path) -> Progress | None:
-    """Sets the state file aside and returns what it said; what comes next was written by the restored program."""
+    """Sets the state file aside and returns what it said; what comes next was written by the
+    restored program.
+    """
     before = progress(state_dir)
     if before is not None:
         (state_dir / report.STATE).replace(state_dir / SET_ASIDE)
@@ -194,7 +200,9 @@ def ask_finish(program: Program, state_dir: Path) -> None:
 
 
 def wait_finished(program: Program, state_dir: Path, timeout_s: float | None = None) -> Progress:
-    """Waits for the verdict of a self-checking program, which is in the result's ``passed`` and ``errors``."""
+    """Waits for the verdict of a self-checking program, which is in the result's ``passed`` and
+    ``errors``.
+    """
     return wait_until(
         state_dir, lambda now: now.finished, timeout_s or program.finish_s, "finished"
     )
@@ -250,7 +258,9 @@ def wait_step(state_dir: Path, since_ns: int, timeout_s: float = 60.0) -> int:
 
 
 def damage(root: int, now: Progress, region: str, *, after: int = 0) -> int:
-    """Flips one bit in the middle of a region of a program whose first process is ``root``, or ``after`` bytes further on; returns the address."""
+    """Flips one bit in the middle of a region of a program whose first process is ``root``, or
+    ``after`` bytes further on; returns the address.
+    """
     _, address, size, inner = next(found for found in now.regions if found[0].startswith(region))
     pid = next(pid for pid in tree_of(root) if innermost(pid) == inner)
     at = address + size // 2 + (1 if size > 4096 else 100) + after
@@ -282,7 +292,8 @@ def tree_of(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int, timeout_s: float = 10.0) -> None:
-    """Kills a tree, also a restored one, and returns when nothing of it runs; what may remain is a zombie of another's.
+    """Kills a tree, also a restored one, and returns when nothing of it runs; what may remain is a
+    zombie of another's.
 
     The tree is stopped from the root on first, so that nothing in it can fork or notice.
     """
@@ -322,7 +333,9 @@ def clean(state_dir: Path) -> None:
 
 
 def members(state_dir: Path) -> list[int]:
-    """The live processes that work in that state directory: the program, started or restored, whatever their parents."""
+    """The live processes that work in that state directory: the program, started or restored,
+    whatever their parents.
+    """
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):

@@ -1,13 +1,17 @@
-"""A process that plays a CUDA process for `icecore.host.cuda.fake`: it computes, while fake_device.c holds its memory and plays its driver.
+"""A process that plays a CUDA process for `icecore.host.cuda.fake`: it computes, while
+fake_device.c holds its memory and plays its driver.
 
-python fake_cuda.py '{"library": fake_device.so, "world": …, "gpu": "GPU-…", "mib": 4, "out": FILE, "busy": 0, "children": ["GPU-…"], "lent": false,
+python fake_cuda.py '{"library": fake_device.so, "world": …, "gpu": "GPU-…", "mib": 4, "out": FILE,
+"busy": 0, "children": ["GPU-…"], "lent": false,
                      "workers": 0, "late": "GPU-…", "gpuless": false}'
 
-Each step reads and writes device memory and appends a line ``STEP DIGEST`` to its output: the same lines whatever happens to it in between. With ``lent``,
-a thread that makes no CUDA call uses memory of the driver, which is not there for a moment of each checkpoint and restore. ``workers`` are forked once there
-is device memory, as those of a DataLoader are, one more at each SIGUSR1; each appends lines ``STEP DEVICE…`` to ``OUT.worker.N``: the numbers of the device
-files that it has inherited. At SIGTERM it closes and unmaps these, ends well, and its last line is ``done``.
-``late`` is the GPU that a child begins to use at SIGUSR2; with ``gpuless`` the process itself uses none.
+Each step reads and writes device memory and appends a line ``STEP DIGEST`` to its output: the same
+lines whatever happens to it in between. With ``lent``, a thread that makes no CUDA call uses memory
+of the driver, which is not there for a moment of each checkpoint and restore. ``workers`` are
+forked once there is device memory, as those of a DataLoader are, one more at each SIGUSR1; each
+appends lines ``STEP DEVICE…`` to ``OUT.worker.N``: the numbers of the device files that it has
+inherited. At SIGTERM it closes and unmaps these, ends well, and its last line is ``done``. ``late``
+is the GPU that a child begins to use at SIGUSR2; with ``gpuless`` the process itself uses none.
 """
 
 from __future__ import annotations
@@ -100,7 +104,9 @@ class Device:
 
 
 def take(what: str, world: Path) -> Any:
-    """Have what some CUDA programs have: NCCL with its sockets (``nccl to PORT``: to somebody else's), managed memory, CUDA IPC, much memory of the host's."""
+    """Have what some CUDA programs have: NCCL with its sockets (``nccl to PORT``: to somebody
+    else's), managed memory, CUDA IPC, much memory of the host's.
+    """
     name, _, peer = what.partition(" to ")
     match name:
         case "nccl" if peer:

@@ -1,6 +1,8 @@
-"""A job with any bytes in every name that a process can have; it counts on stdout until a file appears, and then says what it has.
+"""A job with any bytes in every name that a process can have; it counts on stdout until a file
+appears, and then says what it has.
 
-Usage: foreign_names.py FOLDER FINISH NAMES [ARGUMENT ...]: NAMES are hexadecimal digits, with commas between names.
+Usage: foreign_names.py FOLDER FINISH NAMES [ARGUMENT ...]: NAMES are hexadecimal digits, with
+commas between names.
 """
 
 from __future__ import annotations

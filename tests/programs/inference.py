@@ -1,7 +1,8 @@
-"""An inference-like job: large static weights, a key-value cache rewritten block by block, a churning heap, requests.
+"""An inference-like job: large static weights, a key-value cache rewritten block by block, a
+churning heap, requests.
 
-All of it is a function of the seed and of the request's number: a second start has the same weights, and every block,
-session and answer can be computed anew at any time.
+All of it is a function of the seed and of the request's number: a second start has the same
+weights, and every block, session and answer can be computed anew at any time.
 
     python inference.py STATE_DIR [--mib 1300] [--rate 100] [--seed 1]
 """
@@ -40,7 +41,9 @@ ANSWERS_KEPT = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that determine the program's memory: about 83 % weights, 15 % cache, 2 % Python objects."""
+    """The sizes that determine the program's memory: about 83 % weights, 15 % cache, 2 % Python
+    objects.
+    """
 
     seed: int
     width: int
@@ -60,7 +63,9 @@ def random(*key: int) -> np.random.Generator:
 
 
 def room_for(shape: Shape, which: int) -> NDArray[Any]:
-    """An array for weight matrix ``which`` of a layer: 0 and 1 are float32, 2 and 3 the upper halves of float32 (bfloat16)."""
+    """An array for weight matrix ``which`` of a layer: 0 and 1 are float32, 2 and 3 the upper
+    halves of float32 (bfloat16).
+    """
     return page_aligned((shape.width, shape.width), np.float32 if which < 2 else np.uint16)
 
 
@@ -81,7 +86,9 @@ def as_float(weight: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def make_block(shape: Shape, block: int, request: int) -> NDArray[np.uint8]:
-    """What a cache block holds after that request wrote it; request 0 stands for what the start left there."""
+    """What a cache block holds after that request wrote it; request 0 stands for what the start
+    left there.
+    """
     return np.frombuffer(random(shape.seed, 7, block, request).bytes(BLOCK), dtype=np.uint8)
 
 
@@ -118,7 +125,8 @@ class Server:
         self.chain = ""
         self.answers: deque[tuple[int, str]] = deque(maxlen=ANSWERS_KEPT)
         keys = [(layer, which) for layer in range(shape.layers) for which in range(4)]
-        # One after the other, as a server loads its weights: threads would scatter them over malloc's arenas, differently in each run.
+        # One after the other, as a server loads its weights: threads would scatter them over
+        # malloc's arenas, differently in each run.
         rooms = [room_for(shape, which) for _, which in keys]
         with ThreadPoolExecutor(2) as pool:
             made = list(pool.map(lambda key, room: make_weight(shape, *key, room), keys, rooms))
@@ -138,7 +146,9 @@ class Server:
         report.region("cache", self.cache.ctypes.data, self.cache.nbytes)
 
     def serve(self) -> None:
-        """Does one request: verifies what it is about to use or replace, computes an answer, rewrites its blocks."""
+        """Does one request: verifies what it is about to use or replace, computes an answer,
+        rewrites its blocks.
+        """
         self.request += 1
         number = self.request
         self._verify_some_weights()

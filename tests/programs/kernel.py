@@ -1,4 +1,6 @@
-"""Linux calls that Python's standard library lacks, through libc; each raises OSError with the call's name."""
+"""Linux calls that Python's standard library lacks, through libc; each raises OSError with the
+call's name.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class _Set(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal taken from the queue: number, SI_… code, sender's pid (or timer's id) and the value sent along."""
+    """A signal taken from the queue: number, SI_… code, sender's pid (or timer's id) and the value
+    sent along.
+    """
 
     number: int
     code: int
@@ -204,7 +208,9 @@ def get_death_signal() -> int:
 
 
 def bytes_waiting(descriptor: int) -> int:
-    """FIONREAD: bytes that can be read from a pipe or socket (of a datagram socket: of the next message)."""
+    """FIONREAD: bytes that can be read from a pipe or socket (of a datagram socket: of the next
+    message).
+    """
     buffer = bytearray(4)
     fcntl.ioctl(descriptor, termios.FIONREAD, buffer)
     return int(struct.unpack("i", buffer)[0])

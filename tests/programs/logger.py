@@ -1,7 +1,8 @@
-"""A job that appends to a log and rewrites a file in place, and verifies that both are exactly what it wrote.
+"""A job that appends to a log and rewrites a file in place, and verifies that both are exactly what
+it wrote.
 
-The log may hold neither less nor more than what this process remembers to have written: after a restore, lines written
-after the snapshot must be gone, and blocks rewritten after it must be back.
+The log may hold neither less nor more than what this process remembers to have written: after a
+restore, lines written after the snapshot must be gone, and blocks rewritten after it must be back.
 
     python logger.py STATE_DIR [--ledger-mib 1] [--rate 200]
 """
@@ -39,7 +40,9 @@ def block_of(number: int, version: int) -> bytes:
 
 
 class Log:
-    """The log and what must be in it: its length, the check sum of the whole, each line once and in order."""
+    """The log and what must be in it: its length, the check sum of the whole, each line once and in
+    order.
+    """
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)

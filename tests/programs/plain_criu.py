@@ -1,14 +1,19 @@
-"""A round trip with nothing but CRIU: tells what is the program's or CRIU's doing from what is a snapshot tool's.
+"""A round trip with nothing but CRIU: tells what is the program's or CRIU's doing from what is a
+snapshot tool's.
 
-What CRIU 4.2.1 loses without a word (Linux 6.18; measured, which is why no program here depends on it):
+What CRIU 4.2.1 loses without a word (Linux 6.18; measured, which is why no program here depends on
+it):
     - of a datagram socket's queue, an empty message and all that wait behind it;
     - EFD_SEMAPHORE of an eventfd, which is restored as an ordinary one;
-    - CPU affinity, I/O priority, personality, timer slack, NUMA policy and core dump filter (4.1.1 also MADV_WIPEONFORK);
+    - CPU affinity, I/O priority, personality, timer slack, NUMA policy and core dump filter (4.1.1
+      also MADV_WIPEONFORK);
     - file locks, if dumped with --file-locks and restored without it;
-    - what was appended after the dump stays in a file that is open O_WRONLY | O_APPEND: its size is not compared.
-What it refuses to dump, the tree going on: messages waiting with SCM_CREDENTIALS (SCM_RIGHTS it takes), System V memory
-outside an ipc namespace of one's own, with 4.1 on Linux 6.16 or newer every inet socket.
-A restored tree lives in a time namespace: CLOCK_MONOTONIC goes on from the dump, CLOCK_REALTIME is the machine's.
+    - what was appended after the dump stays in a file that is open O_WRONLY | O_APPEND: its size is
+      not compared.
+What it refuses to dump, the tree going on: messages waiting with SCM_CREDENTIALS (SCM_RIGHTS it
+takes), System V memory outside an ipc namespace of one's own, with 4.1 on Linux 6.16 or newer every
+inet socket. A restored tree lives in a time namespace: CLOCK_MONOTONIC goes on from the dump,
+CLOCK_REALTIME is the machine's.
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ class CriuFailed(Exception):
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Makes orphans children of this process for a while, so that it can wait for them: a pid is free once that is done."""
+    """Makes orphans children of this process for a while, so that it can wait for them: a pid is
+    free once that is done.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -91,7 +98,8 @@ def run(criu: Path, images: Path, action: str, options: Sequence[str], timeout_s
         "-v3",
         *options,
     ]
-    # Not captured: a restored process inherits CRIU's descriptors, and a pipe of them would never end.
+    # Not captured: a restored process inherits CRIU's descriptors, and a pipe of them would never
+    # end.
     status = subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,

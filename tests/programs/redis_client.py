@@ -20,7 +20,8 @@ class Connection:
 
     Args:
         port: TCP port on the loopback address.
-        timeout_s: Time-out of each read and write in seconds; None, for a program that may be frozen, waits for ever.
+        timeout_s: Time-out of each read and write in seconds; None, for a program that may be
+            frozen, waits for ever.
     """
 
     def __init__(self, port: int, *, timeout_s: float | None = None) -> None:
@@ -92,7 +93,9 @@ class Load:
         return generator.bytes(size) + b"%d:%d " % (key, version) * (size // 12)
 
     def round(self, size: int = 50) -> list[str]:
-        """One pipelined batch of reads with the writes that follow; returns what was wrong, in words."""
+        """One pipelined batch of reads with the writes that follow; returns what was wrong, in
+        words.
+        """
         self.turn += 1
         draw = np.random.Generator(np.random.SFC64([self.seed, 1 << 40, self.turn])).integers(
             0, self.keys, size

@@ -1,4 +1,5 @@
-"""redis-server and clients that load it, in one process tree, over loopback connections that stay open.
+"""redis-server and clients that load it, in one process tree, over loopback connections that stay
+open.
 
 python redis_load.py STATE_DIR --port PORT [--clients 2] [--keys 2000] [--append-only 0]
 """
@@ -39,7 +40,9 @@ def server_command(port: int, directory: str, *, append_only: bool) -> list[str]
 
 
 def connect(port: int, *, timeout_s: float | None = None) -> Connection:
-    """Waits until a server answers on the port. Raises OSError or RedisError when it does not within 20 s."""
+    """Waits until a server answers on the port. Raises OSError or RedisError when it does not
+    within 20 s.
+    """
     until = time.monotonic() + START_S
     while True:
         try:

@@ -1,4 +1,6 @@
-"""Progress and verdict of a test program: one JSON file, replaced atomically, that never loses the first violation."""
+"""Progress and verdict of a test program: one JSON file, replaced atomically, that never loses the
+first violation.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ class Report:
     """What one program tells the outside through its state directory.
 
     Args:
-        state_dir: Directory of ``state.json`` (written here) and ``finish`` (created by whoever wants the verdict).
+        state_dir: Directory of ``state.json`` (written here) and ``finish`` (created by whoever
+            wants the verdict).
         program: Name of the program, for the reader of the file.
-        every_s: Least time in seconds between two writes of the file; violations and the verdict are written at once.
+        every_s: Least time in seconds between two writes of the file; violations and the verdict
+            are written at once.
 
-    ``violation`` may be called from any thread: a list's append is atomic, and the file is written by the main thread.
+    ``violation`` may be called from any thread: a list's append is atomic, and the file is written
+    by the main thread.
     """
 
     def __init__(self, state_dir: str | Path, program: str, *, every_s: float = 0.02) -> None:
@@ -42,10 +47,12 @@ class Report:
         return self._error_count > 0
 
     def region(self, name: str, address: int, size: int, pid: int | None = None) -> None:
-        """Names memory that the program verifies, so that a test can damage it from outside and see it noticed.
+        """Names memory that the program verifies, so that a test can damage it from outside and see
+        it noticed.
 
         Args:
-            address: Where it begins in the address space of process ``pid`` (as the program counts pids; default: itself).
+            address: Where it begins in the address space of process ``pid`` (as the program counts
+                pids; default: itself).
             size: In bytes.
         """
         self.regions.append(
@@ -53,7 +60,9 @@ class Report:
         )
 
     def violation(self, what: str) -> None:
-        """Records a broken expectation; the first ones are kept word for word, later ones are counted."""
+        """Records a broken expectation; the first ones are kept word for word, later ones are
+        counted.
+        """
         self._error_count += 1
         if len(self._errors) < KEPT_ERRORS:
             self._errors.append(what)

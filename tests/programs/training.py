@@ -1,8 +1,10 @@
-"""A multi-threaded training loop (numpy, AdamW) whose every bit is a function of seed and step: it can be replayed.
+"""A multi-threaded training loop (numpy, AdamW) whose every bit is a function of seed and step: it
+can be replayed.
 
-Each thread trains a network of its own on private arrays; the threads meet after each step, and their losses go into
-a hash chain. The final verification trains anew from step 0 to the step reached and compares losses, weights, both
-Adam moments and gradients bit by bit; it needs the memory and the time of the run once more.
+Each thread trains a network of its own on private arrays; the threads meet after each step, and
+their losses go into a hash chain. The final verification trains anew from step 0 to the step
+reached and compares losses, weights, both Adam moments and gradients bit by bit; it needs the
+memory and the time of the run once more.
 
     python training.py STATE_DIR [--threads 2] [--mib 64] [--seed 1]
 """
@@ -140,7 +142,8 @@ class Team:
         self.crash = ""
         self._report = report
         self._stopping = False
-        # No time-outs here: a frozen program's clock runs on, and a late thread is no fault of its own.
+        # No time-outs here: a frozen program's clock runs on, and a late thread is no fault of its
+        # own.
         self._begin = threading.Barrier(config.threads + 1)
         self._end = threading.Barrier(config.threads + 1)
         self._threads = [
@@ -151,7 +154,9 @@ class Team:
             thread.start()
 
     def step(self) -> None:
-        """Does the next step on all threads. Raises RuntimeError with the trace of a thread that failed."""
+        """Does the next step on all threads. Raises RuntimeError with the trace of a thread that
+        failed.
+        """
         self.number += 1
         try:
             self._begin.wait()
@@ -220,7 +225,9 @@ class Watch:
 
 
 def replay(config: Config, steps: int) -> Team:
-    """Trains from the beginning to step ``steps``; the returned team has stopped and holds the expected state."""
+    """Trains from the beginning to step ``steps``; the returned team has stopped and holds the
+    expected state.
+    """
     team = Team(config)
     for _ in range(steps):
         team.step()
@@ -229,10 +236,12 @@ def replay(config: Config, steps: int) -> Team:
 
 
 def expected(config: Config, steps: int, timeout_s: float = 300.0) -> tuple[list[str], str]:
-    """The losses of step ``steps`` (as float.hex) and the hash of all losses up to it: a function of its arguments alone.
+    """The losses of step ``steps`` (as float.hex) and the hash of all losses up to it: a function
+    of its arguments alone.
 
-    Computed in a process of its own, with as bare an environment as the program gets: results come out differently where numpy was first loaded with
-    several BLAS threads, and with the kernels that OPENBLAS_CORETYPE names.
+    Computed in a process of its own, with as bare an environment as the program gets: results come
+    out differently where numpy was first loaded with several BLAS threads, and with the kernels
+    that OPENBLAS_CORETYPE names.
     """
     argv = [
         sys.executable,

@@ -1,10 +1,11 @@
-"""A process tree that holds one of nearly every kernel object, keeps using them, and checks them in every process.
+"""A process tree that holds one of nearly every kernel object, keeps using them, and checks them in
+every process.
 
 root ─┬─ pipes      answers over pipes, shares an open file description with the root
-      ├─ sockets    answers over unix sockets, tries the root's file locks
-      ├─ signals    answers queued signals through signalfd and eventfd, has signals and timers pending
-      ├─ memory ─── grandchild     rewrite shared memory by turns; the grandchild is a session of its own
-      └─ a zombie
+      ├─ sockets    answers over unix sockets, tries the root's file locks ├─ signals    answers
+      queued signals through signalfd and eventfd, has signals and timers pending ├─ memory ───
+      grandchild     rewrite shared memory by turns; the grandchild is a session of its own └─ a
+      zombie
 
 python tree.py STATE_DIR [--system-v 1] [--credentials 1]
 """
@@ -53,7 +54,9 @@ RECORDS = 4096  # after so many the file starts anew
 
 
 class Board:
-    """One counter for each process, in anonymous memory that all share: how often each has checked everything."""
+    """One counter for each process, in anonymous memory that all share: how often each has checked
+    everything.
+    """
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -67,7 +70,9 @@ class Board:
 
 
 class Member:
-    """A process other than the root: serves its channels, checks what it keeps, tells its parent what is broken."""
+    """A process other than the root: serves its channels, checks what it keeps, tells its parent
+    what is broken.
+    """
 
     def __init__(self, role: str, control: socket.socket, board: Board) -> None:
         self.role, self.control, self.board = role, control, board
@@ -300,7 +305,9 @@ class Root:
                 control.send(message)
 
         def end() -> None:
-            """With the turn in hand nobody writes: both sides verify everything, then the grandchild ends."""
+            """With the turn in hand nobody writes: both sides verify everything, then the
+            grandchild ends.
+            """
             last = int.from_bytes(os.read(back[0], 8), "little")
             member.expect("version at the end", last, version + 1)
             member.attempt(lambda: blackboard.verify_all(last))
@@ -394,7 +401,9 @@ class Root:
             self.look_after_children()
 
     def share(self, number: int) -> None:
-        """The child has just written a record; the offset that both share must show it, and ours goes after it."""
+        """The child has just written a record; the offset that both share must show it, and ours
+        goes after it.
+        """
         at = 2 * RECORD * ((number - 1) % RECORDS)
         same("shared offset", os.lseek(self.shared, 0, os.SEEK_CUR), at + RECORD)
         os.write(self.shared, struct.pack("<QQ", number, 2))

@@ -90,7 +90,9 @@ class StalledPair:
 
 
 class CredentialPair:
-    """A pair that attaches the sender's credentials to each message; CRIU (4.2) fails to dump one that is ``waiting``."""
+    """A pair that attaches the sender's credentials to each message; CRIU (4.2) fails to dump one
+    that is ``waiting``.
+    """
 
     def __init__(self, *, waiting: bool) -> None:
         self.ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,4 +1,6 @@
-"""Signals, timers and event descriptors of `tree.py`, and what its processes are: ids, limits, names."""
+"""Signals, timers and event descriptors of `tree.py`, and what its processes are: ids, limits,
+names.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ STALLED_ROUNDS = 1000  # rounds without a tick of a fast timer after which it co
 
 
 class PendingSignals:
-    """Blocked signals that wait, process-wide and for a thread, some queued several times with values."""
+    """Blocked signals that wait, process-wide and for a thread, some queued several times with
+    values.
+    """
 
     def __init__(self) -> None:
         rt = signal.SIGRTMIN
@@ -110,7 +114,9 @@ class Timers:
 
 
 class Events:
-    """eventfds with unread counts and an epoll set over them, a pipe and a timer, each with its own event mask."""
+    """eventfds with unread counts and an epoll set over them, a pipe and a timer, each with its own
+    event mask.
+    """
 
     def __init__(self, timer: int) -> None:
         # No EFD_SEMAPHORE: CRIU (4.2) restores such an eventfd as an ordinary one.
@@ -142,7 +148,9 @@ class Events:
 
 
 class Identity:
-    """What a process inherited or set: ids, directories, mask, limits, niceness, name, handlers, descriptors' flags."""
+    """What a process inherited or set: ids, directories, mask, limits, niceness, name, handlers,
+    descriptors' flags.
+    """
 
     def __init__(self, *, has_parent: bool) -> None:
         self.has_parent = (

@@ -1,7 +1,7 @@
 """What a process of `tree.py` keeps: set up once, checked in every round, used up in the last.
 
-``check`` looks without changing what a later look relies on; ``last`` consumes what is in flight and compares it.
-Both raise Broken with what they expected and found.
+``check`` looks without changing what a later look relies on; ``last`` consumes what is in flight
+and compares it. Both raise Broken with what they expected and found.
 """
 
 from __future__ import annotations

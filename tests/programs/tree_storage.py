@@ -1,4 +1,6 @@
-"""Files, locks and shared memory of `tree.py`, most of them without a name by which they could be opened again."""
+"""Files, locks and shared memory of `tree.py`, most of them without a name by which they could be
+opened again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ F_OFD_GETLK, F_OFD_SETLK = 36, 37
 
 
 class DeletedFile:
-    """A file without a name, used through its descriptor; ``mapped`` adds a private mapping with pages of its own."""
+    """A file without a name, used through its descriptor; ``mapped`` adds a private mapping with
+    pages of its own.
+    """
 
     BLOCK = 4096
 
@@ -84,7 +88,9 @@ class LinkedFile:
 
 
 class Locks:
-    """flock, POSIX and open-file-description locks of this process; ``Probe`` sees from another one that they hold."""
+    """flock, POSIX and open-file-description locks of this process; ``Probe`` sees from another one
+    that they hold.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.flocked = os.open(directory / "flock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -175,7 +181,9 @@ class SealedMemory:
 
 
 class SystemV:
-    """System V shared memory, a semaphore and a message queue; restorable only in an ipc namespace of one's own."""
+    """System V shared memory, a semaphore and a message queue; restorable only in an ipc namespace
+    of one's own.
+    """
 
     def __init__(self) -> None:
         self.memory = kernel.SharedMemory(300_000)
@@ -199,7 +207,9 @@ class SystemV:
 
 
 class Blackboard:
-    """Several kinds of shared memory that two processes rewrite by turns: all must always hold the same version."""
+    """Several kinds of shared memory that two processes rewrite by turns: all must always hold the
+    same version.
+    """
 
     SIZE = 128 << 10
 
@@ -227,7 +237,9 @@ class Blackboard:
         return content(4096, 11, sum(name.encode()), version, at)
 
     def write(self, version: int) -> None:
-        """Rewrites three pages of each kind for this version; the others keep what an earlier version wrote."""
+        """Rewrites three pages of each kind for this version; the others keep what an earlier
+        version wrote.
+        """
         for name, memory in self.maps.items():
             for at in pages_of(version):
                 memory[at * 4096 : (at + 1) * 4096] = self.page(name, version, at)
@@ -266,7 +278,9 @@ def pages_of(version: int) -> tuple[int, ...]:
 
 
 def last_writer(version: int, page: int) -> int | None:
-    """The newest version up to this one that rewrote the page; any page is rewritten within PAGES versions."""
+    """The newest version up to this one that rewrote the page; any page is rewritten within PAGES
+    versions.
+    """
     return next(
         (v for v in range(version, max(-1, version - PAGES), -1) if page in pages_of(v)), None
     )

@@ -1,1 +1,3 @@
-"""Tests on real NVIDIA GPUs: `make test-gpu`, or `tools/test-gpu` by itself; nothing here runs where there is none."""
+"""Tests on real NVIDIA GPUs: `make test-gpu`, or `tools/test-gpu` by itself; nothing here runs
+where there is none.
+"""

@@ -1,4 +1,5 @@
-"""What an application hears of its GPU, a line for each answer: the same with the preload and without; only "GiB until out of memory" may differ by one.
+"""What an application hears of its GPU, a line for each answer: the same with the preload and
+without; only "GiB until out of memory" may differ by one.
 
 python answers.py OUT           answer, and end
 python answers.py OUT --hold G  allocate G GiB, write what is free, and wait to be killed
@@ -46,7 +47,9 @@ def all_free_again() -> bool:
 
 
 def pieces() -> str:
-    """The driver's own codes: sizes of all kinds, a second release, a pointer into the middle, nothing at all."""
+    """The driver's own codes: sizes of all kinds, a second release, a pointer into the middle,
+    nothing at all.
+    """
     codes = []
     for size in (1, MIB, 2 * MIB, 5 * MIB + 1, 64 * MIB, 0):
         code, pointer = cu.cuMemAlloc(size)

@@ -1,4 +1,6 @@
-"""A lab for each test; the table of what was measured is written to $ICECORE_GPU_REPORT, if that is set."""
+"""A lab for each test; the table of what was measured is written to $ICECORE_GPU_REPORT, if that is
+set.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CUDA through the driver API alone, without PyTorch: memory of its own context that changes step by step; a line ``STEP DIGEST`` for each.
+"""CUDA through the driver API alone, without PyTorch: memory of its own context that changes step
+by step; a line ``STEP DIGEST`` for each.
 
 python driver_api.py --out FILE [--mib N] [--managed] [--device N]
 """

@@ -1,4 +1,5 @@
-"""Test 1, the first to be run on a new machine: a deterministic training on one GPU goes on bit for bit after every snapshot of its lineage.
+"""Test 1, the first to be run on a new machine: a deterministic training on one GPU goes on bit for
+bit after every snapshot of its lineage.
 
 Runs by itself, too: python -m tests.realgpu.first FOLDER
 """
@@ -33,7 +34,9 @@ def reference(folder: Path, *more: str, steps: int = STEPS) -> list[str]:
 
 
 def lineage(lab: Lab, wanted: list[str], mode: str = "full") -> None:
-    """Three snapshots while it runs on; killed; brought back from the third, the first and the second."""
+    """Three snapshots while it runs on; killed; brought back from the third, the first and the
+    second.
+    """
     out = lab.folder / f"losses-{mode}"
     pid = lab.plain(TRAIN, "--out", str(out), "--pause", "0.02")
     wait_lines(out, 20, lab.logs)

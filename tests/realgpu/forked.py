@@ -1,8 +1,11 @@
-"""Facts about children that were forked from a CUDA process, on a real GPU: what they inherit, and what a checkpoint with live children does.
+"""Facts about children that were forked from a CUDA process, on a real GPU: what they inherit, and
+what a checkpoint with live children does.
 
-    tools/test-gpu --forked          about half a minute; prints as it goes, a fact a line, and goes on after a part that fails
+    tools/test-gpu --forked          about half a minute; prints as it goes, a fact a line, and goes
+    on after a part that fails
 
-Needs neither PyTorch nor CRIU. It decides nothing: what icecore makes of these facts is in docs/gpu.md ("Forked children").
+Needs neither PyTorch nor CRIU. It decides nothing: what icecore makes of these facts is in
+docs/gpu.md ("Forked children").
 """
 
 from __future__ import annotations
@@ -119,7 +122,9 @@ class Target:
         return self.nvml_call()
 
     def replace(self, how: str) -> list[int]:
-        """Replace each descriptor of a device file by one of /dev/null, or of the same file opened anew, and each mapping by one of /dev/zero."""
+        """Replace each descriptor of a device file by one of /dev/null, or of the same file opened
+        anew, and each mapping by one of /dev/zero.
+        """
         numbers = [
             number for number, path in descriptors(os.getpid()) if path.startswith("/dev/nvidia")
         ]

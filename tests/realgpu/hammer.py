@@ -1,9 +1,11 @@
-"""A job that never rests: threads with a stream each rewrite device buffers, release and allocate some, and check before each time that they hold what was
-written last. A line a tenth of a second with each thread's rounds so far; WRONG where a buffer was, or a call failed.
+"""A job that never rests: threads with a stream each rewrite device buffers, release and allocate
+some, and check before each time that they hold what was written last. A line a tenth of a second
+with each thread's rounds so far; WRONG where a buffer was, or a call failed.
 
     python hammer.py --out FILE [--threads 6] [--resting GIB]
 
---resting: another thread has so much memory of which it checks a block after the other, and rewrites one now and then: 64 MiB in some 5 s.
+--resting: another thread has so much memory of which it checks a block after the other, and
+rewrites one now and then: 64 MiB in some 5 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Jobs on real GPUs, their snapshots and restores, and what was measured; needs neither pytest nor anything of the other tests."""
+"""Jobs on real GPUs, their snapshots and restores, and what was measured; needs neither pytest nor
+anything of the other tests.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def lack(gpus: int = 1, *modules: str) -> str:
 
 
 class Lab:
-    """A folder with a repository, the jobs that were started in it, and a table of what was measured.
+    """A folder with a repository, the jobs that were started in it, and a table of what was
+    measured.
 
     Args:
         folder: Empty; on a disk that exists in a private root too (not /dev/shm).
@@ -64,7 +67,8 @@ class Lab:
         self.config = replace(Config(), state=str(folder / "state"))
         self.repository = icecore.Repository.create(folder / "repository")
         self.rows: list[dict[str, Any]] = []
-        # Restored trees become children of this process once nobody else is their parent: their pids are then free again.
+        # Restored trees become children of this process once nobody else is their parent: their
+        # pids are then free again.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         self._started: list[subprocess.Popen[bytes]] = []
         self._place = Path(f"/run/icecore/resident/test-{os.getpid()}-{folder.name}")
@@ -149,7 +153,9 @@ class Lab:
             self.reap(tree, seconds)
 
     def reap(self, pids: Sequence[int], seconds: float = 60.0) -> None:
-        """Wait until these, which were killed, are gone: they may have become children of this process."""
+        """Wait until these, which were killed, are gone: they may have become children of this
+        process.
+        """
         end = time.monotonic() + seconds
         for pid in pids:
             while os.path.exists(f"/proc/{pid}"):
@@ -190,8 +196,17 @@ class Lab:
             if event.name in ("dump.resident.precopy", "dump.resident.copy")
             and event.fields.get("state") == "end"
         }
-        self.note("dump", time.monotonic() - began, events, window=result.window_seconds, device=result.sizes.device,
-                  logical=result.sizes.logical, changed=result.sizes.changed, stored=result.sizes.stored, copied=copied)  # fmt: skip
+        self.note(
+            "dump",
+            time.monotonic() - began,
+            events,
+            window=result.window_seconds,
+            device=result.sizes.device,
+            logical=result.sizes.logical,
+            changed=result.sizes.changed,
+            stored=result.sizes.stored,
+            copied=copied,
+        )
         return result
 
     def restore(self, snapshot: str, **options: Any) -> icecore.Restored:

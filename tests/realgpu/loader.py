@@ -1,11 +1,15 @@
-"""A training as people write it: a DataLoader with forked workers, pinned batches, checkpoints in the background; a line ``STEP LOSS`` for each step.
+"""A training as people write it: a DataLoader with forked workers, pinned batches, checkpoints in
+the background; a line ``STEP LOSS`` for each step.
 
-python loader.py --out FILE [--workers 4] [--persistent] [--no-pin] [--how eager|compile] [--save thread|process] [--saves FOLDER] [--nvml FILE]
+python loader.py --out FILE [--workers 4] [--persistent] [--no-pin] [--how eager|compile] [--save
+thread|process] [--saves FOLDER] [--nvml FILE]
                  [--pause SECONDS] [--steps N]
 
-It knows nothing of icecore. Its losses are the same bit for bit, however fast its workers are. Where workers do not persist, each epoch of 48 batches forks new
-ones. ``--save``: every 40 steps `torch.distributed.checkpoint.async_save`, in a thread or in a process of its own. ``--nvml``: a process beside it, which is
-started before CUDA is, reads the GPU's memory through NVML ten times a second, and appends a line for each reading.
+It knows nothing of icecore. Its losses are the same bit for bit, however fast its workers are.
+Where workers do not persist, each epoch of 48 batches forks new ones. ``--save``: every 40 steps
+`torch.distributed.checkpoint.async_save`, in a thread or in a process of its own. ``--nvml``: a
+process beside it, which is started before CUDA is, reads the GPU's memory through NVML ten times a
+second, and appends a line for each reading.
 """
 
 from __future__ import annotations

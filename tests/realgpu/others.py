@@ -1,4 +1,5 @@
-"""Programs of other libraries than PyTorch: arrays that change step by step; a line ``STEP SUM`` for each, the same in every run.
+"""Programs of other libraries than PyTorch: arrays that change step by step; a line ``STEP SUM``
+for each, the same in every run.
 
 python others.py cupy|jax FILE
 """

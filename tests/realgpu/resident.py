@@ -1,11 +1,14 @@
-"""Resident device memory through whole dumps and restores: a deterministic training goes on bit for bit, and what each phase took.
+"""Resident device memory through whole dumps and restores: a deterministic training goes on bit for
+bit, and what each phase took.
 
     tools/test-gpu --resident [FOLDER] [--gib 16] [--part PART ...] [--gpus 2]
 
-Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
-training without the preload, for comparison); and, only by themselves, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P);
-``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`); with ``--resting`` GiB of memory that mostly does, on a GPU so full that this
-is stored before the window (`icecore.dumper.gpu.resident_precopy`).
+Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory
+that stayed on the GPU), ``driver`` (the same training without the preload, for comparison); and,
+only by themselves, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's
+P2P); ``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`); with
+``--resting`` GiB of memory that mostly does, on a GPU so full that this is stored before the window
+(`icecore.dumper.gpu.resident_precopy`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Resident:
     def __init__(self, folder: Path, gib: float) -> None:
         self.lab = Lab(folder)
         self.words = (TRAIN, "--ballast", str(gib), "--width", "2048")
-        # The same memory as the others, for the random numbers' sake; on the CPU its reference would not be bit for bit the same.
+        # The same memory as the others, for the random numbers' sake; on the CPU its reference
+        # would not be bit for bit the same.
         self.wanted = reference(folder, *self.words[1:], steps=STEPS)
         print(f"reference: {len(self.wanted)} steps", flush=True)
 
@@ -120,7 +124,9 @@ time.sleep(3600)
 
 
 def stress(lab: Lab, dumps: int, resting: float) -> None:
-    """So many snapshots of a job that never rests, one after the other; killed, and brought back from the last and from one in the middle."""
+    """So many snapshots of a job that never rests, one after the other; killed, and brought back
+    from the last and from one in the middle.
+    """
     out = lab.folder / "rounds"
     crowd = lab.plain("-c", _CROWD, str(resting + _ROOM)) if resting else 0
     end = time.monotonic() + 60
@@ -169,7 +175,8 @@ RANK_STEPS = 2500
 
 
 def ranks(lab: Lab, gpus: int, gib: float) -> None:
-    """DDP with peer access: three snapshots while it runs on, killed and brought back from two of them; then from memory that stayed on the GPUs.
+    """DDP with peer access: three snapshots while it runs on, killed and brought back from two of
+    them; then from memory that stayed on the GPUs.
 
     The order in which NCCL adds up must be the same in both runs: the same settings in both.
     """

@@ -1,9 +1,11 @@
-"""An inference server: a transformer of random weights that continues a sequence token by token, with a KV cache on the GPU; a line ``STEP TOKEN`` for each.
+"""An inference server: a transformer of random weights that continues a sequence token by token,
+with a KV cache on the GPU; a line ``STEP TOKEN`` for each.
 
 python serve.py --socket PATH [--layers N] [--width N] [--load FILE]
 
-A client connects, sends lines ``N``, and is answered with the next N tokens. With --load a child is such a client, which asks for one token after the other,
-and writes a line ``NUMBER TOKEN`` for each.
+A client connects, sends lines ``N``, and is answered with the next N tokens. With --load a child is
+such a client, which asks for one token after the other, and writes a line ``NUMBER TOKEN`` for
+each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What an application hears of its GPU, and what others hear of the application, is the same with the preload and without."""
+"""What an application hears of its GPU, and what others hear of the application, is the same with
+the preload and without.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _SLACK = 128 << 20
 
 
 def test_an_application_hears_the_same(lab: Lab) -> None:
-    """Out of memory, codes of allocations and releases, captures, copies: one after the other, because each takes all memory there is."""
+    """Out of memory, codes of allocations and releases, captures, copies: one after the other,
+    because each takes all memory there is.
+    """
     needs(1, "torch")
     found = []
     for name, own in (("without", {}), ("with", lab.resident())):
@@ -41,8 +45,12 @@ def _shown(pid: int) -> int | None:
     """MiB that nvidia-smi shows for a process; None: it shows none for it (a pid namespace)."""
     done = subprocess.run(
         ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
     found = [int(used) for number, used in rows if int(number) == pid]
     return sum(found) if found else None
@@ -57,7 +65,9 @@ def _settles_at(wanted: int) -> None:
 
 
 def test_tools_see_what_it_has(lab: Lab) -> None:
-    """nvidia-smi by process and by GPU, and cudaMemGetInfo, while memory is held, through a snapshot, and after its process has ended."""
+    """nvidia-smi by process and by GPU, and cudaMemGetInfo, while memory is held, through a
+    snapshot, and after its process has ended.
+    """
     needs(1, "torch")
     idle = read_inventory().gpus[0].used
     used, shown, heard = [], [], []
@@ -72,7 +82,8 @@ def test_tools_see_what_it_has(lab: Lab) -> None:
         if own:
             lab.dump(pid)
             _settles_at(used[-1])
-            # Of a process the driver counts what it made, not what it imported, as all that is resident is after a window.
+            # Of a process the driver counts what it made, not what it imported, as all that is
+            # resident is after a window.
             assert (now := _shown(pid)) is None or now <= shown[-1] + (_SLACK >> 20)
         lab.kill(pid)
         _settles_at(idle)

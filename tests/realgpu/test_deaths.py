@@ -1,4 +1,6 @@
-"""Whoever dies in a dump of a job on a real GPU: the job goes on, bit for bit, and can be dumped again."""
+"""Whoever dies in a dump of a job on a real GPU: the job goes on, bit for bit, and can be dumped
+again.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def _ender(who: str, lab: Lab) -> Callable[[], None]:
 
 
 def _held_again(keeper: Keeper, pid: int) -> None:
-    """Another keeper has taken the place of one that was killed, and the process has handed all over to it."""
+    """Another keeper has taken the place of one that was killed, and the process has handed all
+    over to it.
+    """
     start_keeper(keeper.directory)
     end = time.monotonic() + 30
     while Agent(keeper.directory, pid).report().counts.unheld:

@@ -1,4 +1,6 @@
-"""One GPU: training and inference that go on bit for bit, programs without PyTorch, and what is refused."""
+"""One GPU: training and inference that go on bit for bit, programs without PyTorch, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def ask(path: Path, count: int) -> list[str]:
 
 
 def test_inference_gives_the_same_tokens(lab: Lab) -> None:
-    """A transformer of a billion parameters with its KV cache; a second server, never disturbed, says what is right."""
+    """A transformer of a billion parameters with its KV cache; a second server, never disturbed,
+    says what is right.
+    """
     needs(1, "torch")
     place = lab.folder / "socket"
     other = lab.plain(str(HERE / "serve.py"), "--socket", str(lab.folder / "other"))

@@ -1,4 +1,6 @@
-"""Resident device memory on a real GPU: whatever the program is, it goes on bit for bit through windows, kills and restores."""
+"""Resident device memory on a real GPU: whatever the program is, it goes on bit for bit through
+windows, kills and restores.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ pytestmark = pytest.mark.timeout(900)
 
 _NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 _PAUSE = ("--pause", "0.02")
-#: What writes lines to the file that is named in the end, the same in every run; the modules that it needs; the MiB that are resident at the least.
+#: What writes lines to the file that is named in the end, the same in every run; the modules that
+#: it needs; the MiB that are resident at the least.
 PROGRAMS = {
     "eager": ((sys.executable, TRAIN, *_PAUSE, "--out"), ("torch",), 30),
     "graph": ((sys.executable, TRAIN, *_PAUSE, "--how", "graph", "--out"), ("torch",), 30),

@@ -1,4 +1,6 @@
-"""Trainings with forked workers on a real GPU: nothing is changed of them, and their losses are those of an undisturbed run, bit for bit."""
+"""Trainings with forked workers on a real GPU: nothing is changed of them, and their losses are
+those of an undisturbed run, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def run(
     environment: dict[str, str],
     modes: Sequence[str] = ("full", "lazy"),
 ) -> None:
-    """Two snapshots while it runs, both restored, each killed in between; what was restored is dumped again."""
+    """Two snapshots while it runs, both restored, each killed in between; what was restored is
+    dumped again.
+    """
     out = lab.folder / "losses"
     (lab.folder / "saves").mkdir()
     pid = lab.plain(LOADER, "--out", str(out), "--pause", "0.03", *words, environment=environment)
@@ -188,7 +192,8 @@ def test_a_worker_that_ends_by_itself_after_a_restore(lab: Lab) -> None:
     lab.kill(restored.pid)
 
 
-#: A CUDA process with two forked children, which end as programs do (not by _exit) once there is a file.
+#: A CUDA process with two forked children, which end as programs do (not by _exit) once there is a
+#: file.
 _ENDING = """
 import os, sys, time, torch
 out = sys.argv[1]

@@ -1,8 +1,11 @@
-"""A training that is deterministic bit for bit: a line ``STEP LOSS`` for each step, the loss as a hexadecimal float.
+"""A training that is deterministic bit for bit: a line ``STEP LOSS`` for each step, the loss as a
+hexadecimal float.
 
-python train.py --out FILE [--steps N] [--pause SECONDS] [--width N] [--ballast GIB] [--world N] [--how eager|graph|compile]
+python train.py --out FILE [--steps N] [--pause SECONDS] [--width N] [--ballast GIB] [--world N]
+[--how eager|graph|compile]
 
---world: that many ranks, DDP over NCCL, one GPU each. --how: step by step, each step the replay of one captured CUDA graph, or through torch.compile.
+--world: that many ranks, DDP over NCCL, one GPU each. --how: step by step, each step the replay of
+one captured CUDA graph, or through torch.compile.
 """
 
 from __future__ import annotations

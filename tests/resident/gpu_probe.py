@@ -1,9 +1,13 @@
-"""Resident device memory on a real GPU: what no fake can show. Not a pytest file; it needs nothing of icecore's dependencies but numpy.
+"""Resident device memory on a real GPU: what no fake can show. Not a pytest file; it needs nothing
+of icecore's dependencies but numpy.
 
-    python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
+    python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART
+    ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, overhead, fingerprint, digest, window, share, worker, stress,
-driver, kill. Each prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, overhead,
+fingerprint, digest, window, share, worker, stress, driver, kill. Each prints as it goes and `OK` or
+`FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part
+failed.
 """
 
 from __future__ import annotations
@@ -697,7 +701,9 @@ def window(probe: Probe) -> None:
 
 
 def share(probe: Probe) -> None:
-    """Two processes with one memory, as NCCL's ranks have it: three windows of both, with the driver's checkpoint."""
+    """Two processes with one memory, as NCCL's ranks have it: three windows of both, with the
+    driver's checkpoint.
+    """
     two_with_one_memory(probe, SHARE)
 
 
@@ -721,10 +727,12 @@ def two_with_one_memory(probe: Probe, script: str) -> None:
         )
         sign = "listening" if role == "taker" else "ready"
         wait(
-            lambda: sign in logs[role].read_text() or processes[role].poll() is not None,
+            lambda sign=sign, role=role: (
+                sign in logs[role].read_text() or processes[role].poll() is not None
+            ),
             60,
             logs[role].read_text,
-        )  # noqa: B023
+        )
 
     def say(role: str, line: str, sign: str) -> str:
         some = len(logs[role].read_text().splitlines())
@@ -786,7 +794,9 @@ def two_with_one_memory(probe: Probe, script: str) -> None:
 
 
 def worker(probe: Probe) -> None:
-    """The GPU worker on a training process's memory, in a window: fingerprints, copies, and memory that it makes itself."""
+    """The GPU worker on a training process's memory, in a window: fingerprints, copies, and memory
+    that it makes itself.
+    """
     import numpy as np
 
     from icecore.host.gpu.working import HostRegion, Worker
@@ -882,7 +892,9 @@ def worker(probe: Probe) -> None:
 
 
 def stress(probe: Probe) -> None:
-    """Threads and streams that check every buffer, and windows all the while; without the driver's checkpoint in nine of ten."""
+    """Threads and streams that check every buffer, and windows all the while; without the driver's
+    checkpoint in nine of ten.
+    """
     from icecore.host.cuda.api import LockTimeout
     from icecore.host.resident.client import Agent
     from icecore.host.resident.window import give_back, take_away

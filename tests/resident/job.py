@@ -1,10 +1,13 @@
-"""A job whose every step reads and writes resident device memory, and the lines that it writes; rule: the same lines whatever happens to it in between.
+"""A job whose every step reads and writes resident device memory, and the lines that it writes;
+rule: the same lines whatever happens to it in between.
 
     python job.py '{"out": FILE, "gpus": [0, 1], "mib": 4, "buffers": 3, "children": 1}'
 
-Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …) and has, beside what is resident, a small allocation that the driver moves.
-Once there is the file ``"end"``, it ends with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and with ``"freed"`` a
-resident one was allocated and released before. With ``"pool"`` it has an allocation of so many MiB, of which it uses the first.
+Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …) and has, beside what
+is resident, a small allocation that the driver moves. Once there is the file ``"end"``, it ends
+with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and
+with ``"freed"`` a resident one was allocated and released before. With ``"pool"`` it has an
+allocation of so many MiB, of which it uses the first.
 """
 
 from __future__ import annotations

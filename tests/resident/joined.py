@@ -1,4 +1,6 @@
-"""The fake libcuda and the fake driver on one machine, and jobs that dumps and restores meet there; rule: nothing of a job is left after its test."""
+"""The fake libcuda and the fake driver on one machine, and jobs that dumps and restores meet there;
+rule: nothing of a job is left after its test.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,18 @@ class Job:
     """
 
     def __init__(
-        self, machine: Machine, folder: Path, *, gpus: tuple[int, ...] = (0,), mib: int = 4, buffers: int = 3, children: int = 0,
-        late: str = "", freed: bool = False, pool: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        machine: Machine,
+        folder: Path,
+        *,
+        gpus: tuple[int, ...] = (0,),
+        mib: int = 4,
+        buffers: int = 3,
+        children: int = 0,
+        late: str = "",
+        freed: bool = False,
+        pool: int = 0,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
         self.mib, self.buffers, self.pool = mib, buffers, pool
@@ -50,9 +61,19 @@ class Job:
         machine, folder = self.machine, self.folder
         with open(folder / "log", "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", str(HERE / program), json.dumps({"out": str(self.outs[0]), **order})],
-                env={**machine.environment(), **more}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-S",
+                    str(HERE / program),
+                    json.dumps({"out": str(self.outs[0]), **order}),
+                ],
+                env={**machine.environment(), **more},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=folder,
+            )
         self.pid = self.process.pid
         self.wait_steps(3)
         self.pids = driving.tree_of(self.pid)
@@ -106,7 +127,8 @@ class Job:
 
 
 class Ring(Job):
-    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before writes, and 2 MiB of its own.
+    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before
+    writes, and 2 MiB of its own.
 
     Args:
         let_go: They release the handles of what they have mapped.
@@ -115,9 +137,16 @@ class Ring(Job):
     """
 
     def __init__(
-        self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False, ipc: bool = False,
+        self,
+        machine: Machine,
+        folder: Path,
+        *,
+        ranks: int = 2,
+        mib: int = 4,
+        let_go: bool = False,
+        ipc: bool = False,
         nccl: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._look(machine, folder, ranks, mib)
         order = {"ranks": ranks, "mib": mib, "let_go": let_go, "ipc": ipc, "nccl": nccl is not None}

@@ -1,5 +1,5 @@
-"""A job that has its first resident memory late, once a file is there: by cuMemCreate, or in two threads at once.
-Each line says whether it holds what was written.
+"""A job that has its first resident memory late, once a file is there: by cuMemCreate, or in two
+threads at once. Each line says whether it holds what was written.
 
     late.py {"out": PATH, "late": PATH, "how": "create" | "two"}
 """

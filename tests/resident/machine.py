@@ -1,4 +1,6 @@
-"""A machine with fake GPUs, a keeper and CUDA processes; rule: all that it started and mounted is gone when it is closed."""
+"""A machine with fake GPUs, a keeper and CUDA processes; rule: all that it started and mounted is
+gone when it is closed.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,20 @@ def build(folder: Path) -> None:
     flags = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
     library = folder / "libcuda.so.1"
     for command in (
-        [*flags, "-fPIC", "-shared", "-o", str(library), str(HERE / "fake_libcuda.c"), "-Wl,-soname,libcuda.so.1",
-         f"-Wl,--version-script={HERE / 'fake_libcuda.map'}", "-lpthread", "-ldl"],
+        [
+            *flags,
+            "-fPIC",
+            "-shared",
+            "-o",
+            str(library),
+            str(HERE / "fake_libcuda.c"),
+            "-Wl,-soname,libcuda.so.1",
+            f"-Wl,--version-script={HERE / 'fake_libcuda.map'}",
+            "-lpthread",
+            "-ldl",
+        ],
         [*flags, "-o", str(folder / "stress"), str(HERE / "stress.c"), str(library), "-lpthread"],
-    ):  # fmt: skip
+    ):
         subprocess.run(command, check=True, timeout=120)
 
 
@@ -70,7 +82,8 @@ class Machine:
         programs: Where `build` put things.
         unfair: The driver's lock waits for a moment in which nobody is in a call.
         folder: Where all of it lies; a job with a private root does not see /dev/shm.
-        world: It is the world of the fake driver, too (`icecore.host.cuda.fake`), which then locks and checkpoints its processes.
+        world: It is the world of the fake driver, too (`icecore.host.cuda.fake`), which then locks
+            and checkpoints its processes.
     """
 
     def __init__(
@@ -159,7 +172,9 @@ class Machine:
 
     @contextmanager
     def pausing(self, call: str) -> Iterator[Callable[[], None]]:
-        """Who comes into a call of the driver waits there until the end; what is given waits for somebody who does."""
+        """Who comes into a call of the driver waits there until the end; what is given waits for
+        somebody who does.
+        """
         pause, paused = self.cuda / f"pause-{call}", self.cuda / f"paused-{call}"
         pause.touch()
         try:
@@ -253,7 +268,8 @@ class Process:
     def lock(self, seconds: float = SECONDS) -> None:
         """As cuCheckpointProcessLock: callers wait at the door, and those within have left.
 
-        Of an unfair machine it is had only in a moment in which nobody is within, as the real one seems to be.
+        Of an unfair machine it is had only in a moment in which nobody is within, as the real one
+        seems to be.
         """
         with (
             open(self.machine.cuda / f"process-{self.pid}", "r+b") as file,

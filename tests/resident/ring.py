@@ -1,11 +1,13 @@
-"""Ranks in a ring, each with a GPU: a step writes into the next one's device memory, as NCCL does over NVLink; rule: the same lines whatever happens to it.
+"""Ranks in a ring, each with a GPU: a step writes into the next one's device memory, as NCCL does
+over NVLink; rule: the same lines whatever happens to it.
 
     python ring.py '{"out": FILE, "ranks": 2, "mib": 4}'
 
-Each rank appends ``STEP DIGEST`` to its output (others than the first to ``FILE.1``, …). The memory that a rank made is written by the one before it, which
-imported it; a word in it says how far that is, and is waited for by looking at it again and again, as kernels do. Beside that each has memory of its own
-(cudaMalloc) and something small that the driver moves. With ``"ipc": true`` the memory is cudaMalloc's and shared by CUDA's legacy IPC, and every few steps
-it is closed and opened again.
+Each rank appends ``STEP DIGEST`` to its output (others than the first to ``FILE.1``, …). The memory
+that a rank made is written by the one before it, which imported it; a word in it says how far that
+is, and is waited for by looking at it again and again, as kernels do. Beside that each has memory
+of its own (cudaMalloc) and something small that the driver moves. With ``"ipc": true`` the memory
+is cudaMalloc's and shared by CUDA's legacy IPC, and every few steps it is closed and opened again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def first(rank: int) -> bytes:
 
 
 def following(before: bytes, received: bytes, own: bytes) -> bytes:
-    """What a rank has after a step: of what it had, what it was sent, and what lies in its own memory."""
+    """What a rank has after a step: of what it had, what it was sent, and what lies in its own
+    memory.
+    """
     return hashlib.blake2b(before + received + own, digest_size=16).digest()
 
 

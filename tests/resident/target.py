@@ -1,7 +1,9 @@
-"""A CUDA process for tests: evaluates one Python expression a line with the helpers below and answers with JSON; rule: it knows nothing of icecore.
+"""A CUDA process for tests: evaluates one Python expression a line with the helpers below and
+answers with JSON; rule: it knows nothing of icecore.
 
-Run as a program, beside a fake libcuda (``LD_LIBRARY_PATH``). It finds the driver's calls through ``dlsym`` (`cuda`) and through ``cuGetProcAddress``
-(`entry`), as ctypes, PyTorch and the CUDA runtime do.
+Run as a program, beside a fake libcuda (``LD_LIBRARY_PATH``). It finds the driver's calls through
+``dlsym`` (`cuda`) and through ``cuGetProcAddress`` (`entry`), as ctypes, PyTorch and the CUDA
+runtime do.
 """
 
 from __future__ import annotations
@@ -224,7 +226,9 @@ def ipc_close(address: int) -> int:
 
 
 def ipc_churn(handles: list[str], sizes: list[int], threads: int) -> int:
-    """Threads that open, check, write and close others' memory until `churned`; each has a page of its own in all of it."""
+    """Threads that open, check, write and close others' memory until `churned`; each has a page of
+    its own in all of it.
+    """
 
     def run(seed: int) -> None:
         mine = 0
@@ -254,7 +258,9 @@ def listen(path: str) -> bool:
 
 
 def send(path: str, handle: int) -> int:
-    """Give memory to another process, as NCCL does: a descriptor that is closed at once; the export's result."""
+    """Give memory to another process, as NCCL does: a descriptor that is closed at once; the
+    export's result.
+    """
     code, descriptor = export(handle)
     if code == 0:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -440,7 +446,9 @@ def ended() -> object:
 
 
 def masked(mask: int, seconds: float = 60.0) -> int:
-    """A thread that sets its signal mask by a system call of its own, and after so many seconds an empty one; its id."""
+    """A thread that sets its signal mask by a system call of its own, and after so many seconds an
+    empty one; its id.
+    """
     known = threading.Event()
     found = []
 

@@ -1,4 +1,6 @@
-"""The look at resident memory while its processes run: what it finds, and that they get all that they free."""
+"""The look at resident memory while its processes run: what it finds, and that they get all that
+they free.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def look(worker: Worker, target: Target, parent: SimpleNamespace) -> Found:
 def test_what_is_found(
     worker: Worker, process: Target, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cells that changed, and of memory that the parent does not have those that are not zeros, in portions; what comes or goes as it looks is left out."""
+    """Cells that changed, and of memory that the parent does not have those that are not zeros, in
+    portions; what comes or goes as it looks is left out.
+    """
     addresses = [process("alloc(4 * MIB)")[1] for _ in range(6)]
     for at in addresses:
         process(f"fill({at}, 4 * MIB, 1)")
@@ -115,7 +119,9 @@ def test_a_look_has_its_time(
 def test_what_is_freed_can_be_had_again(
     worker: Worker, process: Target, joined: Machine, call: str
 ) -> None:
-    """At once, as without a look: an allocation waits as long as the worker has the memory. What cannot be had fails as ever."""
+    """At once, as without a look: an allocation waits as long as the worker has the memory. What
+    cannot be had fails as ever.
+    """
     address = process("alloc(60 * MIB)")[1]
     parent = parent_of(process)
     (joined.cuda / "worker-faults" / "fingerprints").write_text("slow")

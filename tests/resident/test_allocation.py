@@ -291,7 +291,9 @@ def test_a_contexts_memory_ends_with_it(machine: Machine, target: Target, end: s
     ids=["destroyed", "reset", "released", "unseen"],
 )
 def test_what_was_small_once_does_not_hide_what_lies_there_now(machine: Machine, end: str) -> None:
-    """Addresses come again, and the driver, asked about resident memory, answers that it is none of its own."""
+    """Addresses come again, and the driver, asked about resident memory, answers that it is none of
+    its own.
+    """
     target = machine.target()
     if "Primary" in end:
         target(
@@ -382,7 +384,8 @@ def test_peers_that_change_during_an_allocation_reach_it_or_do_not(
 def test_a_forked_child_owns_nothing(machine: Machine, target: Target) -> None:
     address = target("alloc(4 * MIB)")[1]
     digest = target(f"fill({address}, 4 * MIB, 3)")
-    # The driver is not usable in a child. What the preload does there must not reach the parent's memory or the keeper's descriptors.
+    # The driver is not usable in a child. What the preload does there must not reach the parent's
+    # memory or the keeper's descriptors.
     assert target(f"forked('free({address}) != 0')") is True
     assert target(f"hashed({address}, 4 * MIB)") == digest
     token = target.agent.report().token
@@ -410,11 +413,11 @@ def test_the_keeper_finds_each_of_many(new_machine: NewMachine) -> None:
         assert sorted(known) == sorted(live)
         # What the keeper is handed it is not waited for; it may have read that only in part.
         until(
-            lambda: (
+            lambda known=known, token=token: (
                 known.items()
                 <= {one.address: one.identity for one in machine.keeper.allocations(token)}.items()
             )
-        )  # noqa: B023
+        )
         held = machine.keeper.allocations(token)
         assert len({one.identity for one in held}) == len(held)
         found = machine.keeper.fetch(token, list(known.values()))
@@ -426,8 +429,11 @@ def test_the_keeper_finds_each_of_many(new_machine: NewMachine) -> None:
 def test_a_program_without_cuda_notices_nothing(machine: Machine) -> None:
     done = subprocess.run(
         ["sh", "-c", "ls /proc/self/task | wc -l; echo $LD_PRELOAD"],
-        env={**machine.environment(), "LD_LIBRARY_PATH": ""}, capture_output=True, text=True, timeout=20,
-    )  # fmt: skip
+        env={**machine.environment(), "LD_LIBRARY_PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
     assert (done.returncode, done.stderr, done.stdout.split()[0]) == (0, "", "1")
 
 

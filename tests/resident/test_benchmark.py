@@ -1,4 +1,6 @@
-"""benchmarks/gpu.py --resident on a machine with fake GPUs: every part is gone through, and its figures are there."""
+"""benchmarks/gpu.py --resident on a machine with fake GPUs: every part is gone through, and its
+figures are there.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ def test_all_parts(joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_phases, "LEAST_BYTES", MIB)
     environment = joined.environment(resident=False)
     setting = Setting(
-        24 * MIB / GIB, PARTS[:-2], distinct=8 * MIB / GIB, memory="driver", block=4,
-        environment=environment, place=joined.directory, reserve=False,
-    )  # fmt: skip
+        24 * MIB / GIB,
+        PARTS[:-2],
+        distinct=8 * MIB / GIB,
+        memory="driver",
+        block=4,
+        environment=environment,
+        place=joined.directory,
+        reserve=False,
+    )
     measure(setting, tmp_path / "figures")
     # What was measured before is told together with what is measured now.
     found = {
@@ -36,11 +44,16 @@ def test_all_parts(joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for r in measure(replace(setting, parts=PARTS[-2:]), tmp_path / "figures")
     }
     for name in (
-        "window, nothing changed", "window, 5 % changed", "window, all changed",
-        "restore from what stayed on the GPU, until progress", "the driver's way / restore", "the driver's calls / window, nothing changed",
+        "window, nothing changed",
+        "window, 5 % changed",
+        "window, all changed",
+        "restore from what stayed on the GPU, until progress",
+        "the driver's way / restore",
+        "the driver's calls / window, nothing changed",
         "the driver's own restore and unlock / restore",
-        "driver's way: scan / memory, huge pages", "driver's way: driver out",
-    ):  # fmt: skip
+        "driver's way: scan / memory, huge pages",
+        "driver's way: driver out",
+    ):
         assert found[name].median > 0
     figures = json.loads((tmp_path / "figures").read_text())[f"{setting.gib:g}"]
     # All 24 MiB are looked at, and what is stored of them once.

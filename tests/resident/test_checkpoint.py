@@ -43,8 +43,12 @@ class Job(Process):
         with open("/dev/null", "r+b") as null:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", JOB, str(HERE), str(out)],
-                env=machine.environment(), stdin=null, stdout=null, stderr=null, start_new_session=True,
-            )  # fmt: skip
+                env=machine.environment(),
+                stdin=null,
+                stdout=null,
+                stderr=null,
+                start_new_session=True,
+            )
         self.pid = self._process.pid
         machine.processes.append(self)
         until(lambda: out.exists() and self.state()[0] > 3)
@@ -69,9 +73,22 @@ def test_killed_and_brought_back(criu: Criu, machine: Machine, tmp_path: Path) -
     for _ in range(2):
         take(job)
         subprocess.run(
-            [str(criu.path), "dump", "-t", str(job.pid), "-D", str(images), "-o", "dump.log", "-v3", "--network-lock", "skip"],
-            check=True, timeout=60,
-        )  # fmt: skip
+            [
+                str(criu.path),
+                "dump",
+                "-t",
+                str(job.pid),
+                "-D",
+                str(images),
+                "-o",
+                "dump.log",
+                "-v3",
+                "--network-lock",
+                "skip",
+            ],
+            check=True,
+            timeout=60,
+        )
         if job._process.returncode is None:
             job._process.wait(10)
         until(lambda: not os.path.exists(f"/proc/{job.pid}"))
@@ -79,9 +96,21 @@ def test_killed_and_brought_back(criu: Criu, machine: Machine, tmp_path: Path) -
         [held] = machine.keeper.processes()
         assert (held.retained, held.size) == (True, 8 * MIB)
         subprocess.run(
-            [str(criu.path), "restore", "-D", str(images), "-o", "restore.log", "-v3", "-d", "--network-lock", "skip"],
-            check=True, timeout=60,
-        )  # fmt: skip
+            [
+                str(criu.path),
+                "restore",
+                "-D",
+                str(images),
+                "-o",
+                "restore.log",
+                "-v3",
+                "-d",
+                "--network-lock",
+                "skip",
+            ],
+            check=True,
+            timeout=60,
+        )
         agent = Agent(machine.directory, job.pid)
         report = agent.report()
         assert (report.state, report.token) == (State.UNMAPPED, held.token)

@@ -1,4 +1,6 @@
-"""The worker's memory through the real cuda.bindings, down to a libcuda whose memory is the host's and whose kernels run on the CPU. Only NVRTC is left out."""
+"""The worker's memory through the real cuda.bindings, down to a libcuda whose memory is the host's
+and whose kernels run on the CPU. Only NVRTC is left out.
+"""
 
 from __future__ import annotations
 

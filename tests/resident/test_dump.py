@@ -1,4 +1,6 @@
-"""Dumps of jobs with resident memory: it stays where it is, only what changed is copied, and whatever fails, the job runs on with it."""
+"""Dumps of jobs with resident memory: it stays where it is, only what changed is copied, and
+whatever fails, the job runs on with it.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,9 @@ def test_preflight_knows_what_is_resident(launch: Launch, joined: Machine) -> No
 def test_memory_that_comes_after_the_look(
     store: Store, launch: Launch, joined: Machine, tmp_path: Path
 ) -> None:
-    """The driver would restore into other memory than the keeper holds: no such snapshot, and the next one has it."""
+    """The driver would restore into other memory than the keeper holds: no such snapshot, and the
+    next one has it.
+    """
     late = tmp_path / "late"
     job = launch(late=str(late))
 
@@ -330,7 +334,9 @@ def tell_used(machine: Machine) -> None:
 def test_what_is_foreseen_is_what_is_copied(
     store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the window, by the rule of the window: what is copied on GPUs and into the host's memory, and what there is no room for."""
+    """Before the window, by the rule of the window: what is copied on GPUs and into the host's
+    memory, and what there is no room for.
+    """
     job = launch(gpus=(0, 1), mib=20, buffers=4)  # 40 MiB on each, and 23 of room
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
     monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 20 * MIB)
@@ -364,7 +370,9 @@ def pool_of(machine: Machine, size: int) -> tuple[int, int]:
 def test_a_pool_that_is_mostly_zeros(
     store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros cost neither room aside nor time; what is written to them, and what becomes zeros again, is in the snapshot."""
+    """Zeros cost neither room aside nor time; what is written to them, and what becomes zeros
+    again, is in the snapshot.
+    """
     monkeypatch.setattr(resident, "_LIKELY_ZEROS", MIB)
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
     monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 20 * MIB)
@@ -585,7 +593,9 @@ def test_a_dump_that_stops_the_job(
 def test_staging(
     store: Store, launch: Launch, joined: Machine, room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has no room on the device gets pinned memory, also beyond the bound on staging; where the host lacks that, it is stored in the window."""
+    """What has no room on the device gets pinned memory, also beyond the bound on staging; where
+    the host lacks that, it is stored in the window.
+    """
     job = launch(gpus=(0,), mib=20, buffers=4)
     if room is not None:
         monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 2 * room)
@@ -605,7 +615,9 @@ def test_staging(
 
 
 def rewrite(job: Job, gpus: tuple[int, ...]) -> dict[int, bytes]:
-    """As a kernel of the job would: all but the first cell of each buffer, where its steps are; by address what is there now."""
+    """As a kernel of the job would: all but the first cell of each buffer, where its steps are; by
+    address what is there now.
+    """
     written = {}
     for held in job.machine.keeper.processes():
         for one, descriptor in job.machine.keeper.take(held.token):
@@ -655,7 +667,9 @@ def test_what_changes_unforeseen_finds_room(
 def test_a_look_that_fails_costs_no_snapshot(
     store: Store, launch: Launch, joined: Machine, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then there is room for as much as changed in the parent, and the rest is stored in the window."""
+    """Then there is room for as much as changed in the parent, and the rest is stored in the
+    window.
+    """
     job = launch(gpus=(0, 1), mib=8, buffers=4)
     for _ in range(2):
         store.dump(job.pid)

@@ -68,9 +68,18 @@ def test_the_kernel_compiles(tmp_path: Path) -> None:
         pytest.skip("no nvcc")
     (tmp_path / "kernel.cu").write_text(KERNEL_SOURCE)
     done = subprocess.run(
-        [compiler, "-ptx", "-arch=sm_90", "-o", str(tmp_path / "kernel.ptx"), str(tmp_path / "kernel.cu")],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [
+            compiler,
+            "-ptx",
+            "-arch=sm_90",
+            "-o",
+            str(tmp_path / "kernel.ptx"),
+            str(tmp_path / "kernel.cu"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert ".entry fingerprint(" in (tmp_path / "kernel.ptx").read_text()
 
@@ -115,8 +124,10 @@ def test_what_nothing_is_known_of_has_changed() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=300), min_size=1, max_size=4),
-    st.integers(0, 400), st.integers(0, 400), st.integers(1, 4),
-)  # fmt: skip
+    st.integers(0, 400),
+    st.integers(0, 400),
+    st.integers(1, 4),
+)
 def test_every_changed_cell_is_placed_once_or_said_to_be_left(
     masks: list[list[bool]], device: int, host: int, streams: int
 ) -> None:
@@ -125,8 +136,10 @@ def test_every_changed_cell_is_placed_once_or_said_to_be_left(
     }
     plan = plan_copies(
         {number: np.array(mask) for number, mask in enumerate(masks)},
-        device_room=device * CELL + 17, host_room=host * CELL + 5, streams=streams,
-    )  # fmt: skip
+        device_room=device * CELL + 17,
+        host_room=host * CELL + 5,
+        streams=streams,
+    )
     placed: list[tuple[int, int]] = []
     places: dict[To, list[tuple[int, int]]] = {to: [] for to in To}
     for copy in plan.copies:

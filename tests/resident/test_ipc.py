@@ -1,4 +1,6 @@
-"""CUDA's legacy IPC of resident memory, through windows: what torch.multiprocessing and custom all-reduces do with their buffers."""
+"""CUDA's legacy IPC of resident memory, through windows: what torch.multiprocessing and custom
+all-reduces do with their buffers.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ def test_what_is_answered_as_the_driver_does(ranks: Ranks) -> None:
 
 
 def test_it_can_be_opened_without_end(ranks: Ranks) -> None:
-    """Each opening takes numbers that never come again, of which there are 2^61: as many as it has bytes, and some."""
+    """Each opening takes numbers that never come again, of which there are 2^61: as many as it has
+    bytes, and some.
+    """
     one, two = ranks.all
     _, handle, there = share(one, two)
     first = max(found.address for found in two.agent.allocations())
@@ -231,7 +235,9 @@ def test_the_keeper_dies(ranks: Ranks, window: bool) -> None:
 
 
 def test_windows_under_load(ranks: Ranks) -> None:
-    """Threads in the middle of opening and closing, at any moment, while the maker gives away other memory."""
+    """Threads in the middle of opening and closing, at any moment, while the maker gives away other
+    memory.
+    """
     one, two = ranks.all
     addresses = [one("alloc(2 * MIB)")[1] for _ in range(3)]
     handles = [one(f"ipc_handle({address})")[1] for address in addresses]

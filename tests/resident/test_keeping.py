@@ -1,4 +1,6 @@
-"""Memory that outlives a process because it is in a snapshot: while its job runs on nobody lacks it for long, and a job that ends well leaves nothing."""
+"""Memory that outlives a process because it is in a snapshot: while its job runs on nobody lacks it
+for long, and a job that ends well leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ Launch = Callable[..., Job]
 
 
 class Init:
-    """What stands for a job's init: its end is the job's, and what is in its file says how that was."""
+    """What stands for a job's init: its end is the job's, and what is in its file says how that
+    was.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.status = folder / "status"
@@ -114,7 +118,9 @@ def test_what_lives_is_not_dropped(machine: Machine, target: Process, init: Init
 
 
 def at_rest(pid: int) -> set[int]:
-    """The descriptors of a process once they have been the same for a while: an earlier request's may still be open."""
+    """The descriptors of a process once they have been the same for a while: an earlier request's
+    may still be open.
+    """
     looks: list[set[int]] = []
 
     def same() -> bool:
@@ -236,7 +242,9 @@ def test_a_stopped_process_without_a_connection_loses_nothing(
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_another_program_of_the_same_process(machine: Machine, hidden: bool) -> None:
-    """Where the keeper cannot tell that one was replaced, it is when another says hello; where it can, two may be in one process."""
+    """Where the keeper cannot tell that one was replaced, it is when another says hello; where it
+    can, two may be in one process.
+    """
     if hidden:
         machine.kill_keeper()
         words = [
@@ -393,7 +401,9 @@ def test_the_same_memory_twice() -> None:
 
 
 def keep_all(job: Job, folder: Path) -> None:
-    """As a dump of a job of `icecore run --keep-resident` does in the end; the job's first process is its init."""
+    """As a dump of a job of `icecore run --keep-resident` does in the end; the job's first process
+    is its init.
+    """
     status = folder / "status"
     status.touch()
     for process in job.machine.keeper.processes():

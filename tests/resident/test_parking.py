@@ -1,4 +1,6 @@
-"""Threads that block the signal with which they are parked, or come to do so at the worst moment: each is parked, and has its own mask afterwards."""
+"""Threads that block the signal with which they are parked, or come to do so at the worst moment:
+each is parked, and has its own mask afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Resident memory that is stored before the window: what is at rest and has no room on its GPU; the snapshot is of the window all the same."""
+"""Resident memory that is stored before the window: what is at rest and has no room on its GPU; the
+snapshot is of the window all the same.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def stored_before(events: Events) -> int:
 def test_what_is_at_rest(
     store: Store, launch: Launch, joined: Machine, gpus: tuple[int, ...], children: int, least: int
 ) -> None:
-    """All that has no room, but for the cells that change, is stored before, a portion after the other; what is left has room on the GPU."""
+    """All that has no room, but for the cells that change, is stored before, a portion after the
+    other; what is left has room on the GPU.
+    """
     job = launch(gpus=gpus, children=children, mib=8, buffers=4)
     events = Events()
     result = store.dump(job.pid, ON, events=events)
@@ -78,7 +82,9 @@ def test_what_is_at_rest(
 
 @small
 def test_what_changes_until_the_window(store: Store, launch: Launch, joined: Machine) -> None:
-    """It is stored as it was in the window, finds room, and the next time nothing of it is stored before; when it has come to rest, it is again."""
+    """It is stored as it was in the window, finds room, and the next time nothing of it is stored
+    before; when it has come to rest, it is again.
+    """
     job = launch(gpus=(0,), mib=8, buffers=4)
     written: dict[int, bytes] = {}
     events = Events(
@@ -133,7 +139,9 @@ def put(job: Job, value: int) -> None:
 def test_what_is_written_as_it_is_copied(
     store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both looks and the window see one content, the copy got another: the snapshot has what was there in the window."""
+    """Both looks and the window see one content, the copy got another: the snapshot has what was
+    there in the window.
+    """
     job = launch(gpus=(0,), mib=8, buffers=4)
     put(job, 7)
     stage, copies = Worker.stage, []
@@ -167,7 +175,9 @@ def test_what_is_written_as_it_is_copied(
 def test_what_is_freed_meanwhile(
     store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is stored, and the job has the memory at once; what the second look does not find is left out."""
+    """Nothing of it is stored, and the job has the memory at once; what the second look does not
+    find is left out.
+    """
     job = launch(gpus=(0,), mib=8, buffers=4)
     fetch, portions = Keeper.fetch, []
 

@@ -1,4 +1,6 @@
-"""Dumps and restores of ranks that write into each other's device memory: stored once, brought back as one memory, and all go on where they were."""
+"""Dumps and restores of ranks that write into each other's device memory: stored once, brought back
+as one memory, and all go on where they were.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,9 @@ def test_a_restore_that_fails(store: Store, launch: Launch, joined: Machine) -> 
 
 
 def test_through_the_driver_alone_it_would_be_lost(joined: Machine) -> None:
-    """What the fake driver does with memory that is shared while it checkpoints, as the real one does."""
+    """What the fake driver does with memory that is shared while it checkpoints, as the real one
+    does.
+    """
     one, two = joined.target(False), joined.target(False)
     one("start(0)")
     two("start(1)")

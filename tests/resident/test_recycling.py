@@ -1,4 +1,6 @@
-"""Memory that is released and asked for again and again costs next to nothing, and nobody can tell that it stayed."""
+"""Memory that is released and asked for again and again costs next to nothing, and nobody can tell
+that it stayed.
+"""
 
 from __future__ import annotations
 
@@ -140,10 +142,17 @@ def test_as_much_can_be_had_as_without(machine: Machine) -> None:
 
 def test_what_was_released_is_not_known_any_more(machine: Machine) -> None:
     ways = (
-        "free(at)", "free(at + 4096)", "free(at, lambda a: cuda.cuMemFreeAsync(a, None))", "told(at)", "told(at + 2 * MIB + 512)",
-        "vm('cuMemUnmap', at, 4 * MIB)", "access(at, 4 * MIB)", "vm('cuMemGetHandleForAddressRange', ctypes.byref(ctypes.c_int()), at, 4 * MIB, 1, 0)",
-        "ipc_close(at)", "[current(None), free(at), told(at), current(context)]",
-    )  # fmt: skip
+        "free(at)",
+        "free(at + 4096)",
+        "free(at, lambda a: cuda.cuMemFreeAsync(a, None))",
+        "told(at)",
+        "told(at + 2 * MIB + 512)",
+        "vm('cuMemUnmap', at, 4 * MIB)",
+        "access(at, 4 * MIB)",
+        "vm('cuMemGetHandleForAddressRange', ctypes.byref(ctypes.c_int()), at, 4 * MIB, 1, 0)",
+        "ipc_close(at)",
+        "[current(None), free(at), told(at), current(context)]",
+    )
     answers = []
     for resident in (True, False):
         target = machine.target(resident)
@@ -223,7 +232,9 @@ def test_only_what_the_whole_context_has_been_waited_for_stays(
 
 
 def test_a_window_leaves_nothing_of_it(machine: Machine, target: Target, address: int) -> None:
-    """Its contents are nobody's. What lives has been through windows itself in the second round, and its descriptor is kept."""
+    """Its contents are nobody's. What lives has been through windows itself in the second round,
+    and its descriptor is kept.
+    """
     token = target.agent.report().token
     live = target(f"alloc({2 * SIZE})")[1]
     for number in range(3):
@@ -315,7 +326,9 @@ def test_it_is_its_contexts_alone(machine: Machine, target: Target) -> None:
 
 
 def test_what_peers_reach_is_recycled_once_they_do_not(new_machine: NewMachine) -> None:
-    """What is spare when a peer is let in is reachable; what the peer's context may be using, for which nobody has waited, does not become spare."""
+    """What is spare when a peer is let in is reachable; what the peer's context may be using, for
+    which nobody has waited, does not become spare.
+    """
     target = new_machine(gpus=2).target()
     target("globals().update(zero=start(0), one=start(1))")
     target("current(zero)")

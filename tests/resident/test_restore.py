@@ -1,4 +1,6 @@
-"""Restores of jobs with resident memory: it comes by a GPU worker, or is there still; they go on where they were, or nothing of them runs."""
+"""Restores of jobs with resident memory: it comes by a GPU worker, or is there still; they go on
+where they were, or nothing of them runs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ ways = pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 3)])
 
 
 def listeners(job: Job) -> int:
-    """Sockets of agents that listen: those of the job's processes, and such as nobody looks at any more."""
+    """Sockets of agents that listen: those of the job's processes, and such as nobody looks at any
+    more.
+    """
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sum(
         words[3] == "00010000" and words[-1].startswith(f"{job.machine.directory}/agent-")
@@ -77,7 +81,8 @@ def test_a_lineage(mode: str, placers: int, store: Store, launch: Launch, joined
         events = Events()
         bring_back(store, snapshot, events, mode=mode, placers=placers)
         job.goes_on()
-        # The one that CRIU made, to which somebody may have connected before the process ran, or the request would never be answered.
+        # The one that CRIU made, to which somebody may have connected before the process ran, or
+        # the request would never be answered.
         assert listeners(job) == len(job.pids)
         assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
         [end] = [
@@ -161,7 +166,9 @@ def test_memory_that_was_kept_is_let_go_of_by_another_restore(
 def test_a_keeper_that_dies_once_its_memory_was_taken(
     store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its descriptors are closed: else the memory would be in use for as long as whoever restores runs."""
+    """Its descriptors are closed: else the memory would be in use for as long as whoever restores
+    runs.
+    """
     job = launch()
     snapshot = store.dump(job.pid, DumpOptions(stop=True, keep_resident=True)).snapshot
     job.reap()
@@ -198,7 +205,9 @@ def of_gpus(machine: Machine) -> int:
 def test_no_lease_ends_before_what_is_still_there_is_what_it_was(
     told: bool, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper has all of it, though not as it was in the snapshot: who took it from there would run with that."""
+    """The keeper has all of it, though not as it was in the snapshot: who took it from there would
+    run with that.
+    """
     monkeypatch.setattr("icecore.dumper.gpu.resident._LEASE_GRACE", 0.5)
     if not told:
         monkeypatch.setattr(Agent, "hold", lambda self, lease: None)
@@ -322,7 +331,9 @@ def test_digests(
     joined: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the GPU cannot make them placers verify; what has another one than its cell is fetched again."""
+    """Where the GPU cannot make them placers verify; what has another one than its cell is fetched
+    again.
+    """
     monkeypatch.setattr(
         "icecore.restorer.fetch.fetcher.PLACE_THREADS", 0
     )  # no thread does its placer's work while that loads
@@ -356,7 +367,8 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
     job.reap()
 
     def kill(_: Event) -> None:
-        # Host memory may still have placers of its own; those of each kind are children of their first.
+        # Host memory may still have placers of its own; those of each kind are children of their
+        # first.
         def firsts() -> list[list[int]]:
             found = members(store.workdir, "icecore.restorer.place.placer_process")
             below = {pid: [one for one in children(pid) if one in found] for pid in found}
@@ -385,7 +397,9 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
 
 @pytest.mark.parametrize("joined", [900 * MIB], indirect=True)
 def test_copies_that_were_made_on_the_device(store: Store, launch: Launch, joined: Machine) -> None:
-    """They are the worker's: with it they are lost, and with them the snapshot; else they are stored while the job runs on."""
+    """They are the worker's: with it they are lost, and with them the snapshot; else they are
+    stored while the job runs on.
+    """
     job = launch(gpus=(0, 1), children=1)
 
     def kill(_: Event) -> None:

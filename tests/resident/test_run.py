@@ -1,4 +1,6 @@
-"""`icecore run --gpu` with the preload: its dumps leave device memory where it is, and its restores run beside it, each with a keeper of its own."""
+"""`icecore run --gpu` with the preload: its dumps leave device memory where it is, and its restores
+run beside it, each with a keeper of its own.
+"""
 
 from __future__ import annotations
 
@@ -309,7 +311,9 @@ def test_what_cannot_be_kept(cli: Cli) -> None:
 
 
 def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
-    """They have each other's memory, and so do two instances of them at the same time, each its own."""
+    """They have each other's memory, and so do two instances of them at the same time, each its
+    own.
+    """
     cli.run("init")
     folder = tmp_path / "ranks"
     folder.mkdir()

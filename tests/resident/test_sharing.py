@@ -1,4 +1,6 @@
-"""Memory that an application manages itself and shares between its processes, through windows: what NCCL does with its buffers, PyTorch with its segments."""
+"""Memory that an application manages itself and shares between its processes, through windows: what
+NCCL does with its buffers, PyTorch with its segments.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Ranks:
             tree.give_back()
 
     def share(self, size: str = SIZE, device: int = 0) -> tuple[int, int, int, int]:
-        """Memory of the first that the second has, too: handle and address there, handle and address here."""
+        """Memory of the first that the second has, too: handle and address there, handle and
+        address here.
+        """
         one, two = self.all[:2]
         code, handle = one(f"create({size}, {device})")
         assert code == 0
@@ -240,7 +244,9 @@ def test_a_child_has_none_of_it(ranks: Ranks) -> None:
 
 
 def test_segments_that_grow(ranks: Ranks) -> None:
-    """PyTorch's: one range of addresses, memory that cannot be exported mapped into it piece by piece, access for all at once, pieces given back."""
+    """PyTorch's: one range of addresses, memory that cannot be exported mapped into it piece by
+    piece, access for all at once, pieces given back.
+    """
     one = ranks.all[0]
     base = one("reserve(16 * MIB)")
     handles = [one("create(2 * MIB, 0, 0)") for _ in range(8)]

@@ -1,4 +1,6 @@
-"""A job names sockets and puts there what it likes: nobody gets root to speak to anybody else, to touch anything else, or to wait for ever."""
+"""A job names sockets and puts there what it likes: nobody gets root to speak to anybody else, to
+touch anything else, or to wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from icecore.host.resident.protocol import VARIABLE, Message, Operation
 from .machine import MIB, Machine, until
 
 NOBODY = 65534
-#: A process of nobody's that listens at PLACE/agent-PID and answers every packet with the same bytes, as often as it is told: 0 never, -1 without end.
+#: A process of nobody's that listens at PLACE/agent-PID and answers every packet with the same
+#: bytes, as often as it is told: 0 never, -1 without end.
 _HOSTILE = """
 import os, socket, sys, time
 place, answer, often, name = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -240,7 +243,9 @@ def test_a_peer_that_never_comes_to_an_end_keeps_nobody(
 def test_threads_of_others_are_not_reached(
     hostile: Hostile, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent names the threads that block its signal, and a dumper stops them by ptrace(2): only those of its own process."""
+    """An agent names the threads that block its signal, and a dumper stops them by ptrace(2): only
+    those of its own process.
+    """
     victim = subprocess.Popen(["sleep", "1000"])
     reached: list[int] = []
     reach = signals.reach

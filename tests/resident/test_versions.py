@@ -1,4 +1,6 @@
-"""Processes out of older snapshots, with the preload that they had: it speaks version 1, which is the same without shared memory."""
+"""Processes out of older snapshots, with the preload that they had: it speaks version 1, which is
+the same without shared memory.
+"""
 
 from __future__ import annotations
 

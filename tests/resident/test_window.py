@@ -1,4 +1,6 @@
-"""Memory taken away and given back: under load, with the keeper or the client dying, and through a kill."""
+"""Memory taken away and given back: under load, with the keeper or the client dying, and through a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def scattered(machine: Machine, soft: int, hard: int) -> tuple[Target, list[int]
 def test_more_allocations_than_free_descriptors(
     new_machine: NewMachine, given: bool, hard: int
 ) -> None:
-    """Each comes back as a descriptor, beyond the application's own limit; of its own it can have as many as before."""
+    """Each comes back as a descriptor, beyond the application's own limit; of its own it can have
+    as many as before.
+    """
     machine = new_machine(memory=256 * MIB)
     target, addresses, contents = scattered(machine, 200, hard)
     opened = "(lambda files: [[f.fileno() for f in files], [f.close() for f in files]])([open('/dev/null') for _ in range(50)])[0]"
@@ -189,7 +193,9 @@ def blocked(process: Process) -> set[int]:
     [(2, 6), *(pytest.param(gpus, 200, marks=pytest.mark.torture) for gpus in (1, 2))],
 )
 def test_many_windows_under_load(new_machine: NewMachine, gpus: int, windows: int) -> None:
-    """Threads that are born, die, fork, sleep, block every signal, stand in the driver or wait for its lock."""
+    """Threads that are born, die, fork, sleep, block every signal, stand in the driver or wait for
+    its lock.
+    """
     machine = new_machine(gpus=gpus, memory=96 * MIB)
     process = machine.stress(4, 3, 4, gpus)
     token = process.agent.report().token
@@ -482,7 +488,9 @@ def test_memory_outlives_a_process_only_where_it_was_taken_away(
 def test_what_is_freed_can_be_had_again_although_a_child_was_forked(
     machine: Machine, target: Target
 ) -> None:
-    """After a window the process has descriptors of its memory: a child inherits them, and closes them once it has come to run."""
+    """After a window the process has descriptors of its memory: a child inherits them, and closes
+    them once it has come to run.
+    """
     source, library = machine.root / "slow.c", machine.root / "slow.so"
     source.write_text(
         "#include <pthread.h>\n#include <unistd.h>\nstatic void slow(void) { usleep(10000); }\n"
@@ -523,7 +531,9 @@ def test_a_keeper_ends_once_it_is_of_no_use(
 
 
 def test_an_idle_keeper_leaves_another_where_it_was(machine: Machine) -> None:
-    """Nobody has come to it for five minutes but one that says nothing, and its path is a newer one's."""
+    """Nobody has come to it for five minutes but one that says nothing, and its path is a newer
+    one's.
+    """
     machine.kill_keeper()
     source, library, later = (
         machine.root / "clock.c",

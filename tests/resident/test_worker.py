@@ -1,4 +1,6 @@
-"""The GPU worker: what it maps, fingerprints, copies and lets go of, and that its death is told to whoever waits."""
+"""The GPU worker: what it maps, fingerprints, copies and lets go of, and that its death is told to
+whoever waits.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,9 @@ def test_new_memory(worker: Worker, joined: Machine, monkeypatch: pytest.MonkeyP
 
 
 def test_a_request_about_very_many_allocations(worker: Worker, joined: Machine) -> None:
-    """A process that takes its memory in pieces of 2 MiB has 70 000 on a large GPU; its snapshot failed."""
+    """A process that takes its memory in pieces of 2 MiB has 70 000 on a large GPU; its snapshot
+    failed.
+    """
     mine = worker.new_handles(1)
     for descriptor in worker.allocate(GPU, mine, [2 * CELL]):
         os.close(descriptor)

@@ -1,4 +1,6 @@
-"""Real programs dumped by plain CRIU and imported, for tests of the restorer that need nothing of the dumper."""
+"""Real programs dumped by plain CRIU and imported, for tests of the restorer that need nothing of
+the dumper.
+"""
 
 from __future__ import annotations
 

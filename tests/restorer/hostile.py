@@ -1,7 +1,9 @@
-"""A process of another user that changes what the names in its directories mean, as fast as it can, until its standard input closes.
+"""A process of another user that changes what the names in its directories mean, as fast as it can,
+until its standard input closes.
 
-Run as ``python -I -S hostile.py UID HOME SHARED VICTIM PAUSE``. HOME is its own, in SHARED everybody may write, VICTIM is root's. With a PAUSE (seconds) it
-mends after each change, and waits so long. Made of the standard library alone: it is started with no rights.
+Run as ``python -I -S hostile.py UID HOME SHARED VICTIM PAUSE``. HOME is its own, in SHARED
+everybody may write, VICTIM is root's. With a PAUSE (seconds) it mends after each change, and waits
+so long. Made of the standard library alone: it is started with no rights.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def exchange(one: str, other: str) -> None:
 
 
 def write(place: str, data: bytes) -> None:
-    """Write a file; a FIFO that stands there by now, as a restore undoes its changes, is an error instead of a wait without end."""
+    """Write a file; a FIFO that stands there by now, as a restore undoes its changes, is an error
+    instead of a wait without end.
+    """
     file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
     try:
         os.write(file, data)

@@ -1,4 +1,6 @@
-"""What the tests of putting files back share: files recorded as a snapshot would, and the plan carried out up to a step."""
+"""What the tests of putting files back share: files recorded as a snapshot would, and the plan
+carried out up to a step.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ def put_back(
     *,
     planned: bool = True,
 ) -> list[str]:
-    """Carry out the whole plan, as a restore does that succeeds; returns the files that had set-ID bits.
+    """Carry out the whole plan, as a restore does that succeeds; returns the files that had set-ID
+    bits.
 
     Args:
         planned: False: take it that the plan was made before anything was in the way.
@@ -115,7 +118,9 @@ def put_back(
 
 
 def look(top: Path, *, inodes: bool = True) -> dict[str, tuple[object, ...]]:
-    """All below a directory: kind and mode, owner, time, content or target, and inode. Of directories no times: names come and go in them."""
+    """All below a directory: kind and mode, owner, time, content or target, and inode. Of
+    directories no times: names come and go in them.
+    """
     found: dict[str, tuple[object, ...]] = {}
     for folder, names, files in os.walk(top):
         for name in [*names, *files]:

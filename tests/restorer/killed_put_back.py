@@ -1,7 +1,8 @@
-"""Breaks processes off at each of their system calls on files, while they put files back, undo or finish: by SIGKILL, or by an error of the call.
+"""Breaks processes off at each of their system calls on files, while they put files back, undo or
+finish: by SIGKILL, or by an error of the call.
 
-Run as ``python killed_put_back.py FOLDER``; prints one line of JSON for each state that a kill left and a recovery found.
-Single-threaded but for what the code under test starts, so that it can fork.
+Run as ``python killed_put_back.py FOLDER``; prints one line of JSON for each state that a kill left
+and a recovery found. Single-threaded but for what the code under test starts, so that it can fork.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.restorer.job_file_places import HOSTILE, look, recorded, written
 
 THEN = b"what the file held then\n" * 300
 NEWER = b"newer, and longer than it was\n" * 900
-#: Exit statuses of a child that a call failed in: it undid everything, or left the rest to the next command.
+#: Exit statuses of a child that a call failed in: it undid everything, or left the rest to the next
+#: command.
 _UNDONE, _LEFT = 3, 4
 #: Python's audit events of calls that change names or contents, or open what does.
 EVENTS = {
@@ -84,7 +86,9 @@ class Steps:
 
 
 def lay_out(top: Path) -> list[Action]:
-    """Files that are newer than their snapshot, in a directory of a user's; what a restore would do to them."""
+    """Files that are newer than their snapshot, in a directory of a user's; what a restore would do
+    to them.
+    """
     home = top / "home"
     home.mkdir(parents=True)
     os.chown(home, HOSTILE, HOSTILE)
@@ -164,7 +168,9 @@ def names(top: Path) -> dict[str, tuple[object, ...]]:
 def outcome(
     top: Path, before: dict[str, tuple[object, ...]], after: dict[str, tuple[object, ...]]
 ) -> str:
-    """Whether all files are old, or all are new, or all new with all that they replaced beside them; else what is not."""
+    """Whether all files are old, or all are new, or all new with all that they replaced beside
+    them; else what is not.
+    """
     now = names(top)
     if left := list((top / "state" / file_journal.FOLDER).glob("*")):
         return (

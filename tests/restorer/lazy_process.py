@@ -1,7 +1,8 @@
-"""What CRIU is to the guard, without CRIU: a process that hands its userfaultfd over, and then does what it is told.
+"""What CRIU is to the guard, without CRIU: a process that hands its userfaultfd over, and then does
+what it is told.
 
-Run as ``lazy_process.py ADDRESS MIB SCRIPT OUTPUT`` in the guard's working directory. SCRIPT is Python; `Memory` helps
-it. What it says goes to OUTPUT, one line a time.
+Run as ``lazy_process.py ADDRESS MIB SCRIPT OUTPUT`` in the guard's working directory. SCRIPT is
+Python; `Memory` helps it. What it says goes to OUTPUT, one line a time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 
 class SlowBackend(LocalBackend):
-    """A directory that can only be read through the event loop, like object storage; fails reads on demand."""
+    """A directory that can only be read through the event loop, like object storage; fails reads on
+    demand.
+    """
 
     read_size = 16 << 20
     direct = False
@@ -110,7 +112,9 @@ def empty_manifest(snapshot: str = "") -> Manifest:
 
 
 def store_cells(place: Place, cells: list[tuple[bytes, bytes]]) -> tuple[SnapshotReader, Records]:
-    """Store (data bitmap, bytes) cells of one space; returns a reader of the snapshot and the records."""
+    """Store (data bitmap, bytes) cells of one space; returns a reader of the snapshot and the
+    records.
+    """
     import msgspec
 
     session = place.run(place.repository.begin(None, "test"))

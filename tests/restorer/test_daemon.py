@@ -50,7 +50,9 @@ def address_of(data: memoryview) -> int:
 
 
 class Rig:
-    """A guard with a daemon that serves one process from memory, one cell at a time, as the test says."""
+    """A guard with a daemon that serves one process from memory, one cell at a time, as the test
+    says.
+    """
 
     def __init__(self, folder: Path, holes: tuple[int, ...] = ()) -> None:
         self.folder = folder
@@ -361,7 +363,9 @@ def test_a_child_finds_empty_what_the_snapshot_says_is_wiped() -> None:
 
 
 def test_a_child_finds_empty_what_was_there_and_is_wiped_as_only_the_kernel_knows() -> None:
-    """The memory was resident before; without the snapshot's word the child asks again and again, and is then believed."""
+    """The memory was resident before; without the snapshot's word the child asks again and again,
+    and is then believed.
+    """
     with rig("m.check(0, m.pages)\n" + wipes(16)) as it:
         assert it.said(2) == ["0 0 0", "0"]
         it.complete()
@@ -465,7 +469,9 @@ def test_a_restorer_that_is_killed_takes_the_tree_with_it_and_nothing_sees_zeros
 
 
 def test_memory_where_a_file_was_is_other_memory() -> None:
-    """A mapping below may grow into the gap that the driver leaves: who touches that waits for nobody."""
+    """A mapping below may grow into the gap that the driver leaves: who touches that waits for
+    nobody.
+    """
     base = np.array([START], np.uint64)
     cells = SpaceCells(np.zeros(1, CELL), base, base, base + np.uint64(1 << 20))
     filed = [(START + (2 << 20), START + (70 << 20))]

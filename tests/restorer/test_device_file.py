@@ -1,4 +1,6 @@
-"""Device memory in a file that processes map: whoever reads it waits for what is not there yet, and finds what was written."""
+"""Device memory in a file that processes map: whoever reads it waits for what is not there yet, and
+finds what was written.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ from icecore.store.format.cell import CELL_BYTES, PAGE
 from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
 
 _AT = 0x100000000000
-#: Two mappings with a page between them, in the middle of a cell; they begin and end within cells and huge pages.
+#: Two mappings with a page between them, in the middle of a cell; they begin and end within cells
+#: and huge pages.
 RANGES = [
     (_AT + 5 * PAGE, _AT + 40 * CELL_BYTES + 9 * PAGE),
     (_AT + 40 * CELL_BYTES + 10 * PAGE, _AT + 70 * CELL_BYTES - PAGE),
 ]
 _CELLS = 70
 
-#: Maps a file where it is told, hands over its userfaultfd, and once told to says what it finds, from the lowest address on.
+#: Maps a file where it is told, hands over its userfaultfd, and once told to says what it finds,
+#: from the lowest address on.
 _READER = """
 import ctypes, hashlib, json, socket, sys
 from icecore.host import userfaultfd
@@ -152,7 +156,9 @@ def unexpected(error: BaseException) -> None:
 def test_a_reader_finds_what_was_written(
     kind: str, encrypted: bool, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins before the first cell is there, when some are, or when all are; what it touches too early it waits for."""
+    """It begins before the first cell is there, when some are, or when all are; what it touches too
+    early it waits for.
+    """
     came, go = threading.Event(), threading.Event()
     count = iter(range(_CELLS))
 

@@ -195,7 +195,9 @@ def test_a_failed_export_leaves_an_empty_directory(tmp_path: Path, cache: Path) 
 
 @pytest.mark.parametrize("register", [True, False])
 def test_a_collection_beside_an_export(tmp_path: Path, cache: Path, register: bool) -> None:
-    """The snapshot is forgotten and everything collected while it is read: one that is registered gets all, another nothing."""
+    """The snapshot is forgotten and everything collected while it is read: one that is registered
+    gets all, another nothing.
+    """
     with dumped("memory-pattern", tmp_path, cache) as it:
         driving.forget(tmp_path)
         place, out = it.place, tmp_path / "out"

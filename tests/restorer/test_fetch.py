@@ -1,4 +1,6 @@
-"""Cells come out of a repository as they went in, through both ways of reading, with faults first and failures named."""
+"""Cells come out of a repository as they went in, through both ways of reading, with faults first
+and failures named.
+"""
 
 from __future__ import annotations
 
@@ -278,7 +280,8 @@ def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
     assert fetcher.wait(30)
     assert threading.active_count() < before + 40
     fetcher.stop()
-    # How many ranges that are depends on what the cells were coded by, and that on how long it took.
+    # How many ranges that are depends on what the cells were coded by, and that on how long it
+    # took.
     assert 0 < backend.most_in_flight <= limits.budget
 
 
@@ -287,7 +290,9 @@ def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
 def test_what_the_nearest_replica_cannot_give_comes_from_the_next(
     stored: Stored, kind: str, harm: str, tmp_path: Path
 ) -> None:
-    """The nearest has damaged or no objects, or goes away while rows are being delivered; no row is lost, and none is wrong."""
+    """The nearest has damaged or no objects, or goes away while rows are being delivered; no row is
+    lost, and none is wrong.
+    """
     near = tmp_path / "near"
     shutil.copytree(stored.place.root, near)
     shards = [path for path in (near / "shards").rglob("*") if path.is_file()]

@@ -1,4 +1,6 @@
-"""Open files put back: what is done to them, what stands in the way, and that a failure changes nothing."""
+"""Open files put back: what is done to them, what stands in the way, and that a failure changes
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hostile users change what names mean while files are put back: nothing outside of their own directories changes, and nothing of root's comes to them.
+"""Hostile users change what names mean while files are put back: nothing outside of their own
+directories changes, and nothing of root's comes to them.
 
 ``ICECORE_TORTURE_SECONDS`` says how long the long run takes.
 """
@@ -35,7 +36,9 @@ NOBODY = 65534
 
 @contextmanager
 def attackers(home: Path, shared: Path, victim: Path, pause: float = 0.0) -> Iterator[None]:
-    """Run two of them, each of a user of its own; the first owns the home. With a ``pause`` they let much through."""
+    """Run two of them, each of a user of its own; the first owns the home. With a ``pause`` they
+    let much through.
+    """
     with ExitStack() as stack:
         processes = []
         for user in (HOSTILE, NOBODY):

@@ -75,7 +75,9 @@ def test_a_descriptor_above_the_shells_limit_is_inherited(
 
 
 def test_what_it_starts_has_the_limit_that_it_was_given(tmp_path: Path, soft_limit: int) -> None:
-    """What CRIU leaves as it is reaches the job; the guard's own descriptors are nobody else's affair."""
+    """What CRIU leaves as it is reaches the job; the guard's own descriptors are nobody else's
+    affair.
+    """
     script = f"ulimit -Sn > {tmp_path}/said; ulimit -Hn >> {tmp_path}/said"
     assert run(tmp_path / "work", ["/bin/sh", "-c", script], [])["status"] == 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,6 @@
-"""Writes to a job's files stay where they belong, whatever the owner of a directory makes of its names."""
+"""Writes to a job's files stay where they belong, whatever the owner of a directory makes of its
+names.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def test_a_hard_link_to_another_users_file_is_not_written_to(
 
 @pytest.mark.parametrize("mode", ["leave", "truncate", "restore"])
 def test_another_users_file_is_not_given_to_the_job(home: Path, victim: Path, mode: str) -> None:
-    """Nothing would be written: CRIU would open it as root, and the job would have what it may not read."""
+    """Nothing would be written: CRIU would open it as root, and the job would have what it may not
+    read.
+    """
     file = home / "data.bin"
     then = recorded(file, writable=False, policy="checked")
     secret = victim / "secret"
@@ -180,7 +184,8 @@ def test_the_root_of_a_job_is_not_left(tmp_path: Path, victim: Path, state: Path
     file.unlink()
     before = look(victim)
     (root / "job").rmdir()
-    # Whether absolute or relative, the link ends within the root; the directories that it names there are the job's.
+    # Whether absolute or relative, the link ends within the root; the directories that it names
+    # there are the job's.
     for target, inside in (
         (str(victim), root / str(victim).lstrip("/")),
         ("../../victim", root / "victim"),

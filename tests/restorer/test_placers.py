@@ -1,4 +1,6 @@
-"""Restores whose cells are placed by processes: the same memory, the same errors, and nothing left whoever dies."""
+"""Restores whose cells are placed by processes: the same memory, the same errors, and nothing left
+whoever dies.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,9 @@ def test_a_placer_that_hangs_while_it_places_does_not_hold_up_the_end(
 
 
 def test_beside_a_thousand_open_descriptors(tmp_path: Path, cache: Path) -> None:
-    """As many as somebody has who holds device memory, or calls us: select(2) takes no number from 1024 on."""
+    """As many as somebody has who holds device memory, or calls us: select(2) takes no number from
+    1024 on.
+    """
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it, ExitStack() as stack:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 4096), before[1]))
@@ -273,7 +277,9 @@ def encrypted(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
-    """Whole and partial cells, compressible ones and others; what lies at the addresses is read from the placer's memory."""
+    """Whole and partial cells, compressible ones and others; what lies at the addresses is read
+    from the placer's memory.
+    """
     folder = tmp_path / "lock"
     folder.mkdir()
     with repository_place(encrypted=encrypted) as place:

@@ -27,7 +27,9 @@ def table(places: list[tuple[Place, Place | None]]) -> Records:
 
 
 def check_bytes(records: Records, batch: Batch) -> None:
-    """Executes the reads on shards whose byte at i is a function of shard and i, and looks at every cell's bytes."""
+    """Executes the reads on shards whose byte at i is a function of shard and i, and looks at every
+    cell's bytes.
+    """
 
     def content(
         shard: int, offset: int, length: int

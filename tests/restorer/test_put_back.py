@@ -1,4 +1,6 @@
-"""Files are all old or all new, whatever ends the restore, and what others did to them meanwhile is left alone."""
+"""Files are all old or all new, whatever ends the restore, and what others did to them meanwhile is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="files of several user
 
 @pytest.mark.timeout(600)
 def test_whatever_step_is_the_last_one_files_are_all_old_or_all_new(tmp_path: Path) -> None:
-    """By SIGKILL, after which the recovery is killed as well; and by an error of the step, after which nothing but this process is needed."""
+    """By SIGKILL, after which the recovery is killed as well; and by an error of the step, after
+    which nothing but this process is needed.
+    """
     done = subprocess.run(
         [sys.executable, "-P", str(Path(killed_put_back.__file__)), str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""What a snapshot requires, compared with this machine: every lack is named with its cure, and nothing is changed."""
+"""What a snapshot requires, compared with this machine: every lack is named with its cure, and
+nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ def test_memory_and_room() -> None:
 
 
 def space_with(kind: SpaceKind, pages: int, lazy: bool = False) -> tuple[Space, list[Records]]:
-    """A space of 64 GiB with so many pages in each MiB of its first half, and zeros in one MiB more; and its map."""
+    """A space of 64 GiB with so many pages in each MiB of its first half, and zeros in one MiB
+    more; and its map.
+    """
     count = 32 << 10
     records = np.zeros(count + 1, CELL)
     records["cell"] = np.arange(count + 1)
@@ -191,7 +195,9 @@ def test_pages_that_criu_copies_are_there_twice(
 
 
 def test_shared_memory_with_few_pages_needs_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest only says where there is something; the map, which is read in doubt alone, how much."""
+    """The manifest only says where there is something; the map, which is read in doubt alone, how
+    much.
+    """
     space, records = space_with("shared", 8)
     manifest = manifest_with(spaces=[space], sizes=Sizes(logical=40 << 30))
     monkeypatch.setattr(limits, "memory_available", lambda: 41 << 30)

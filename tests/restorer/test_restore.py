@@ -1,4 +1,6 @@
-"""Round trips of real processes through import and restore: every byte, both modes, and what is left when it fails."""
+"""Round trips of real processes through import and restore: every byte, both modes, and what is
+left when it fails.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,9 @@ def test_every_page_comes_back(tmp_path: Path, cache: Path, options: RestoreOpti
         restored = it.restore(options)
         os.kill(restored.pid, signal.SIGSTOP)
         restored.wait_resident(60)
-        # Some steps of the program may have been between the two moments, on a busy machine: what it counts with lives on a few pages, and its
-        # pattern, which is all the rest, it checks itself below.
+        # Some steps of the program may have been between the two moments, on a busy machine: what
+        # it counts with lives on a few pages, and its pattern, which is all the rest, it checks
+        # itself below.
         assert differing_pages(it, restored.pid) <= 32
         os.kill(restored.pid, signal.SIGCONT)
         driving.wait_progress(tmp_path)
@@ -128,7 +131,9 @@ def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(
 
 
 def test_the_same_again_and_slowly(tmp_path: Path, cache: Path) -> None:
-    """Every read takes milliseconds, so that the process does thousands of things while its memory is missing."""
+    """Every read takes milliseconds, so that the process does thousands of things while its memory
+    is missing.
+    """
     with dumped("mutator", tmp_path, cache, ("--mib", "100", "--burst", "4000")) as it:
         driving.forget(tmp_path)
         driving.go(tmp_path)
@@ -301,7 +306,7 @@ def test_what_criu_copies_is_known_before(tmp_path: Path, cache: Path, name: str
         )  # few pages are there for a stack pointer's sake; of zeros there is room only
 
 
-# -- what fails -----------------------------------------------------------------------------------------------------------
+# -- what fails
 
 
 def shard_of_memory(it: Dumped, row: int = -1) -> tuple[Path, int, int, str]:
@@ -395,7 +400,9 @@ def test_storage_that_fails_in_the_middle_kills_the_tree(
 def test_a_restorer_that_is_killed_takes_the_tree_with_it(
     tmp_path: Path, cache: Path, mode: str
 ) -> None:
-    """SIGKILL in the middle of a restore; lazily restored, the program looks at its memory all the time."""
+    """SIGKILL in the middle of a restore; lazily restored, the program looks at its memory all the
+    time.
+    """
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "128")) as it:
         driving.forget(tmp_path)
         it.workdir.mkdir()
@@ -440,7 +447,9 @@ with LoopThread() as loop:
 
 
 def test_a_criu_that_is_killed_ends_a_restore_that_it_holds(tmp_path: Path, cache: Path) -> None:
-    """It lets the tree go by that, long before it is filled: then the tree is killed, whatever the filling is at."""
+    """It lets the tree go by that, long before it is filled: then the tree is killed, whatever the
+    filling is at.
+    """
     with dumped("memory-pattern", tmp_path, cache) as it:
         driving.forget(tmp_path)
 
@@ -518,7 +527,9 @@ def test_a_file_that_grew_is_refused_or_cut(tmp_path: Path, cache: Path) -> None
 
 
 def test_criu_failing_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    """A file that CRIU wants is replaced by a directory after the check has passed: CRIU itself fails."""
+    """A file that CRIU wants is replaced by a directory after the check has passed: CRIU itself
+    fails.
+    """
     with dumped("logger", tmp_path, cache) as it:
         manifest = it.place.run(it.place.repository.manifest(it.result.snapshot))
         state = driving.progress(tmp_path)

@@ -1,4 +1,6 @@
-"""Placers that fill a file, kept busy by one thread: every row is there or left over, whoever ends, hangs or does not begin."""
+"""Placers that fill a file, kept busy by one thread: every row is there or left over, whoever ends,
+hangs or does not begin.
+"""
 
 from __future__ import annotations
 

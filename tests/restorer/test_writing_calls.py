@@ -1,4 +1,6 @@
-"""Nothing in the restorer but its own module for it names a job's path to a system call that writes; read from the sources."""
+"""Nothing in the restorer but its own module for it names a job's path to a system call that
+writes; read from the sources.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,32 @@ RESTORER = Path(__file__).parents[2] / "icecore" / "restorer"
 
 #: Functions of `os` that change what a path names, or open it.
 OS_CALLS = {
-    "open", "chown", "lchown", "chmod", "lchmod", "utime", "truncate", "rename", "renames", "replace", "link", "symlink", "unlink", "remove",
-    "mkdir", "makedirs", "rmdir", "removedirs", "mkfifo", "mknod", "setxattr", "removexattr", "chroot", "posix_spawn", "system",
-}  # fmt: skip
+    "open",
+    "chown",
+    "lchown",
+    "chmod",
+    "lchmod",
+    "utime",
+    "truncate",
+    "rename",
+    "renames",
+    "replace",
+    "link",
+    "symlink",
+    "unlink",
+    "remove",
+    "mkdir",
+    "makedirs",
+    "rmdir",
+    "removedirs",
+    "mkfifo",
+    "mknod",
+    "setxattr",
+    "removexattr",
+    "chroot",
+    "posix_spawn",
+    "system",
+}
 #: Methods of `pathlib.Path` that do.
 PATH_CALLS = {
     "write_text",
@@ -95,7 +120,9 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
 
 
 def writing_calls(source: str) -> set[str]:
-    """The calls of a module that could write to a path: ``os.X``, ``Path.X``, ``shutil.X``, ``tempfile.X``, ``open``, ``filesystem.X``."""
+    """The calls of a module that could write to a path: ``os.X``, ``Path.X``, ``shutil.X``,
+    ``tempfile.X``, ``open``, ``filesystem.X``.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in (
@@ -161,7 +188,9 @@ def _writes(call: ast.Call, position: int = 1) -> bool:
 
 
 def _is_mode(arguments: list[ast.expr]) -> bool:
-    """Whether the first argument of a method ``open`` is a mode: others than `Path` have such a method."""
+    """Whether the first argument of a method ``open`` is a mode: others than `Path` have such a
+    method.
+    """
     return (
         bool(arguments)
         and isinstance(arguments[0], ast.Constant)

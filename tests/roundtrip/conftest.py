@@ -1,4 +1,6 @@
-"""What the round trips share: a repository on this machine, CRIU, compiled programs, and the reaping of restored trees."""
+"""What the round trips share: a repository on this machine, CRIU, compiled programs, and the
+reaping of restored trees.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Trip:
     def start(
         self, program: Program, *, own_namespaces: bool = False, full: bool = False
     ) -> driving.Running:
-        """Start a program in its quick size (but for ``full``, and those whose point is their size), or skip where this machine cannot."""
+        """Start a program in its quick size (but for ``full``, and those whose point is their
+        size), or skip where this machine cannot.
+        """
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
         sockets = program.clients != "none"
@@ -60,7 +64,9 @@ class Trip:
         return running
 
     def dump(self, pid: int, **options: object) -> DumpResult:
-        """Dump a tree into the repository; one that is stopped by it is reaped, so that its pids are free."""
+        """Dump a tree into the repository; one that is stopped by it is reaped, so that its pids
+        are free.
+        """
         target = Target.of_process(pid, "job")
         tree = driving.tree_of(pid)
         result = dump(self.repository, self.loop, target, DumpOptions(**options), criu=self.criu)  # type: ignore[arg-type]

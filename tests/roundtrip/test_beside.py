@@ -1,4 +1,6 @@
-"""A restore beside processes that have the job's files open: who runs goes on writing, and every file in the end is whole."""
+"""A restore beside processes that have the job's files open: who runs goes on writing, and every
+file in the end is whole.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from tests.roundtrip.conftest import Trip
 
 pytestmark = pytest.mark.criu
 
-#: Writes its steps to a file that stays open, and reads back what it wrote; ends once the second file is there.
+#: Writes its steps to a file that stays open, and reads back what it wrote; ends once the second
+#: file is there.
 WRITER = """
 import os, sys, time
 out = open(sys.argv[1], "r+" if os.path.exists(sys.argv[1]) else "w+")
@@ -357,7 +360,9 @@ def test_what_copies_exclude(options: dict[str, str], world: World) -> None:
 
 
 def test_what_the_kernel_allows_with_a_copy(world: World) -> None:
-    """The instance cannot rename its copy or anything to its path. Who is outside can, and the instance then sees what others see there."""
+    """The instance cannot rename its copy or anything to its path. Who is outside can, and the
+    instance then sees what others see there.
+    """
     first = world.restore(files_to=str(world.copies)).job
     assert first is not None
     inside = Path(f"/proc/{first.main_process()}/root{world.out}")

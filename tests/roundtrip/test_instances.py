@@ -1,4 +1,6 @@
-"""Jobs started by `icecore run`: one snapshot, several instances at once, each with its own logs and a known exit status."""
+"""Jobs started by `icecore run`: one snapshot, several instances at once, each with its own logs
+and a known exit status.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ needs_library = pytest.mark.skipif(
     not RESTORE_LIBRARY.exists(), reason="needs a C compiler when icecore is built"
 )
 
-#: Chains a hash over its own memory, one line a step, with a child that does the same; ends with 7 once the file is there.
+#: Chains a hash over its own memory, one line a step, with a child that does the same; ends with 7
+#: once the file is there.
 CHAIN = """
 import hashlib, mmap, os, sys, time
 memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -192,7 +195,9 @@ def test_a_job_that_ends_before_it_is_noted_down(
 
 
 def held() -> list[int]:
-    """The processes of a tree that is built, once CRIU's script has come to where it waits for the word; the job's init first."""
+    """The processes of a tree that is built, once CRIU's script has come to where it waits for the
+    word; the job's init first.
+    """
     found: list[int] = []
 
     def waits() -> bool:
@@ -219,7 +224,9 @@ def killing_a_member(event: Event) -> None:
 def test_a_process_that_is_killed_before_any_runs_is_a_restore_that_failed(
     trip: Trip, registry: Registry, tmp_path: Path
 ) -> None:
-    """For want of memory, say: the job would run without it. CRIU then waits for the end of the job's init, which waits for processes that CRIU traces."""
+    """For want of memory, say: the job would run without it. CRIU then waits for the end of the
+    job's init, which waits for processes that CRIU traces.
+    """
     job = registry.start([sys.executable, "-c", CHAIN, str(tmp_path / "end")], name="chain")
     wait_lines(job, 10)
     snapshot = take(trip, job, stop=True)

@@ -1,4 +1,6 @@
-"""Files of a real job: a restore that fails or is killed leaves them as they were, one that runs has put them back."""
+"""Files of a real job: a restore that fails or is killed leaves them as they were, one that runs
+has put them back.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from tests.roundtrip.test_instances import take
 
 pytestmark = pytest.mark.criu
 
-#: Has files open for reading and writing, and appends to one that lies in a directory of its own; ends once a file is there.
+#: Has files open for reading and writing, and appends to one that lies in a directory of its own;
+#: ends once a file is there.
 JOB = """
 import os, sys, time
 home = sys.argv[1]
@@ -245,7 +248,9 @@ def test_a_restore_that_fails_once_the_job_runs_leaves_the_job_its_files(stopped
 def test_a_file_that_is_swapped_before_criu_opens_it_is_not_given_to_the_job(
     stopped: Stopped, mode: str, files: str
 ) -> None:
-    """CRIU asks for size and mode only: whoever controls the directory could give the job a file of root's."""
+    """CRIU asks for size and mode only: whoever controls the directory could give the job a file of
+    root's.
+    """
 
     def emit(event: Event) -> None:
         if (event.name, event.fields.get("state")) == ("restore.criu", "begin"):
@@ -261,7 +266,9 @@ def test_a_file_that_is_swapped_before_criu_opens_it_is_not_given_to_the_job(
 
 
 def _end_scripts(workdir: str) -> None:
-    """End CRIU's action scripts below a work directory: one that CRIU started after the look at its tree would wait for ever."""
+    """End CRIU's action scripts below a work directory: one that CRIU started after the look at its
+    tree would wait for ever.
+    """
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):

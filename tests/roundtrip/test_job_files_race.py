@@ -1,4 +1,6 @@
-"""Whole restores of a real job beside hostile users, who own the directory in which it had files open."""
+"""Whole restores of a real job beside hostile users, who own the directory in which it had files
+open.
+"""
 
 from __future__ import annotations
 

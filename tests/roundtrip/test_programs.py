@@ -1,4 +1,6 @@
-"""Real programs survive a round trip through a repository, with their own checks of their data: dumped, ended, restored, asked for their verdict."""
+"""Real programs survive a round trip through a repository, with their own checks of their data:
+dumped, ended, restored, asked for their verdict.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A job's file that somebody swaps for a link before CRIU opens it is not given to the job, whatever the link leads to."""
+"""A job's file that somebody swaps for a link before CRIU opens it is not given to the job,
+whatever the link leads to.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = pytest.mark.criu
 
-#: Has files open and mapped that CRIU opens by their paths, and others that it makes itself; ends once a file is there.
+#: Has files open and mapped that CRIU opens by their paths, and others that it makes itself; ends
+#: once a file is there.
 JOB = """
 import ctypes, mmap, os, sys, time
 home = sys.argv[1]

@@ -1,4 +1,6 @@
-"""Dumps where the root's working directory (of jobs: /) is another's too, or cannot be written to: CRIU needs nothing in it (icecore/host/criu/proc.c)."""
+"""Dumps where the root's working directory (of jobs: /) is another's too, or cannot be written to:
+CRIU needs nothing in it (icecore/host/criu/proc.c).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _LEFT = "proc.crtools"  # by a CRIU that was killed: docs/design.md
 
 @dataclass(frozen=True)
 class Counting:
-    """It counts, as process 1 of a pid namespace that sees the host's /proc, as the init of a job is."""
+    """It counts, as process 1 of a pid namespace that sees the host's /proc, as the init of a job
+    is.
+    """
 
     pid: int
     log: Path

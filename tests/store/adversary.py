@@ -1,6 +1,8 @@
-"""Storage whose owner lies about the log: it withholds entries, replays old ones under their right names, and mixes those of several forks.
+"""Storage whose owner lies about the log: it withholds entries, replays old ones under their right
+names, and mixes those of several forks.
 
-It has no key: every entry that it shows was written by a client. All other objects are shown as they are.
+It has no key: every entry that it shows was written by a client. All other objects are shown as
+they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Every parser under bytes that nobody wrote: one function from an input to a parse, for random mutation and for atheris.
+"""Every parser under bytes that nobody wrote: one function from an input to a parse, for random
+mutation and for atheris.
 
-Half of the inputs carry the digests that whoever holds the keys would have given them, so that what lies behind the digests is reached as well. A parser
-may return, or raise the error that it documents; anything else is a failure. Whoever adds a type of object adds a target.
+Half of the inputs carry the digests that whoever holds the keys would have given them, so that what
+lies behind the digests is reached as well. A parser may return, or raise the error that it
+documents; anything else is a failure. Whoever adds a type of object adds a target.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from icecore.store.format.manifest import (
     Space,
     decode_manifest,
     encode_manifest,
-)  # fmt: skip
+)
 from icecore.store.format.names import log_generation, parse_name
 from icecore.store.format.segment import encode_segment, make_entries, parse_segment, sort_entries
 from icecore.store.format.shard import SHARD, ShardTable, parse_footer
@@ -83,7 +85,7 @@ from icecore.store.format.state import (
     encode_entry,
     encode_names,
     encode_page,
-)  # fmt: skip
+)
 from icecore.store.log.session import BEAT_KIND, Heartbeat, decode_heartbeat, encode_heartbeat
 from icecore.store.maintenance.reach import space_refs
 
@@ -93,7 +95,8 @@ NAME = bytes(range(16))
 _PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest()
 _PAGES = 3
 _BITMAP = b"\7" + bytes(31)
-#: Address space that a run may take beyond what it has at its beginning; the longest body of any kind is 1 GiB.
+#: Address space that a run may take beyond what it has at its beginning; the longest body of any
+#: kind is 1 GiB.
 MEMORY_BYTES = 1536 << 20
 
 
@@ -145,18 +148,38 @@ def _manifest() -> Manifest:
     refs = np.zeros(3, NODE_REF)
     refs["group"], refs["length"] = [0, 1, 2], 60
     return Manifest(
-        1, "a" * 32, "job", "lineage", "", 1, "host", "writer", 1, [], [Space("process", "1", 0, [Region(0, 1 << 20, 0)], refs.tobytes())], [],
-        Requirements("x86_64", "6", "4"), Namespaces(), [],
-    )  # fmt: skip
+        1,
+        "a" * 32,
+        "job",
+        "lineage",
+        "",
+        1,
+        "host",
+        "writer",
+        1,
+        [],
+        [Space("process", "1", 0, [Region(0, 1 << 20, 0)], refs.tobytes())],
+        [],
+        Requirements("x86_64", "6", "4"),
+        Namespaces(),
+        [],
+    )
 
 
 def _state() -> State:
     record = _record()
     session = SessionRecord("d" * 32, 3, "dump", "host", 1, [record])
     return State(
-        5, bytes(32), 7, ["change"], [Written(5, bytes(16))], tail=[record], sessions=[session],
-        condemned=[Condemned(3, bytes([1]) + bytes(16))], segments=[SegmentRef(NAME, bytes(32), 100, 3)],
-    )  # fmt: skip
+        5,
+        bytes(32),
+        7,
+        ["change"],
+        [Written(5, bytes(16))],
+        tail=[record],
+        sessions=[session],
+        condemned=[Condemned(3, bytes([1]) + bytes(16))],
+        segments=[SegmentRef(NAME, bytes(32), 100, 3)],
+    )
 
 
 def _record() -> SnapshotRecord:
@@ -302,30 +325,70 @@ def targets() -> dict[str, Target]:
     footer = bytes(len(node)) + pack_footer(KEY, NAME, [bytes(32)], [len(node)])
     refs = np.frombuffer(manifest.spaces[0].nodes, NODE_REF)
     return {
-        "log entry": _sealed(ENTRY_KIND, encode_entry(state, KEY).data, state, KEY, lambda data: decode_entry("n", 5, data, KEY)),
-        "snapshot page": _sealed(PAGE_KIND, encode_page([_record()] * 3, KEY).data, [_record()] * 3, KEY, lambda data: decode_page("n", data, KEY)),
-        "name list": _sealed(NAMES_KIND, names, bytes(17 * 9), KEY, lambda data: decode_names("n", data, KEY)),
-        "key slot": _sealed(KEY_KIND, encode_slot(slot).data, slot, _PUBLIC, partial(open_slot, "n")),
-        "configuration": _sealed(CONFIG_KIND, encode_config(config, KEYS).data, config, KEYS.config, lambda data: decode_config("n", data, KEYS)),
-        "heartbeat": _sealed(BEAT_KIND, encode_heartbeat(beat, KEY), beat, KEY, lambda data: decode_heartbeat("n", data, KEY)),
-        "manifest": _sealed(MANIFEST_KIND, encode_manifest(manifest, KEY).data, manifest, KEY, _whole_manifest),
-        "fingerprints": _sealed(HINTS_KIND, seal(HINTS_KIND, fingerprints, KEY).data, fingerprints, KEY, _fingerprints),
-        "working set": _sealed(HINTS_KIND, seal(HINTS_KIND, working, KEY).data, working, KEY, _working_set),
-        "index segment": Target(_segment(), lambda data: parse_segment("n", data, KEY), _segment(), _reseal_segment),
+        "log entry": _sealed(
+            ENTRY_KIND,
+            encode_entry(state, KEY).data,
+            state,
+            KEY,
+            lambda data: decode_entry("n", 5, data, KEY),
+        ),
+        "snapshot page": _sealed(
+            PAGE_KIND,
+            encode_page([_record()] * 3, KEY).data,
+            [_record()] * 3,
+            KEY,
+            lambda data: decode_page("n", data, KEY),
+        ),
+        "name list": _sealed(
+            NAMES_KIND, names, bytes(17 * 9), KEY, lambda data: decode_names("n", data, KEY)
+        ),
+        "key slot": _sealed(
+            KEY_KIND, encode_slot(slot).data, slot, _PUBLIC, partial(open_slot, "n")
+        ),
+        "configuration": _sealed(
+            CONFIG_KIND,
+            encode_config(config, KEYS).data,
+            config,
+            KEYS.config,
+            lambda data: decode_config("n", data, KEYS),
+        ),
+        "heartbeat": _sealed(
+            BEAT_KIND,
+            encode_heartbeat(beat, KEY),
+            beat,
+            KEY,
+            lambda data: decode_heartbeat("n", data, KEY),
+        ),
+        "manifest": _sealed(
+            MANIFEST_KIND, encode_manifest(manifest, KEY).data, manifest, KEY, _whole_manifest
+        ),
+        "fingerprints": _sealed(
+            HINTS_KIND, seal(HINTS_KIND, fingerprints, KEY).data, fingerprints, KEY, _fingerprints
+        ),
+        "working set": _sealed(
+            HINTS_KIND, seal(HINTS_KIND, working, KEY).data, working, KEY, _working_set
+        ),
+        "index segment": Target(
+            _segment(), lambda data: parse_segment("n", data, KEY), _segment(), _reseal_segment
+        ),
         "index filter": _filter(),
         "shard": _container(SHARD, _shard(), parse_footer),
         "node pack": _container(PACK, footer, parse_pack_footer),
         "node": Target(node, _parse_node, node[:-8], lambda data: data + codec.seal(data)),
         "node references": Target(refs.tobytes(), _refs, errors=(ValueError,)),
-        "names": Target(b"shards/00/" + b"0" * 32, _names, b"log/" + b"f" * 16, lambda data: data, ()),
+        "names": Target(
+            b"shards/00/" + b"0" * 32, _names, b"log/" + b"f" * 16, lambda data: data, ()
+        ),
         **{codec.name(number): _chunk(number) for number in (codec.LZ4, codec.ZSTD, *codec.BLOSC)},
         "patch": _delta(codec.PATCH),
         "xor": _delta(codec.XOR),
-    }  # fmt: skip
+    }
 
 
 class Fuzzer:
-    """Parses inputs; the first two bytes of one say by which parser, and whether digests are put right."""
+    """Parses inputs; the first two bytes of one say by which parser, and whether digests are put
+    right.
+    """
 
     def __init__(self) -> None:
         self.targets = targets()
@@ -382,7 +445,9 @@ _ODD = [
 
 
 def mutated(data: bytes, dice: np.random.Generator) -> bytes:
-    """``data`` with one to four changes behind its first two bytes: bits, odd numbers, cuts, copies, noise."""
+    """``data`` with one to four changes behind its first two bytes: bits, odd numbers, cuts,
+    copies, noise.
+    """
     out = bytearray(data)
     for kind in dice.integers(0, 7, dice.integers(1, 5)).tolist():
         # Half of the changes are near the beginning or the end, where headers and tails are.
@@ -410,14 +475,18 @@ def mutated(data: bytes, dice: np.random.Generator) -> bytes:
 
 
 def bound_memory() -> None:
-    """From now on, whoever allocates much more than there is meets a MemoryError, which no parser may raise."""
+    """From now on, whoever allocates much more than there is meets a MemoryError, which no parser
+    may raise.
+    """
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
 
 
 def run(inputs: int, seed: int) -> None:
-    """Parse so many mutated inputs; raises what ``Fuzzer.one`` does. For a process of its own: its memory is bounded for good."""
+    """Parse so many mutated inputs; raises what ``Fuzzer.one`` does. For a process of its own: its
+    memory is bounded for good.
+    """
     fuzzer, dice = Fuzzer(), np.random.default_rng(seed)
     corpus = fuzzer.corpus()
     for data in corpus:

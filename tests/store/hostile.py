@@ -1,6 +1,8 @@
-"""Objects that somebody who holds the key wrote to do harm: a small repository, changed at one place and sealed anew, and all that reads it.
+"""Objects that somebody who holds the key wrote to do harm: a small repository, changed at one
+place and sealed anew, and all that reads it.
 
-Every reader must end soon, in bounded memory, well or with an error of icecore's. Whoever adds a command that reads a repository adds a consumer.
+Every reader must end soon, in bounded memory, well or with an error of icecore's. Whoever adds a
+command that reads a repository adds a consumer.
 """
 
 from __future__ import annotations
@@ -78,9 +80,17 @@ from icecore.store.snapshot.writer import SnapshotWriter
 MEMORY_BYTES = 400 << 20
 SECONDS = 60
 _RUN = {
-    "name": "job", "command": ["run"], "cwd": "/", "isolation": {"pid": True, "ipc": True, "network": False, "root": False}, "binds": [],
-    "files": {name: f"/state/job/{name}" for name in ("stdout.log", "stderr.log", "status", "icecore-init")}, "init": "",
-}  # fmt: skip
+    "name": "job",
+    "command": ["run"],
+    "cwd": "/",
+    "isolation": {"pid": True, "ipc": True, "network": False, "root": False},
+    "binds": [],
+    "files": {
+        name: f"/state/job/{name}"
+        for name in ("stdout.log", "stderr.log", "status", "icecore-init")
+    },
+    "init": "",
+}
 _CUDA = {
     "driver": "580",
     "processes": {"1": {"gpus": ["GPU-1"], "contexts": {"GPU-1": 5}, "temporary": [[4096, 8192]]}},
@@ -105,7 +115,9 @@ def _pagemap(pages: int) -> bytes:
 
 @dataclass
 class World:
-    """A sound repository of two snapshots, as its objects, and the key. ``state`` is its newest entry, as plain values."""
+    """A sound repository of two snapshots, as its objects, and the key. ``state`` is its newest
+    entry, as plain values.
+    """
 
     objects: dict[str, bytes]
     keys: Keys
@@ -181,7 +193,9 @@ class World:
 
 
 def make_world(pagemap: bytes = b"") -> World:
-    """A repository of two snapshots, the second a little changed, of a process, a file and two images; it can be exported."""
+    """A repository of two snapshots, the second a little changed, of a process, a file and two
+    images; it can be exported.
+    """
     dice = np.random.default_rng(7)
     pages = [dice.bytes(PAGE) for _ in range(CELL_PAGES)]
     bitmap = np.zeros(CELL_PAGES, np.bool_)
@@ -209,8 +223,9 @@ def make_world(pagemap: bytes = b"") -> World:
                 if turn:
                     changed[3] = b"\5" + changed[3][1:]
                 process = [
-                    np.array([stored(0, 0, b"".join(changed), few)], CELL), np.array([stored(1, 0, b"".join(pages[20:40]), few)], CELL),
-                ]  # fmt: skip
+                    np.array([stored(0, 0, b"".join(changed), few)], CELL),
+                    np.array([stored(1, 0, b"".join(pages[20:40]), few)], CELL),
+                ]
                 regions = [
                     Region(0x10000, 20 * PAGE, 0x10000),
                     Region(0x400000, 20 * PAGE, 0x400000),
@@ -223,9 +238,23 @@ def make_world(pagemap: bytes = b"") -> World:
                 content = np.array([stored(3, 0, b"".join(pages[40:60]), few)], CELL)
                 spaces = [
                     writer.put_map("process", "1", 0, regions, process, spaces[0]),
-                    writer.put_map("image", "pagemap-1.img", len(map_bytes), [Region(0, size, 0, kind="image")], [image], spaces[1]),
-                    writer.put_map("file", "/tmp/file", 20 * PAGE, [Region(0, 20 * PAGE, 0, kind="file")], [content], spaces[2]),
-                ]  # fmt: skip
+                    writer.put_map(
+                        "image",
+                        "pagemap-1.img",
+                        len(map_bytes),
+                        [Region(0, size, 0, kind="image")],
+                        [image],
+                        spaces[1],
+                    ),
+                    writer.put_map(
+                        "file",
+                        "/tmp/file",
+                        20 * PAGE,
+                        [Region(0, 20 * PAGE, 0, kind="file")],
+                        [content],
+                        spaces[2],
+                    ),
+                ]
                 prints = Fingerprints(
                     np.array([0x10000, 0x400000], np.uint64),
                     np.zeros(2, "V16"),
@@ -235,11 +264,27 @@ def make_world(pagemap: bytes = b"") -> World:
                     "lineage", encode_fingerprints({"process:1": prints})
                 )
                 manifest = Manifest(
-                    1, new_snapshot_id(), "job", "lineage", made[-1] if made else "", time.time_ns(), "host", "test", 1,
-                    [Process(1, 4711, 0, 1, 1, 1, ["run"], "/bin/run", 0)], [space for space in spaces if space is not None], [],
-                    Requirements("x86_64", "6.1", "4.1.1", pids=[], ports=["127.0.0.1:1"], devices=[]), Namespaces(pid=True), [],
-                    hints=hints, hints_digest=digest.hex(), extra={"run": json.dumps(_RUN)},
-                )  # fmt: skip
+                    1,
+                    new_snapshot_id(),
+                    "job",
+                    "lineage",
+                    made[-1] if made else "",
+                    time.time_ns(),
+                    "host",
+                    "test",
+                    1,
+                    [Process(1, 4711, 0, 1, 1, 1, ["run"], "/bin/run", 0)],
+                    [space for space in spaces if space is not None],
+                    [],
+                    Requirements(
+                        "x86_64", "6.1", "4.1.1", pids=[], ports=["127.0.0.1:1"], devices=[]
+                    ),
+                    Namespaces(pid=True),
+                    [],
+                    hints=hints,
+                    hints_digest=digest.hex(),
+                    extra={"run": json.dumps(_RUN)},
+                )
                 made.append(writer.commit(manifest))
                 spaces = [*spaces, None]
         loop.run(workingset.remember(repository, "lineage", made[1], [(1, 0x10000)]))
@@ -249,7 +294,7 @@ def make_world(pagemap: bytes = b"") -> World:
     return world.copy()
 
 
-# -- what reads -------------------------------------------------------------------------------------------------------
+# -- what reads
 
 
 class Reading:
@@ -390,7 +435,8 @@ def consume(world: World, what: str = "") -> dict[str, str]:
     """Let everything read a world; what each said: the error, or nothing.
 
     Raises:
-        AssertionError: One ended with an error of its own mistake, took too long, or too much memory.
+        AssertionError: One ended with an error of its own mistake, took too long, or too much
+            memory.
     """
     said: dict[str, str] = {}
     signal.signal(signal.SIGALRM, _late)
@@ -448,7 +494,7 @@ def consume(world: World, what: str = "") -> dict[str, str]:
     return said
 
 
-# -- what is changed --------------------------------------------------------------------------------------------------
+# -- what is changed
 
 _INTS = [
     0,
@@ -469,8 +515,22 @@ _INTS = [
     -(1 << 63),
 ]
 _TEXTS = [
-    "", "/", "..", "../../etc/shadow", "/../x", "a\0b", "\x1b[31m", "pages-1.img", "x" * 5000, "1e9", "-1", "9" * 20, "\n", "config", "keys/00000000",
-]  # fmt: skip
+    "",
+    "/",
+    "..",
+    "../../etc/shadow",
+    "/../x",
+    "a\0b",
+    "\x1b[31m",
+    "pages-1.img",
+    "x" * 5000,
+    "1e9",
+    "-1",
+    "9" * 20,
+    "\n",
+    "config",
+    "keys/00000000",
+]
 _FLOATS = [float("nan"), float("inf"), -1.0, 1e308]
 
 
@@ -666,13 +726,23 @@ def _config(world: World, dice: np.random.Generator) -> None:
 
 
 MUTATIONS: dict[str, Callable[[World, np.random.Generator], None]] = {
-    "log entry": _entry, "snapshot page": _page, "manifest": _manifest, "extra": _extra, "node": _node, "shard": _shard, "index segment": _segment,
-    "fingerprints": _fingerprints, "working set": _working_set, "configuration": _config,
-}  # fmt: skip
+    "log entry": _entry,
+    "snapshot page": _page,
+    "manifest": _manifest,
+    "extra": _extra,
+    "node": _node,
+    "shard": _shard,
+    "index segment": _segment,
+    "fingerprints": _fingerprints,
+    "working set": _working_set,
+    "configuration": _config,
+}
 
 
 def bound() -> None:
-    """Bound this process's address space, so that whoever allocates far too much meets a MemoryError."""
+    """Bound this process's address space, so that whoever allocates far too much meets a
+    MemoryError.
+    """
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (3 << 30), now + (3 << 30)))

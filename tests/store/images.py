@@ -1,4 +1,6 @@
-"""Invented memory for the tests of the store: data of several kinds, images that change from generation to generation, and a repository to keep them."""
+"""Invented memory for the tests of the store: data of several kinds, images that change from
+generation to generation, and a repository to keep them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def bitmap(pages: list[int]) -> bytes:
 
 
 def make_data(kind: str, pages: int, seed: int = 0) -> bytes:
-    """``pages`` pages of random bytes, float32 weights, bfloat16 weights, text, heap-like words, or zeros."""
+    """``pages`` pages of random bytes, float32 weights, bfloat16 weights, text, heap-like words, or
+    zeros.
+    """
     random = np.random.default_rng(seed)
     length = pages * PAGE
     if kind == "random":

@@ -1,4 +1,6 @@
-"""Small real snapshots for the tests of the control plane: cells of one page, written through shards, maps, manifest and session as large ones are."""
+"""Small real snapshots for the tests of the control plane: cells of one page, written through
+shards, maps, manifest and session as large ones are.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ CHEAP = Cost(64, 1, 1)
 
 
 def page(value: int) -> bytes:
-    """The data page of a cell whose content is ``value``: incompressible, so that shards have a size."""
+    """The data page of a cell whose content is ``value``: incompressible, so that shards have a
+    size.
+    """
     return np.random.default_rng(value).bytes(PAGE)
 
 
@@ -63,7 +67,9 @@ async def put(
     tags: list[str] | None = None,
     created_ns: int | None = None,
 ) -> tuple[SnapshotRecord, Records | None]:
-    """Store everything of a snapshot but its commit; ``content`` not found through the index or the base goes into one new shard."""
+    """Store everything of a snapshot but its commit; ``content`` not found through the index or the
+    base goes into one new shard.
+    """
     size = PAGE + overhead(repository.keys.chunk)
     builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * size)))
     ids = {
@@ -123,11 +129,24 @@ async def put(
     from icecore.store.format.manifest import Space
 
     manifest = Manifest(
-        format=1, snapshot=new_snapshot_id(), job=job, lineage=job, parent=session.base.snapshot if session.base else "",
-        created_ns=created_ns or time.time_ns(), host="host", writer="test", root_pid=1, processes=[],
-        spaces=[Space("process", "1", 0, [region], nodes)], files=[], requirements=Requirements("x86_64", "6", "4"),
-        namespaces=Namespaces(), criu_options=[], tags=tags or [], sizes=Sizes(),
-    )  # fmt: skip
+        format=1,
+        snapshot=new_snapshot_id(),
+        job=job,
+        lineage=job,
+        parent=session.base.snapshot if session.base else "",
+        created_ns=created_ns or time.time_ns(),
+        host="host",
+        writer="test",
+        root_pid=1,
+        processes=[],
+        spaces=[Space("process", "1", 0, [region], nodes)],
+        files=[],
+        requirements=Requirements("x86_64", "6", "4"),
+        namespaces=Namespaces(),
+        criu_options=[],
+        tags=tags or [],
+        sizes=Sizes(),
+    )
     identity = random_id()
     name = object_name("manifest", identity)
     sealed = encode_manifest(manifest, repository.keys.manifest, name)
@@ -175,7 +194,9 @@ async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[i
 
 
 async def _waiting(repository: Repository, work: Callable[[], T]) -> T:
-    """Do ``work``, which reads: where reads go through this loop, another thread has to be the one that waits for them."""
+    """Do ``work``, which reads: where reads go through this loop, another thread has to be the one
+    that waits for them.
+    """
     return work() if repository.backend.direct else await asyncio.to_thread(work)
 
 

@@ -1,4 +1,6 @@
-"""Everything that changes a repository, for the tests that break it off at every store call. What is new is added to OPERATIONS."""
+"""Everything that changes a repository, for the tests that break it off at every store call. What
+is new is added to OPERATIONS.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ async def unlocked(backend: Backend) -> Repository:
 
 
 class Scene:
-    """A repository with some history: a sparse shard, a forgotten snapshot, two that stay, hints of a lineage that is gone.
+    """A repository with some history: a sparse shard, a forgotten snapshot, two that stay, hints of
+    a lineage that is gone.
 
     Attributes:
         objects: The repository's.
@@ -128,7 +131,9 @@ async def harm(scene: Scene) -> None:
 
 
 async def make_replica(scene: Scene) -> None:
-    """A replica with a snapshot of its own, other marks, and one less: what it brought here once and forgot."""
+    """A replica with a snapshot of its own, other marks, and one less: what it brought here once
+    and forgot.
+    """
     here = await unlocked(MemoryBackend(scene.objects))
     there = await Repository.create(
         MemoryBackend(scene.far),
@@ -162,7 +167,8 @@ class Operation:
         run: Does it.
         before: Makes what it needs.
         encrypted: Whether the scene is.
-        harm: Done to the scene's objects before; then only what still reads afterwards has to go on reading.
+        harm: Done to the scene's objects before; then only what still reads afterwards has to go on
+            reading.
         finish: What another process does after a crash, before all has to be sound.
         heals: Whether ``finish`` brings back everything that was harmed.
     """
@@ -237,7 +243,9 @@ async def change_keys(repository: Repository, scene: Scene) -> object:
 
 
 async def keys_changed(repository: Repository, scene: Scene) -> None:
-    """One of the two passphrases opens it, and so it stays when the next change comes and tidies up."""
+    """One of the two passphrases opens it, and so it stays when the next change comes and tidies
+    up.
+    """
     keys, works = repository.keys, []
     edit = partial(
         slots.add, secret=keys.secret, passphrase=b"the third of them", label="third", cost=CHEAP
@@ -323,7 +331,8 @@ async def prepared_for_all() -> Scene:
 async def aftermath(
     backend: MemoryBackend, scene: Scene, operation: Operation, before: set[str]
 ) -> None:
-    """Another process comes and cleans up; all that was committed reads back, and nothing is left over.
+    """Another process comes and cleans up; all that was committed reads back, and nothing is left
+    over.
 
     Args:
         before: Snapshots that read back before the operation.

@@ -1,4 +1,6 @@
-"""Reading ahead: the right bytes for threads in any order, fewer and larger requests where reads follow each other, none where they do not."""
+"""Reading ahead: the right bytes for threads in any order, fewer and larger requests where reads
+follow each other, none where they do not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every back end passes the public conformance suite; what only a directory can get wrong is tested here."""
+"""Every back end passes the public conformance suite; what only a directory can get wrong is tested
+here.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ class TestWrapped(TestMemory):
 
 
 class TestCached(TestMemory):
-    """Every object is kept, in a folder that is too small for a large one; each client shares it with the others."""
+    """Every object is kept, in a folder that is too small for a large one; each client shares it
+    with the others.
+    """
 
     @pytest.fixture(autouse=True)
     def _blocks(self, tmp_path: Path) -> None:
@@ -196,7 +200,9 @@ def test_what_is_forbidden_is_certain(
 def test_what_has_its_name_is_not_denied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The object is there, only its folder could not be synced: neither full nor forbidden, as both would say that it is not there."""
+    """The object is there, only its folder could not be synced: neither full nor forbidden, as both
+    would say that it is not there.
+    """
     backend = LocalBackend(tmp_path)
     asyncio.run(backend.create("a/first", [b"data"]))
 
@@ -316,7 +322,9 @@ class Liar(MemoryBackend):
 
 
 class LooksFirst(MemoryBackend):
-    """An object store that looks whether the name is taken, and then writes: right in sequence, wrong in a race."""
+    """An object store that looks whether the name is taken, and then writes: right in sequence,
+    wrong in a race.
+    """
 
     async def create(self, name: str, parts: object) -> None:
         if name in self.objects:

@@ -1,4 +1,6 @@
-"""Maps: records go into nodes and come back; a node that is not what its reference says is damage, and named; many small regions are quick."""
+"""Maps: records go into nodes and come back; a node that is not what its reference says is damage,
+and named; many small regions are quick.
+"""
 
 from __future__ import annotations
 
@@ -241,7 +243,9 @@ def test_a_parents_references_that_cannot_be_are_damage() -> None:
 
 
 def test_many_small_regions_are_quick() -> None:
-    """20 000 regions of one cell each, as a process with that many VMAs has; the bound is ten times what it takes."""
+    """20 000 regions of one cell each, as a process with that many VMAs has; the bound is ten times
+    what it takes.
+    """
     records = [records_of([0], seed) for seed in range(20_000)]
     started = time.process_time()
     maps = MapWriter(KEYS)

@@ -1,4 +1,6 @@
-"""Damage to any object, of any kind, is found and named, with the snapshots that suffer from it, and a restore from them fails clean."""
+"""Damage to any object, of any kind, is found and named, with the snapshots that suffer from it,
+and a restore from them fails clean.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +198,8 @@ def test_log_entries_that_are_missing() -> None:
         assert [(damage.kind, damage.name) for damage in report.damages] == [
             ("log entry", names[5])
         ]
-        # Without its newest entries it is an older state: to a client that has seen more, that is a rollback; the check finds what it can.
+        # Without its newest entries it is an older state: to a client that has seen more, that is a
+        # rollback; the check finds what it can.
         for name in names[:5]:
             del backend.objects[name]
         assert (await check(await Repository.open(backend))).damages

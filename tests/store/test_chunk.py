@@ -1,4 +1,6 @@
-"""Chunk ids, page alignment and deltas: a chunk comes back from its base and what differs, whatever pages either has."""
+"""Chunk ids, page alignment and deltas: a chunk comes back from its base and what differs, whatever
+pages either has.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every stored form gives back what went in, into a buffer of the caller's; whatever is wrong with the stored bytes is a ValueError, never more."""
+"""Every stored form gives back what went in, into a buffer of the caller's; whatever is wrong with
+the stored bytes is a ValueError, never more.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def sealed(body: bytes) -> bytes:
 
 
 def test_bombs_are_refused_by_their_headers() -> None:
-    """Bytes with a right digest whose headers promise more than the chunk has: written by an enemy, not by accident."""
+    """Bytes with a right digest whose headers promise more than the chunk has: written by an enemy,
+    not by accident.
+    """
     bomb = bytes(64 << 20)
     frame = zstandard.ZstdCompressor().compress(bomb)
     with pytest.raises(ValueError, match="not of 4096 bytes"):

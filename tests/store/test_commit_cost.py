@@ -23,11 +23,21 @@ def synthetic(count: int) -> list[SnapshotRecord]:
     """Records as real ones are: nothing in them compresses but what is equal."""
     return [
         SnapshotRecord(
-            new_snapshot_id(), "training-job", "ab" * 16, secrets.token_hex(16), time.time_ns(),
-            f"snapshots/{secrets.token_hex(16)}", 4000 + number, secrets.token_bytes(32), number << 20, number << 16, number << 18, 1.5,
+            new_snapshot_id(),
+            "training-job",
+            "ab" * 16,
+            secrets.token_hex(16),
+            time.time_ns(),
+            f"snapshots/{secrets.token_hex(16)}",
+            4000 + number,
+            secrets.token_bytes(32),
+            number << 20,
+            number << 16,
+            number << 18,
+            1.5,
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 async def fill(repository: Repository, records: list[SnapshotRecord]) -> None:
@@ -47,7 +57,9 @@ async def filled(count: int) -> AsyncIterator[tuple[MemoryBackend, list[Snapshot
 
 
 async def cost(backend: MemoryBackend, commits: int) -> tuple[float, float, int]:
-    """Requests and bytes written per commit (session and snapshot included), and the most requests of one."""
+    """Requests and bytes written per commit (session and snapshot included), and the most requests
+    of one.
+    """
     repository, faulty = await reopened(backend)
     await take(repository, {1: 1})  # the first reads what an open repository knows
     most = total = 0
@@ -69,7 +81,8 @@ def test_commit_cost_is_flat() -> None:
                 costs[count] = await cost(backend, 96)
         requests = [cost[0] for cost in costs.values()]
         assert max(requests) <= min(requests) * 1.15, costs
-        # BEGIN's entry, manifest, segment, COMMIT's entry, a look at their anchor: five, and the shard and the nodes; pages and merges now and then.
+        # BEGIN's entry, manifest, segment, COMMIT's entry, a look at their anchor: five, and the
+        # shard and the nodes; pages and merges now and then.
         assert max(requests) <= 7.2, costs
         sizes = [cost[1] for cost in costs.values()]
         assert max(sizes) <= min(sizes) * 1.25, costs

@@ -1,4 +1,6 @@
-"""Real snapshots with deltas through the writer, then forgotten, compacted, collected and checked: every byte of those that stay is the same."""
+"""Real snapshots with deltas through the writer, then forgotten, compacted, collected and checked:
+every byte of those that stay is the same.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def test_deltas_survive_their_shards(here: Place, tmp_path: Path) -> None:
 
 def test_nothing_is_compacted_twice(here: Place) -> None:
     first = here.take(image(6, "heap", seed=1))
-    # Of another kind: deltas, which are tried by how long they take, would keep the first one's cells alive.
+    # Of another kind: deltas, which are tried by how long they take, would keep the first one's
+    # cells alive.
     content = image(6, "heap", seed=1) | image(4, "bfloat16", seed=2)
     second = here.take(content, first)
     assert not (second.records["place"]["codec"] & codec.DELTA).any()
@@ -118,7 +121,9 @@ def test_a_shard_with_a_damaged_chunk_stays_as_it_is(here: Place, tmp_path: Path
 
 
 def test_a_compaction_that_cannot_write_leaves_nothing(here: Place, tmp_path: Path) -> None:
-    """Each time it writes to a shard, or publishes one, that fails: what was there stays, and nothing is left of what was begun."""
+    """Each time it writes to a shard, or publishes one, that fails: what was there stays, and
+    nothing is left of what was begun.
+    """
     content = image(12, "random", seed=1)
     first = here.take(content | image(20, "random", seed=2) | content)
     second = here.take(content, first)
@@ -163,7 +168,9 @@ async def _sizes(repository: Repository) -> dict[tuple[Kind, bytes], int]:
 
 
 def test_deltas_whose_base_has_gone_are_stored_anew(here: Place, tmp_path: Path) -> None:
-    """The base's snapshot is forgotten: of a cell's deltas the newest becomes full, the others deltas of it, and a base with one delta left just goes."""
+    """The base's snapshot is forgotten: of a cell's deltas the newest becomes full, the others
+    deltas of it, and a base with one delta left just goes.
+    """
     contents = [image(6, "heap", seed=1)]
     taken = [here.take(contents[0], objective=THRIFTY)]
     for step, cells in enumerate(([0, 1, 2], [1, 2], [2])):

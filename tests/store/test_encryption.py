@@ -1,4 +1,6 @@
-"""Encrypted repositories: without the key nothing is told but names and sizes, and nothing that was put elsewhere, cut, replayed or planted is believed."""
+"""Encrypted repositories: without the key nothing is told but names and sizes, and nothing that was
+put elsewhere, cut, replayed or planted is believed.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,12 @@ def giving(passphrase: bytes = PASSPHRASE) -> Callable[[], bytes]:
 
 async def made(backend: MemoryBackend, **more: object) -> Repository:
     return await Repository.create(
-        backend, Parameters(shard_bytes=1 << 18), passphrase=giving(), cost=CHEAP, **more  # type: ignore[arg-type]
-    )  # fmt: skip
+        backend,
+        Parameters(shard_bytes=1 << 18),
+        passphrase=giving(),
+        cost=CHEAP,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 async def filled() -> tuple[MemoryBackend, dict[str, dict[int, int]]]:
@@ -117,7 +123,9 @@ def test_a_whole_life_and_nothing_in_the_clear() -> None:
 
 
 def test_no_key_and_nonce_meet_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever fails while shards are written: the same place of the same shard never gets two different chunks."""
+    """Whatever fails while shards are written: the same place of the same shard never gets two
+    different chunks.
+    """
     used: set[tuple[bytes, bytes]] = set()
     here = threading.local()
     real_key, real_mode, real_cipher = cipher.AES256, cipher.GCM, cipher.Cipher
@@ -167,7 +175,9 @@ def test_no_key_and_nonce_meet_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("harm", ["cut", "halved", "swapped", "flipped"])
 def test_no_harmed_object_is_believed(harm: str) -> None:
-    """Every object in turn is cut, takes the place of another of its kind, or has a bit flipped: it is named, or what is read is right."""
+    """Every object in turn is cut, takes the place of another of its kind, or has a bit flipped: it
+    is named, or what is read is right.
+    """
 
     async def body() -> None:
         backend, contents = await filled()
@@ -259,7 +269,9 @@ def test_pieces_and_wholes_open_only_where_they_belong() -> None:
 
 
 def test_what_is_not_encrypted_is_refused_even_with_a_right_digest() -> None:
-    """A writer who somehow had the digest key alone could not make clients read plain objects, and the reverse."""
+    """A writer who somehow had the digest key alone could not make clients read plain objects, and
+    the reverse.
+    """
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -275,7 +287,9 @@ def test_what_is_not_encrypted_is_refused_even_with_a_right_digest() -> None:
 
 
 def test_a_replicas_log_is_not_anothers() -> None:
-    """Replicas share the master secret and most objects, not the log: one's entry in the place of the other's is refused."""
+    """Replicas share the master secret and most objects, not the log: one's entry in the place of
+    the other's is refused.
+    """
 
     async def body() -> None:
         here, there = MemoryBackend(), MemoryBackend()
@@ -312,7 +326,8 @@ def test_rollback_is_noticed_by_who_saw_more() -> None:
         seen = await Repository.open(backend, passphrase=giving(), watermark=watermark)
         with pytest.raises(RollbackDetected):
             await seen.snapshots()
-        # A client that never saw more can only believe what it is shown; the newest entry alone, put back, is noticed by its predecessor's digest.
+        # A client that never saw more can only believe what it is shown; the newest entry alone,
+        # put back, is noticed by its predecessor's digest.
         assert await listed(await Repository.open(backend, passphrase=giving())) == [first]
         last = max(
             name for name in before if name.startswith("log/")
@@ -327,7 +342,7 @@ def test_rollback_is_noticed_by_who_saw_more() -> None:
     asyncio.run(body())
 
 
-# -- passphrases ------------------------------------------------------------------------------------------------------
+# -- passphrases
 
 
 def test_slots_are_added_removed_and_rotated() -> None:
@@ -384,7 +399,9 @@ def test_slots_are_added_removed_and_rotated() -> None:
 
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
-    """Afterwards the old passphrases open it or the new ones do, and the next change leaves one object."""
+    """Afterwards the old passphrases open it or the new ones do, and the next change leaves one
+    object.
+    """
 
     async def body() -> None:
         whole = MemoryBackend()
@@ -463,7 +480,8 @@ def test_lost_replies_and_races_of_key_changes() -> None:
         for n in range(4):
             await Repository.open(backend, passphrase=giving(b"passphrase %d" % n))
 
-        # One that slept while its number was taken, followed and given up: its change is made again, and nobody's is lost.
+        # One that slept while its number was taken, followed and given up: its change is made
+        # again, and nobody's is lost.
         slept = False
 
         def sleepily(now: slots.Slots) -> slots.Slots:
@@ -550,7 +568,9 @@ _VALUES = st.recursive(
 def test_whatever_stands_in_a_key_object_is_a_named_error(
     fields: dict[str, object], method: str, tail: bytes
 ) -> None:
-    """Its digest guards against accidents only: anybody who can write to the store writes what he likes there."""
+    """Its digest guards against accidents only: anybody who can write to the store writes what he
+    likes there.
+    """
     real = msgspec.to_builtins(
         slots.new_slots("0" * 32, bytes(32), PASSPHRASE, "label", CHEAP), builtin_types=[bytes]
     )

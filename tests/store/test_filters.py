@@ -1,4 +1,6 @@
-"""Filters of index segments: no entry is ever denied, few others are let through, and a filter that is damaged, foreign or missing costs reads only."""
+"""Filters of index segments: no entry is ever denied, few others are let through, and a filter that
+is damaged, foreign or missing costs reads only.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_what_is_in_is_let_through_and_nearly_nothing_else(key: bytes) -> None:
 def test_sets_of_filters_are_the_filters_by_themselves(
     spans: list[tuple[int, int, int]], seed: int
 ) -> None:
-    """Whatever the ranges, and whichever fit the budget: each id's candidates are in order, and no segment that has it is missing."""
+    """Whatever the ranges, and whichever fit the budget: each id's candidates are in order, and no
+    segment that has it is missing.
+    """
     refs, held = [], []
     for number, (bits, prefix, count) in enumerate(spans):
         bits, prefix = (bits, prefix % (1 << bits)) if bits else (0, 0)
@@ -234,7 +238,8 @@ def test_what_lies_together_is_found_together(direct: bool) -> None:
             and not found[2000:].any()
             and (got[:2000] == places[3000:5000]).all()
         )
-        # One filter, one head, 20 shards with their size and footer, some blocks: not the 2000 that were asked for.
+        # One filter, one head, 20 shards with their size and footer, some blocks: not the 2000 that
+        # were asked for.
         assert len(faulty.calls) < 120
         faulty.calls.clear()
         for at in range(7000, 7100):
@@ -252,7 +257,9 @@ def test_what_lies_together_is_found_together(direct: bool) -> None:
 
 
 def test_neighbours_in_condemned_or_unreadable_shards() -> None:
-    """A shard to be avoided has no neighbours, and one whose footer cannot be read is still found through the index."""
+    """A shard to be avoided has no neighbours, and one whose footer cannot be read is still found
+    through the index.
+    """
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -324,7 +331,8 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(
             entries = np.concatenate([await index.entries_of(ref) for ref in refs])
             found, _ = await asyncio.to_thread(index.lookup, entries["chunk"])
             assert found.all() and len(entries) == 40
-        # One that is damaged, or denies what is there, is found and removed; the collector makes it anew.
+        # One that is damaged, or denies what is there, is found and removed; the collector makes it
+        # anew.
         good = backend.objects[filter_name(refs[0].id)]
         empty = encode_filter(
             np.zeros((refs[0].count, 32), np.uint8), refs[0], repository.keys.segment, ""

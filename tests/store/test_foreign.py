@@ -1,4 +1,6 @@
-"""What somebody plants among the objects of a repository in a directory: it is skipped and told of; nothing hangs, and nothing outside is touched."""
+"""What somebody plants among the objects of a repository in a directory: it is skipped and told of;
+nothing hangs, and nothing outside is touched.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,29 @@ def folder(path: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    "FIFO": fifo, "socket": bound, "/dev/zero": to_zero, "/etc/shadow": to_shadow, "dangling": dangling, "directory": folder,
-}  # fmt: skip
+    "FIFO": fifo,
+    "socket": bound,
+    "/dev/zero": to_zero,
+    "/etc/shadow": to_shadow,
+    "dangling": dangling,
+    "directory": folder,
+}
 HEX = "ab" * 16
 PLACES = [
-    "config", "keys/00000000", "keys/00000001", log_name(1), log_name(9), f"sessions/{HEX}/{1:016x}", f"hints/job/{HEX}", f"filters/{HEX}",
-    *(object_name(kind, bytes.fromhex(HEX)) for kind in ("shard", "nodes", "manifest", "segment", "page")), f"probe/{HEX}",
-]  # fmt: skip
+    "config",
+    "keys/00000000",
+    "keys/00000001",
+    log_name(1),
+    log_name(9),
+    f"sessions/{HEX}/{1:016x}",
+    f"hints/job/{HEX}",
+    f"filters/{HEX}",
+    *(
+        object_name(kind, bytes.fromhex(HEX))
+        for kind in ("shard", "nodes", "manifest", "segment", "page")
+    ),
+    f"probe/{HEX}",
+]
 
 
 def sparse(path: bytes) -> None:
@@ -86,8 +104,10 @@ def test_no_object_is_read_through_something_else(tmp_path: Path, kind: str) -> 
         await backend.create("a/b", [b"data"])
         KINDS[kind](tmp_path / "a" / "c")
         for work in (
-            lambda: backend.get("a/c"), lambda: backend.size("a/c"), lambda: backend.get_into("a/c", 0, memoryview(bytearray(4))),
-        ):  # fmt: skip
+            lambda: backend.get("a/c"),
+            lambda: backend.size("a/c"),
+            lambda: backend.get_into("a/c", 0, memoryview(bytearray(4))),
+        ):
             with pytest.raises((Damaged, StoreError)) as caught:
                 await patiently(work())
             assert "a/c" in str(caught.value)
@@ -122,10 +142,12 @@ def test_what_is_planted_is_skipped_and_told_of(tmp_path: Path, kind: str, place
             assert place in ("config", key_name(0), key_name(1)), error
             opened = repository
         works = [
-            lambda: read(opened, snapshot), opened.snapshots, lambda: stats(opened),
+            lambda: read(opened, snapshot),
+            opened.snapshots,
+            lambda: stats(opened),
             lambda: gc.Collector(opened, gc.Options()).plan(),
             lambda: take(opened, {0: 3}, snapshot),
-        ]  # fmt: skip
+        ]
         for work in works:
             try:
                 await patiently(work())
@@ -145,8 +167,27 @@ def test_what_is_planted_is_skipped_and_told_of(tmp_path: Path, kind: str, place
     asyncio.run(body())
 
 
-ODD = ["keys/zzzz", "keys/0000000g", "keys/٠٠٠٠٠٠٠٠", "keys/+0000001", "keys/UPPER", "keys/a b", "keys/\x1b[31m", "keys/\udcff", "shards/ab/x", "shards/AB",
-       "log/zzzz", "log/0", "sessions/x", "sessions/w/y", "filters/x", "index/x", "nodes/../../x", "snapshots/x\n", "hints/ODD"]  # fmt: skip
+ODD = [
+    "keys/zzzz",
+    "keys/0000000g",
+    "keys/٠٠٠٠٠٠٠٠",
+    "keys/+0000001",
+    "keys/UPPER",
+    "keys/a b",
+    "keys/\x1b[31m",
+    "keys/\udcff",
+    "shards/ab/x",
+    "shards/AB",
+    "log/zzzz",
+    "log/0",
+    "sessions/x",
+    "sessions/w/y",
+    "filters/x",
+    "index/x",
+    "nodes/../../x",
+    "snapshots/x\n",
+    "hints/ODD",
+]
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

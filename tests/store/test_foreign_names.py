@@ -1,4 +1,6 @@
-"""Names that are not UTF-8 in objects of a repository: they come back exactly, in a format that older readers refuse; all other manifests are as they were."""
+"""Names that are not UTF-8 in objects of a repository: they come back exactly, in a format that
+older readers refuse; all other manifests are as they were.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,23 @@ def manifest(name: str) -> Manifest:
     )
     process = Process(1, 2, 0, 1, 1, 1, ["/bin/x", name, ""], f"/bin/{name}", 0)
     return Manifest(
-        format=1, snapshot="0" * 32, job="job", lineage="1" * 32, parent="", created_ns=1, host="host", writer="test", root_pid=1,
-        processes=[process], spaces=[Space("file", f"/{name}", 3, [Region(0, 4096, 0, kind="file", name=f"/{name}")])], files=[file],
-        requirements=Requirements("x86_64", "6", "4"), namespaces=Namespaces(), criu_options=["--shell-job"], extra={"imported": name},
-    )  # fmt: skip
+        format=1,
+        snapshot="0" * 32,
+        job="job",
+        lineage="1" * 32,
+        parent="",
+        created_ns=1,
+        host="host",
+        writer="test",
+        root_pid=1,
+        processes=[process],
+        spaces=[Space("file", f"/{name}", 3, [Region(0, 4096, 0, kind="file", name=f"/{name}")])],
+        files=[file],
+        requirements=Requirements("x86_64", "6", "4"),
+        namespaces=Namespaces(),
+        criu_options=["--shell-job"],
+        extra={"imported": name},
+    )
 
 
 def body(sealed: bytes) -> dict[str, object]:
@@ -93,7 +108,9 @@ def test_an_older_reader_refuses_it_by_its_version() -> None:
 
 
 def test_an_escape_means_nothing_in_the_plain_format() -> None:
-    """Whoever writes an escaped name into a manifest of format 1 gets the name that he wrote, and no other path."""
+    """Whoever writes an escaped name into a manifest of format 1 gets the name that he wrote, and
+    no other path.
+    """
     hostile = "\0/etc/\\xff"
     plain = msgspec.structs.replace(manifest("x"), extra={"imported": hostile})
     assert (

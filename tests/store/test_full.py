@@ -1,4 +1,6 @@
-"""A repository on a file system without a free byte: what it keeps in reserve lets readers read, and lets others free space. A tmpfs of our own."""
+"""A repository on a file system without a free byte: what it keeps in reserve lets readers read,
+and lets others free space. A tmpfs of our own.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,9 @@ def test_readers_leave_some_of_it(place: Path) -> None:
 
 
 def test_what_is_forgotten_is_freed(place: Path) -> None:
-    """Forget, collect, with shards that would be rewritten if there were room; then all is as it was."""
+    """Forget, collect, with shards that would be rewritten if there were room; then all is as it
+    was.
+    """
 
     async def body() -> None:
         told: list[Event] = []

@@ -1,4 +1,6 @@
-"""Every parser with very many inputs, in a process whose memory is bounded: no crash, no boundless allocation, always a named error."""
+"""Every parser with very many inputs, in a process whose memory is bounded: no crash, no boundless
+allocation, always a named error.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ atheris.Fuzz()
 def run(script: str, seconds: float, folder: Path) -> str:
     """Run a script in a process of its own; its output."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script], cwd=folder, stdin=subprocess.DEVNULL, text=True, timeout=seconds,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", script],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=seconds,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 

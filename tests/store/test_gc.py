@@ -1,4 +1,6 @@
-"""The collector deletes what nothing reaches and nothing else: forgotten snapshots, remains of dead writers, sparse shards, beside open sessions."""
+"""The collector deletes what nothing reaches and nothing else: forgotten snapshots, remains of dead
+writers, sparse shards, beside open sessions.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
 
 
 def test_what_snapshots_have_in_common_is_read_once() -> None:
-    """Also by those that are marked at the same time; and if one of them cannot be read, nothing counts as marked."""
+    """Also by those that are marked at the same time; and if one of them cannot be read, nothing
+    counts as marked.
+    """
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -133,7 +137,8 @@ def test_an_open_session_keeps_what_it_may_use() -> None:
         assert result.deleted == 0
         assert reader.base is not None
         assert await read(repository, reader.base) == A
-        # The writer began before anything was condemned: it may reuse the forgotten snapshot's chunks.
+        # The writer began before anything was condemned: it may reuse the forgotten snapshot's
+        # chunks.
         record, entries = await put(repository, writer, A)
         assert entries is None
         await writer.commit(record, entries)
@@ -271,7 +276,9 @@ def test_pinned_snapshots_are_not_forgotten() -> None:
 
 
 def test_two_collectors_and_a_commit_in_one_entry() -> None:
-    """Transactions of one process share an entry: a commit that is carried with the collector's is not overlooked."""
+    """Transactions of one process share an entry: a commit that is carried with the collector's is
+    not overlooked.
+    """
 
     async def body() -> None:
         repository = await Repository.create(MemoryBackend())

@@ -1,7 +1,9 @@
-"""The collector's rules as a small model, and every interleaving of two writers, a reader and two collectors, with forgetting, fencing and crashes in between.
+"""The collector's rules as a small model, and every interleaving of two writers, a reader and two
+collectors, with forgetting, fencing and crashes in between.
 
-The model is the protocol of docs/format.md and nothing else: a transaction is one step on the newest state, each put, listing and delete another. A process
-that crashes just takes no further step, so every prefix is covered. Each rule is also broken once, to show that the model notices.
+The model is the protocol of docs/format.md and nothing else: a transaction is one step on the
+newest state, each put, listing and delete another. A process that crashes just takes no further
+step, so every prefix is covered. Each rule is also broken once, to show that the model notices.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ RULES = (
 def writer(
     name: str, state: State, memory: tuple[object, ...], broken: str
 ) -> Iterator[tuple[State, tuple[object, ...]]]:
-    """BEGIN, then reuse what the index finds or put a new shard; COMMIT, or end and delete what it put."""
+    """BEGIN, then reuse what the index finds or put a new shard; COMMIT, or end and delete what it
+    put.
+    """
     step, shard = memory
     generation = state.generation + 1
     session = state.session(name)
@@ -120,7 +124,9 @@ def reader(
 def collector(
     name: str, state: State, memory: tuple[object, ...], broken: str
 ) -> Iterator[tuple[State, tuple[object, ...]]]:
-    """LIST, CONDEMN, DELETE one after the other by the state that condemned, then clear the marks of what is gone."""
+    """LIST, CONDEMN, DELETE one after the other by the state that condemned, then clear the marks
+    of what is gone.
+    """
     step, *held = memory
     generation = state.generation + 1
     if step == "list":
@@ -242,7 +248,9 @@ def normal(world: World) -> World:
 def explore(
     present: Sequence[str], forgets: int, fences: int, broken: str = ""
 ) -> tuple[int, World | None]:
-    """How many worlds there are with these actors, and the first in which something that is reached is gone."""
+    """How many worlds there are with these actors, and the first in which something that is reached
+    is gone.
+    """
     memories = tuple(memory if name in present else ("over", "") for name, _, memory in ACTORS)
     start = World(FIRST, memories, 0, 0)
     seen, frontier = {start}, [start]

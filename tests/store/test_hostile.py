@@ -1,4 +1,6 @@
-"""What a holder of the key can write to do harm: every reader ends soon, in bounded memory, with an error that names the object."""
+"""What a holder of the key can write to do harm: every reader ends soon, in bounded memory, with an
+error that names the object.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,14 @@ _RUN = "import sys; sys.path.append({root!r})\nfrom tests.store import hostile\n
 def apart(work: str, seconds: float) -> str:
     """Do something in a process of its own, whose memory is bounded; its output."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _RUN.format(root=str(ROOT), work=work)], stdin=subprocess.DEVNULL, text=True, timeout=seconds,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", _RUN.format(root=str(ROOT), work=work)],
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=seconds,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -197,34 +204,85 @@ def _extra(name: str, text: str) -> Callable[[World], None]:
 #: What was made, and of whom a word has to be in what readers say. None: they may read it well.
 CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     "regions without number": (_many_regions, "manifest"),
-    "a list that claims 2^32 spaces": (lambda world: _spliced(world, "spaces", _header((1 << 32) - 1)), "manifest"),
-    "a list that claims 2^32 files": (lambda world: _spliced(world, "files", _header((1 << 32) - 1)), "manifest"),
-    "200 million options": (lambda world: _spliced(world, "criu_options", _header(200_000_000) + b"\xa0" * 200_000_000), "manifest"),
-    "10 million processes": (lambda world: _spliced(world, "processes", _header(10_000_000) + b"\x80" * 10_000_000), "manifest"),
+    "a list that claims 2^32 spaces": (
+        lambda world: _spliced(world, "spaces", _header((1 << 32) - 1)),
+        "manifest",
+    ),
+    "a list that claims 2^32 files": (
+        lambda world: _spliced(world, "files", _header((1 << 32) - 1)),
+        "manifest",
+    ),
+    "200 million options": (
+        lambda world: _spliced(world, "criu_options", _header(200_000_000) + b"\xa0" * 200_000_000),
+        "manifest",
+    ),
+    "10 million processes": (
+        lambda world: _spliced(world, "processes", _header(10_000_000) + b"\x80" * 10_000_000),
+        "manifest",
+    ),
     "deep nesting": (lambda world: _spliced(world, "tags", b"\x91" * 1_000_000), "manifest"),
-    "three million nodes": (lambda world: _spaces(world, lambda spaces: spaces[0].update(nodes=_nodes(3_000_000))), "nodes than"),
-    "a region of 2^63": (lambda world: _spaces(world, lambda s: s[0].update(regions=[[0, 1 << 63, 0]] * 2)), "manifest"),
+    "three million nodes": (
+        lambda world: _spaces(world, lambda spaces: spaces[0].update(nodes=_nodes(3_000_000))),
+        "nodes than",
+    ),
+    "a region of 2^63": (
+        lambda world: _spaces(world, lambda s: s[0].update(regions=[[0, 1 << 63, 0]] * 2)),
+        "manifest",
+    ),
     "a region beyond user space": (
-        lambda world: _spaces(world, lambda s: s[0].update(regions=[[at, PAGE, at] for at in (1 << 57, 1 << 58)])), "beyond all addresses"
+        lambda world: _spaces(
+            world, lambda s: s[0].update(regions=[[at, PAGE, at] for at in (1 << 57, 1 << 58)])
+        ),
+        "beyond all addresses",
     ),
     "regions that overlap": (lambda world: _spaces(world, _overlap), "overlap"),
-    "a region before its grid": (lambda world: _spaces(world, lambda s: s[0].update(regions=[[0, PAGE, 1 << 20], [1 << 30, PAGE, 1 << 30]])), "grid"),
-    "a file of 8 EiB": (lambda world: _spaces(world, lambda s: s[2].update(size=(1 << 63) - 1)), "region is not that of"),
-    "a sparse image of 8 EiB": (_image(size=(1 << 62) - PAGE, regions=[[0, (1 << 62) - PAGE, 0]]), "grid"),
+    "a region before its grid": (
+        lambda world: _spaces(
+            world, lambda s: s[0].update(regions=[[0, PAGE, 1 << 20], [1 << 30, PAGE, 1 << 30]])
+        ),
+        "grid",
+    ),
+    "a file of 8 EiB": (
+        lambda world: _spaces(world, lambda s: s[2].update(size=(1 << 63) - 1)),
+        "region is not that of",
+    ),
+    "a sparse image of 8 EiB": (
+        _image(size=(1 << 62) - PAGE, regions=[[0, (1 << 62) - PAGE, 0]]),
+        "grid",
+    ),
     "a sparse image of 4 PiB": (_image(size=1 << 52, regions=[[0, 1 << 52, 0]]), "pagemap-1.img"),
     "an image that goes up": (_image(key="../x"), "no such thing"),
     "an image with a slash": (_image(key="a/b"), "no such thing"),
     "an image with a NUL": (_image(key="a\0b"), "no such thing"),
     "an image like page images": (_image(key="pages-1.img"), "pages-1.img"),
-    "a file that goes up": (lambda world: _spaces(world, lambda s: s[2].update(key="/tmp/../etc/shadow")), "no such thing"),
+    "a file that goes up": (
+        lambda world: _spaces(world, lambda s: s[2].update(key="/tmp/../etc/shadow")),
+        "no such thing",
+    ),
     "one space twice": (lambda world: _spaces(world, lambda s: s.append(s[1])), "two spaces"),
-    "a process that is no number": (lambda world: _spaces(world, lambda s: s[0].update(key="one")), "no such thing"),
+    "a process that is no number": (
+        lambda world: _spaces(world, lambda s: s[0].update(key="one")),
+        "no such thing",
+    ),
     "a lineage that is a path": (lambda world: _set(world, lineage="../../x"), "lineage"),
     "hints that are the configuration": (lambda world: _set(world, hints="config"), "hints"),
     "a digest that is none": (lambda world: _set(world, hints_digest="xyz"), "hints"),
-    "an option for CRIU": (lambda world: _set(world, criu_options=["--action-script", "/tmp/x"]), "--action-script"),
-    "a port that is none": (lambda world: _set(world, requirements={**world.manifest()["requirements"], "ports": ["example.org:80"]}), "port"),
-    "a device without a name": (lambda world: _set(world, requirements={**world.manifest()["requirements"], "devices": [{"kind": "cuda"}]}), "device"),
+    "an option for CRIU": (
+        lambda world: _set(world, criu_options=["--action-script", "/tmp/x"]),
+        "--action-script",
+    ),
+    "a port that is none": (
+        lambda world: _set(
+            world, requirements={**world.manifest()["requirements"], "ports": ["example.org:80"]}
+        ),
+        "port",
+    ),
+    "a device without a name": (
+        lambda world: _set(
+            world, requirements={**world.manifest()["requirements"], "devices": [{"kind": "cuda"}]}
+        ),
+        "device",
+    ),
     "a parent of one's own": (lambda world: _set(world, parent=world.snapshots[1]), None),
     "parents in a circle": (_circular_parents, None),
     "a page outside its region": (_cells(_beyond), "outside its region"),
@@ -234,7 +292,10 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     "a chunk behind its shard": (_cells(_past), "shards/"),
     "a run that is none": (_extra("run", "{}"), "record of a run"),
     "a run in depth": (_extra("run", "[" * 200_000), "record of a run"),
-    "a run whose files are elsewhere": (_extra("run", json.dumps({"name": 1, "files": []})), "record of a run"),
+    "a run whose files are elsewhere": (
+        _extra("run", json.dumps({"name": 1, "files": []})),
+        "record of a run",
+    ),
     "GPUs in depth": (_extra("cuda", "[" * 200_000), None),
     "resident memory that is none": (_extra("resident", '{"directory": 5, "processes": []}'), None),
     "fingerprints of 512 MiB": (_fingerprint_bomb, None),
@@ -247,7 +308,7 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     "a time that is none": (_record(4, (1 << 64) - 1), "log entry"),
     "a window that is none": (_record(11, float("nan")), "log entry"),
     "tags without number": (_record(12, ["x"] * 100_000), "log entry"),
-}  # fmt: skip
+}
 
 
 _PARTS = 6
@@ -275,7 +336,7 @@ def consume_part(part: int) -> None:
     print(json.dumps(done))
 
 
-# -- what is refused is not written either ----------------------------------------------------------------------------
+# -- what is refused is not written either
 
 
 def test_what_no_reader_takes_is_not_written() -> None:
@@ -360,8 +421,10 @@ _LIES: dict[str, Callable[[Records], None]] = {
 
 @pytest.mark.parametrize("title", _LIES)
 def test_an_index_that_lies(tmp_path: Path, title: str) -> None:
-    """Dedup believes where the index says that a chunk lies, if it can lie there at all. A lie costs the cells that are taken for stored: check names them,
-    and no reader takes other bytes for theirs. Nothing else of the snapshot suffers."""
+    """Dedup believes where the index says that a chunk lies, if it can lie there at all. A lie
+    costs the cells that are taken for stored: check names them, and no reader takes other bytes for
+    theirs. Nothing else of the snapshot suffers.
+    """
     world = make_world()
     segments = world.state["segments"]
     for ref in segments:

@@ -1,4 +1,6 @@
-"""The dedup index: what was put in is found with its place, through any mixture of merged, split and partly loaded segments."""
+"""The dedup index: what was put in is found with its place, through any mixture of merged, split
+and partly loaded segments.
+"""
 
 from __future__ import annotations
 
@@ -302,7 +304,9 @@ def test_partition_covers_everything() -> None:
 
 
 def test_the_number_of_segments_stays_small() -> None:
-    """Commit after commit, with merges as the plan says: a count that grows with the logarithm only."""
+    """Commit after commit, with merges as the plan says: a count that grows with the logarithm
+    only.
+    """
     live: list[SegmentRef] = []
     written = 0
     for number in range(3000):
@@ -344,7 +348,9 @@ def test_damage_to_any_block_is_seen() -> None:
 
 
 def test_lookups_are_vectorised() -> None:
-    """Not a timing test: a million lookups in a million entries would take minutes if Python handled each."""
+    """Not a timing test: a million lookups in a million entries would take minutes if Python
+    handled each.
+    """
     ids, places = drawn(1_000_000, 9)
     entries = sort_entries(make_entries(ids, places))
     keys = leading(entries["chunk"])

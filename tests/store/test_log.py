@@ -1,4 +1,6 @@
-"""The transaction log: every transaction takes effect exactly once, whoever else writes, whichever replies are lost and however long a writer sleeps."""
+"""The transaction log: every transaction takes effect exactly once, whoever else writes, whichever
+replies are lost and however long a writer sleeps.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,8 @@ def write_here(root: str, ids: list[str]) -> None:
 def test_contention_on_a_real_directory(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
+    # What is spawned finds this module by its name; last on the path, so that the installed package
+    # comes first.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     backend = LocalBackend(tmp_path)
     asyncio.run(founded(backend))
@@ -210,7 +213,9 @@ class Sleeper(MemoryBackend):
 def test_a_writer_that_slept_does_not_believe_that_it_won(
     others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its generation was taken, and perhaps trimmed away again, while it slept: then its create succeeds, and must not count."""
+    """Its generation was taken, and perhaps trimmed away again, while it slept: then its create
+    succeeds, and must not count.
+    """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
     async def body() -> None:
@@ -227,7 +232,8 @@ def test_a_writer_that_slept_does_not_believe_that_it_won(
             assert log_name(2) not in backend.objects or others < 3
         sleepy.wake.set()
         if trimmed and others > 32:
-            # Too long ago for the ids that entries repeat to tell: nothing is claimed, and nobody else is misled.
+            # Too long ago for the ids that entries repeat to tell: nothing is claimed, and nobody
+            # else is misled.
             with pytest.raises(StoreError, match="unknown"):
                 await task
             mine = []
@@ -264,7 +270,9 @@ class SlowlyTrimmed(MemoryBackend):
 def test_trimming_in_any_order_misleads_no_sleeper(
     slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer wakes after each single deletion of a trim: what it then believes to have done is in the log."""
+    """A writer wakes after each single deletion of a trim: what it then believes to have done is in
+    the log.
+    """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
 
@@ -354,7 +362,8 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(
             for call in backend.calls
             if call.operation.startswith("delete")
         ]
-        # Entry 13 is the first anchor that a writer of today names: by itself, like what is older, and those after it; the rest at once.
+        # Entry 13 is the first anchor that a writer of today names: by itself, like what is older,
+        # and those after it; the rest at once.
         assert deleted == [
             *(("delete", generation) for generation in [*range(1, 14), 17, 21, 25]),
             ("delete_many", 14),
@@ -366,7 +375,9 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(
 def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By far more than entries repeat: nothing could tell afterwards whether what was created then is part of the log."""
+    """By far more than entries repeat: nothing could tell afterwards whether what was created then
+    is part of the log.
+    """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
     async def body() -> None:
@@ -453,9 +464,12 @@ def test_one_bad_change_does_not_spoil_its_neighbours() -> None:
 
         ids = drawn(2)
         results = await asyncio.gather(
-            write(log, ids[:1]), log.transact(bad, "bad"), log.transact(nothing, "nothing"), write(log, ids[1:]),
+            write(log, ids[:1]),
+            log.transact(bad, "bad"),
+            log.transact(nothing, "nothing"),
+            write(log, ids[1:]),
             return_exceptions=True,
-        )  # fmt: skip
+        )
         assert isinstance(results[1], NotFound) and results[0] is None and results[3] is None
         assert [record.id for record in (await log.newest()).state.sessions] == ids
 
@@ -486,7 +500,8 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
         await write(log, drawn(3))
         copy = dict(backend.objects)
         await write(log, drawn(3))
-        # Older; another of the same length; others that have gone on for longer, by less and by more than entries repeat.
+        # Older; another of the same length; others that have gone on for longer, by less and by
+        # more than entries repeat.
         for forked in (0, 3, 5, 20, 100):
             rolled = MemoryBackend(dict(copy))
             if forked:
@@ -515,7 +530,9 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
 async def forked(
     at: int, mine: int, theirs: int
 ) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
-    """A log that a client has seen whole, another that left it after generation ``at``, and what the client remembers."""
+    """A log that a client has seen whole, another that left it after generation ``at``, and what
+    the client remembers.
+    """
     backend, watermark = MemoryBackend(), Watermark()
     log = Log(backend, KEY, watermark=watermark)
     await log.found()
@@ -592,7 +609,9 @@ def test_two_first_entries_do_not_pass_for_one() -> None:
 def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else two entries of one generation could carry the same ids, and an entry that follows one would seem to follow the other."""
+    """Else two entries of one generation could carry the same ids, and an entry that follows one
+    would seem to follow the other.
+    """
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -624,7 +643,9 @@ def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
 
 
 def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has seen nothing for as many entries as are kept goes on; one entry sooner, an absent one is an error."""
+    """A client that has seen nothing for as many entries as are kept goes on; one entry sooner, an
+    absent one is an error.
+    """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
     async def body() -> None:
@@ -684,7 +705,8 @@ def test_a_trim_while_the_log_is_read_is_no_attack(
                 busy.at, busy.more = at, more
                 found = await Log(busy, KEY, watermark=watermark).newest()
                 interfered += busy.at <= 0
-                # More than is kept, lag and trim together: an older entry is found, but none that is not of this log.
+                # More than is kept, lag and trim together: an older entry is found, but none that
+                # is not of this log.
                 assert found.generation in (42, 42 + more) or (
                     lag + more > 40 and found.generation >= 3
                 )

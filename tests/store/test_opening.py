@@ -1,4 +1,6 @@
-"""What is read before a restore's first chunk: few requests, whatever is in the repository, and never less than what is true."""
+"""What is read before a restore's first chunk: few requests, whatever is in the repository, and
+never less than what is true.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_the_newest_of_a_job_is_proven_and_found_without_the_whole_list() -> Non
 
 
 def test_an_older_entry_serves_until_it_does_not() -> None:
-    """A listing that lags shows an older entry: what it lists is found, what it does not list is looked for in the newest."""
+    """A listing that lags shows an older entry: what it lists is found, what it does not list is
+    looked for in the newest.
+    """
 
     class Lagging(FaultyBackend):
         hidden = ""
@@ -148,7 +152,9 @@ def test_another_repository_in_the_same_place_is_not_taken_for_the_old_one(tmp_p
 
 
 def test_key_objects_that_are_not_the_first() -> None:
-    """An encrypted repository whose slots were changed has no first key object any more; a planted one does not count."""
+    """An encrypted repository whose slots were changed has no first key object any more; a planted
+    one does not count.
+    """
 
     async def body() -> None:
         backend, snapshot = await made(encrypted=True)
@@ -192,7 +198,9 @@ OLDER = "older one"
 
 
 async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
-    """An encrypted repository whose passphrase was changed, with one planted key object: its id, the object's name, and the older key object."""
+    """An encrypted repository whose passphrase was changed, with one planted key object: its id,
+    the object's name, and the older key object.
+    """
     backend, _ = await made(encrypted=True)
     repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
     older = backend.objects["keys/00000000"]
@@ -253,7 +261,8 @@ def test_one_planted_key_object_locks_nobody_out(how: str, known: bool, tmp_path
                 for event in told
             )
             told.clear()
-        # The cure: repair removes what opens nothing. Then slots can be changed, under names that count.
+        # The cure: repair removes what opens nothing. Then slots can be changed, under names that
+        # count.
         done = await Repairer(repository).apply()
         if how == OLDER:
             return
@@ -311,7 +320,9 @@ def test_a_key_change_beside_garbage_takes_a_name_that_counts(how: str) -> None:
 
 @pytest.mark.parametrize("how", PLANTS)
 def test_a_replaced_key_object_opens_nothing_beside_the_one_that_counts(how: str) -> None:
-    """Its passphrase was taken out of use: whatever is planted above, the object that replaced it can be read and says so."""
+    """Its passphrase was taken out of use: whatever is planted above, the object that replaced it
+    can be read and says so.
+    """
 
     async def body() -> None:
         backend, _, name, older = await planted_at(how)

@@ -1,4 +1,6 @@
-"""Work that is begun ahead comes in its order, and nothing of it outlives a failure or a reader who leaves."""
+"""Work that is begun ahead comes in its order, and nothing of it outlives a failure or a reader who
+leaves.
+"""
 
 from __future__ import annotations
 

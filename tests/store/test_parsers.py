@@ -1,4 +1,6 @@
-"""Parsers of the control plane's objects: what was encoded comes back; any other bytes give a named error, never a crash and never a wrong value."""
+"""Parsers of the control plane's objects: what was encoded comes back; any other bytes give a named
+error, never a crash and never a wrong value.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,22 @@ hex_ids = ids.map(bytes.hex)
 counts = st.integers(0, 2**40)
 texts = st.text(max_size=20)
 records = st.builds(
-    SnapshotRecord, hex_ids, texts, texts, texts, st.integers(0, 2**62), texts, counts, digests, counts, counts, counts,
-    st.floats(0, 1e6), st.lists(texts, max_size=3), st.booleans(),
-)  # fmt: skip
+    SnapshotRecord,
+    hex_ids,
+    texts,
+    texts,
+    texts,
+    st.integers(0, 2**62),
+    texts,
+    counts,
+    digests,
+    counts,
+    counts,
+    counts,
+    st.floats(0, 1e6),
+    st.lists(texts, max_size=3),
+    st.booleans(),
+)
 names = st.tuples(st.sampled_from(KINDS), ids)
 name_bytes = st.lists(names, max_size=5).map(
     lambda items: b"".join(bytes([KINDS.index(k)]) + i for k, i in items)
@@ -139,9 +154,22 @@ def a_manifest() -> Manifest:
     refs = np.zeros(3, NODE_REF)
     refs["group"] = [0, 1, 2]
     return Manifest(
-        1, "a" * 32, "job", "lineage", "", 1, "host", "writer", 1, [], [Space("process", "1", 0, [Region(0, 1 << 20, 0)], refs.tobytes())], [],
-        Requirements("x86_64", "6", "4"), Namespaces(), [],
-    )  # fmt: skip
+        1,
+        "a" * 32,
+        "job",
+        "lineage",
+        "",
+        1,
+        "host",
+        "writer",
+        1,
+        [],
+        [Space("process", "1", 0, [Region(0, 1 << 20, 0)], refs.tobytes())],
+        [],
+        Requirements("x86_64", "6", "4"),
+        Namespaces(),
+        [],
+    )
 
 
 STATE = State(
@@ -158,18 +186,29 @@ SEGMENT = b"".join(encode_segment(entries_of(2100), KEY)[0])
 #: Each object: sound bytes, and how they are read.
 OBJECTS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "log entry": (encode_entry(STATE, KEY).data, lambda data: decode_entry("n", 5, data, KEY)),
-    "snapshot page": (encode_page([RECORD] * 3, KEY).data, lambda data: decode_page("n", data, KEY)),
-    "name list": (encode_names([("shard", bytes(16))] * 90, KEY).data, lambda data: decode_names("n", data, KEY)),
+    "snapshot page": (
+        encode_page([RECORD] * 3, KEY).data,
+        lambda data: decode_page("n", data, KEY),
+    ),
+    "name list": (
+        encode_names([("shard", bytes(16))] * 90, KEY).data,
+        lambda data: decode_names("n", data, KEY),
+    ),
     "key slot": (encode_slot(new_slot()).data, lambda data: open_slot("n", data)),
     "configuration": (
-        encode_config(Config(1, "c" * 32, 1, Parameters()), KEYS).data, lambda data: decode_config("n", data, KEYS)
+        encode_config(Config(1, "c" * 32, 1, Parameters()), KEYS).data,
+        lambda data: decode_config("n", data, KEYS),
     ),
     "heartbeat": (
-        encode_heartbeat(Heartbeat("d" * 32, 1, 2, "h", 3), KEY), lambda data: decode_heartbeat("n", data, KEY)
+        encode_heartbeat(Heartbeat("d" * 32, 1, 2, "h", 3), KEY),
+        lambda data: decode_heartbeat("n", data, KEY),
     ),
-    "manifest": (encode_manifest(a_manifest(), KEY).data, lambda data: decode_manifest(data, KEY, name="n")),
+    "manifest": (
+        encode_manifest(a_manifest(), KEY).data,
+        lambda data: decode_manifest(data, KEY, name="n"),
+    ),
     "index segment": (SEGMENT, lambda data: parse_segment("n", data, KEY)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("title", OBJECTS)

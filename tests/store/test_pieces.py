@@ -45,7 +45,8 @@ def test_seen_ids() -> None:
         ids = pool[np.unique(dice.integers(0, len(pool), 90))]
         missing = seen.missing(ids)
         expected = [at for at in range(len(ids)) if ids[at].tobytes() not in model]
-        # One with the leading half of another may be taken for new again; never one that is new for seen.
+        # One with the leading half of another may be taken for new again; never one that is new for
+        # seen.
         assert set(expected) <= set(missing.tolist())
         assert all(
             (ids[at, :8] == pool[0, :8]).all() for at in set(missing.tolist()) - set(expected)

@@ -1,4 +1,6 @@
-"""Sessions of processes that have ended are fenced at once, those of living ones, or of whom nothing certain is known, only when silent for long."""
+"""Sessions of processes that have ended are fenced at once, those of living ones, or of whom
+nothing certain is known, only when silent for long.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | N
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_dead_collector_is_waited_for(ended: bool) -> None:
-    """Syncs rely on its session until its last deletion has taken place, which storage may be slow to do."""
+    """Syncs rely on its session until its last deletion has taken place, which storage may be slow
+    to do.
+    """
 
     async def body() -> None:
         repository = await Repository.create(MemoryBackend())

@@ -1,6 +1,8 @@
-"""Real processes over one real repository: writers, collectors and a restorer, killed with SIGKILL at any moment; nothing committed is lost or left over.
+"""Real processes over one real repository: writers, collectors and a restorer, killed with SIGKILL
+at any moment; nothing committed is lost or left over.
 
-``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies: further ones are added to PLACES.
+``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies:
+further ones are added to PLACES.
 """
 
 from __future__ import annotations
@@ -114,7 +116,9 @@ def clean(location: Location, seed: int, log: str) -> None:
 
 
 def restore(location: Location, seed: int, log: str) -> None:
-    """Reads snapshots within a session, slowly, while they are forgotten and collected; notes what it read."""
+    """Reads snapshots within a session, slowly, while they are forgotten and collected; notes what
+    it read.
+    """
 
     async def body() -> None:
         dice = random.Random(seed)
@@ -164,7 +168,9 @@ class Crew:
         return process
 
     def wait_for_commits(self, count: int) -> None:
-        """Until so many snapshots were committed: on a busy machine that takes longer than they would otherwise live."""
+        """Until so many snapshots were committed: on a busy machine that takes longer than they
+        would otherwise live.
+        """
         limit = time.monotonic() + _START_SECONDS
         while len(notes(self._folder)[0]) < count:
             assert time.monotonic() < limit, f"no {count} commits within {_START_SECONDS:.0f} s"
@@ -215,7 +221,9 @@ def notes(
 
 
 async def look(location: Location, folder: Path) -> tuple[int, int]:
-    """Zero loss, and after a final collection zero objects that nothing reaches; how many snapshots there were, and how many reads."""
+    """Zero loss, and after a final collection zero objects that nothing reaches; how many snapshots
+    there were, and how many reads.
+    """
     known, forgotten, restored = notes(folder)
     here = location.open()
     repository = await Repository.open(here)
@@ -261,7 +269,8 @@ async def look(location: Location, folder: Path) -> tuple[int, int]:
 def test_processes_are_killed_at_random(
     place: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
+    # What is spawned finds this module by its name; last on the path, so that the installed package
+    # comes first.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     with PLACES[place](tmp_path) as location:
 

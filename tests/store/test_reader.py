@@ -255,7 +255,9 @@ def test_many_regions_and_few_reads() -> None:
 def test_planned_reads_cover_all_nodes(
     nodes: list[tuple[int, int, int]], gap: int, read_size: int
 ) -> None:
-    """Nodes lie at multiples of 30 and are at most that long, as distinct nodes of a pack never overlap."""
+    """Nodes lie at multiples of 30 and are at most that long, as distinct nodes of a pack never
+    overlap.
+    """
     refs = np.zeros(len(nodes), NODE_REF)
     lengths = {(pack, slot): length for pack, slot, length in nodes}
     for at, (pack, slot, _) in enumerate(nodes):

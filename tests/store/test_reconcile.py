@@ -1,4 +1,6 @@
-"""What a sync carries beside snapshots: pins and tags of both sides, and, where that is asked for, forgets of what came from the source."""
+"""What a sync carries beside snapshots: pins and tags of both sides, and, where that is asked for,
+forgets of what came from the source.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ async def marks(repository: Repository) -> dict[str, tuple[bool, tuple[str, ...]
     }
 
 
-# -- marks ------------------------------------------------------------------------------------------------------------
+# -- marks
 
 
 def test_the_newer_marks_count_whoever_made_them() -> None:
@@ -72,7 +74,8 @@ def test_marks_that_were_made_apart_are_joined_alike_on_both_sides() -> None:
         both.tags,
         both.marks[-1],
     )
-    # Each side's own past is known to be past, and what is made on top of the joined marks is newer than either.
+    # Each side's own past is known to be past, and what is made on top of the joined marks is newer
+    # than either.
     for before in (one, other, RECORD):
         assert joined(both, before) is both
         after = marked(mirrored, pinned=False, tags=[])
@@ -118,7 +121,9 @@ def test_records_of_earlier_versions_are_read() -> None:
 
 
 def test_regions_settle_on_the_same_marks() -> None:
-    """Marks made and syncs run in any order between three regions: in the end all agree, and on what the last word was where there was one."""
+    """Marks made and syncs run in any order between three regions: in the end all agree, and on
+    what the last word was where there was one.
+    """
 
     async def body(seed: int) -> None:
         dice = random.Random(seed)
@@ -191,7 +196,7 @@ def test_marks_are_carried_in_one_transaction_and_before_everything_else() -> No
     asyncio.run(body())
 
 
-# -- forgets ----------------------------------------------------------------------------------------------------------
+# -- forgets
 
 
 async def taken(repository: Repository, values: Iterable[int], job: str = "job") -> list[str]:
@@ -227,7 +232,8 @@ def test_forgets_follow_only_when_asked_and_only_what_came_from_there() -> None:
         await collect(there)
         await sound(there, unreached=0)
         assert await read(there, theirs) == {1: 60, 2: 61}
-        # Back to where it was forgotten it comes with a sync the other way, as what is missing does.
+        # Back to where it was forgotten it comes with a sync the other way, as what is missing
+        # does.
         assert set((await sync(there, here)).snapshots) == {pinned, theirs}
         assert not (await sync(here, there, forget=True)).forgotten
         # What was taken there and is forgotten there follows the other way.

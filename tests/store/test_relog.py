@@ -1,4 +1,6 @@
-"""A log whose newest entries are lost goes on from what is whole: with every snapshot whose manifest is, and so that no client and no writer is deceived."""
+"""A log whose newest entries are lost goes on from what is whole: with every snapshot whose
+manifest is, and so that no client and no writer is deceived.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Place:
 async def repaired(
     place: Place, *, accept: bool = False, watermark: Watermark | None = None
 ) -> Repository:
-    """Check, plan and repair; then everything is sound, and the collector takes nothing that is needed."""
+    """Check, plan and repair; then everything is sound, and the collector takes nothing that is
+    needed.
+    """
     repository = await place.open(watermark)
     assert not (await check(repository, read_data=1.0)).sound
     before = dict(place.backend.objects)
@@ -213,7 +217,9 @@ def test_all_entries_are_missing_and_nobody_knows_what_there_was() -> None:
 @pytest.mark.parametrize("harm", [flip, remove])
 @pytest.mark.parametrize("which", ["second newest", "anchor", "first", "run"])
 def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody needs them but to follow the log, so what everybody has seen before them or in them is still followed."""
+    """Nobody needs them but to follow the log, so what everybody has seen before them or in them is
+    still followed.
+    """
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 8)
 
     async def body() -> None:
@@ -282,7 +288,8 @@ def test_an_unnoted_gap_and_another_log_are_not_believed(tmp_path: Path) -> None
         for _ in range(2):
             await take(await place.open(), {1: 2})
         flip(place.backend.objects, place.entries[0])
-        # The repository was forked; what this client has seen is whole and not damaged, so it is not in the gap.
+        # The repository was forked; what this client has seen is whole and not damaged, so it is
+        # not in the gap.
         with pytest.raises((RollbackDetected, Damaged)):
             await (await place.open(mine)).snapshots()
         with pytest.raises(RollbackDetected):
@@ -297,7 +304,9 @@ def test_an_unnoted_gap_and_another_log_are_not_believed(tmp_path: Path) -> None
 
 
 def test_a_fork_is_not_hidden_by_an_older_entry_that_is_lost() -> None:
-    """A client saw another entry in the place of the one that is lost: the one after it does not name what he saw."""
+    """A client saw another entry in the place of the one that is lost: the one after it does not
+    name what he saw.
+    """
 
     async def body() -> None:
         place = await Place().build()
@@ -325,7 +334,8 @@ def test_what_had_been_forgotten_stays_so_and_what_was_not_committed_is_marked()
     async def body() -> None:
         place = await Place().build()
         repository = await place.open()
-        # A writer dies between its manifest and its commit; a snapshot is forgotten by the entry that is lost.
+        # A writer dies between its manifest and its commit; a snapshot is forgotten by the entry
+        # that is lost.
         session = await repository.begin(None, "dump", beat_seconds=None)
         orphan, _ = await put(repository, session, {8: 180})
         first = next(iter(place.contents))
@@ -495,7 +505,9 @@ def test_a_name_planted_far_beyond_the_log_bricks_nothing(
 
 
 def test_a_name_planted_within_reach_takes_the_log_there_and_no_further() -> None:
-    """Absent entries below it could be an older copy's: a person decides. Nobody runs out of generations by that."""
+    """Absent entries below it could be an older copy's: a person decides. Nobody runs out of
+    generations by that.
+    """
 
     async def body() -> None:
         place = await Place().build()
@@ -515,7 +527,9 @@ def test_a_name_planted_within_reach_takes_the_log_there_and_no_further() -> Non
 @pytest.mark.parametrize("known", [False, True], ids=["new client", "known"])
 @pytest.mark.parametrize("whole", [0, 2], ids=["none is whole", "older are whole"])
 def test_absent_entries_below_a_damaged_one_are_not_passed_over(whole: int, known: bool) -> None:
-    """Entries are deleted, and the newest one is replaced by a byte: what is left is an older copy, whatever the newest name is."""
+    """Entries are deleted, and the newest one is replaced by a byte: what is left is an older copy,
+    whatever the newest name is.
+    """
 
     async def body() -> None:
         place = await Place().build()

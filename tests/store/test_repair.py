@@ -1,4 +1,6 @@
-"""Repair after any damage: what still reads goes on reading, what a replica has comes back, and what is lost is named and kept in quarantine."""
+"""Repair after any damage: what still reads goes on reading, what a replica has comes back, and
+what is lost is named and kept in quarantine.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,8 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
             report = await sound(fresh)
             assert report.quarantined == quarantined
             assert not (await Repairer(fresh, source).plan()).fixes, "a second repair finds nothing"
-            # It goes on as if nothing had been: the collector, and snapshots that must not be built on what is lost.
+            # It goes on as if nothing had been: the collector, and snapshots that must not be built
+            # on what is lost.
             await collect(fresh)
             report = await sound(fresh, unreached=0)
             content = {cell: value for one in contents.values() for cell, value in one.items()}
@@ -154,8 +157,15 @@ def test_deltas_and_bases(tmp_path: Path) -> None:
         assert (taken[2].records["place"]["codec"] & codec.DELTA != 0).any(), (
             "this test needs deltas"
         )
-        rows = {(record["place"]["shard"].tobytes().hex(), int(record["place"]["offset"]), int(record["place"]["length"]))
-                for one in taken for record in one.records}  # fmt: skip
+        rows = {
+            (
+                record["place"]["shard"].tobytes().hex(),
+                int(record["place"]["offset"]),
+                int(record["place"]["length"]),
+            )
+            for one in taken
+            for record in one.records
+        }
         healed, lost = 0, 0
         for shard, offset, length in sorted(rows):
             path = tmp_path / "repository" / "shards" / shard[:2] / shard
@@ -178,7 +188,8 @@ def test_deltas_and_bases(tmp_path: Path) -> None:
             healed += 1
         assert healed == len(rows) > 6 < lost
 
-        # The same chunk elsewhere takes the place of what is lost: another lineage stored it anew while its shard was gone.
+        # The same chunk elsewhere takes the place of what is lost: another lineage stored it anew
+        # while its shard was gone.
         shard, offset, length = max(rows)
         path = tmp_path / "repository" / "shards" / shard[:2] / shard
         path.write_bytes(b"")

@@ -1,4 +1,6 @@
-"""Replicas: objects move as they are, only what is missing, whatever breaks off; collectors on both sides; and reading from several places at once."""
+"""Replicas: objects move as they are, only what is missing, whatever breaks off; collectors on both
+sides; and reading from several places at once.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def test_only_what_is_missing_travels(encrypted: bool) -> None:
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_crash_at_every_call_of_a_sync(side: str, effect: bool) -> None:
-    """What is listed in the replica is whole; the next sync, after a collection there or without, brings the rest."""
+    """What is listed in the replica is whole; the next sync, after a collection there or without,
+    brings the rest.
+    """
 
     async def body() -> None:
         whole = await World(True).build()
@@ -200,7 +204,8 @@ def test_what_the_replica_forgot_comes_again_only_when_its_collector_is_done() -
         target = await world.open(world.there)
         last = list(world.contents)[-1]
 
-        # Forgotten and condemned, but not deleted, because a session is open: a sync waits, and then says why.
+        # Forgotten and condemned, but not deleted, because a session is open: a sync waits, and
+        # then says why.
         await target.forget([last])
         keeper = await target.begin(None, "old", beat_seconds=None)
         await collect(target)
@@ -230,7 +235,9 @@ def test_what_the_replica_forgot_comes_again_only_when_its_collector_is_done() -
 
 
 def test_a_sleeping_collector_does_not_delete_what_comes_again() -> None:
-    """It has decided to delete, and sleeps before its first deletion; the sync does not begin until it is over."""
+    """It has decided to delete, and sleeps before its first deletion; the sync does not begin until
+    it is over.
+    """
 
     async def body() -> None:
         world = await World(False).build()
@@ -311,7 +318,9 @@ def test_damage_does_not_travel() -> None:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("harm", [flip, remove])
 def test_repair_brings_back_what_a_replica_has(harm: Harm, encrypted: bool) -> None:
-    """Each object that they have in common is damaged in turn. Alone, what is lost is in quarantine, and does not travel."""
+    """Each object that they have in common is damaged in turn. Alone, what is lost is in
+    quarantine, and does not travel.
+    """
 
     async def body() -> None:
         world = await World(encrypted).build()
@@ -362,7 +371,7 @@ def test_strangers_are_refused() -> None:
     asyncio.run(body())
 
 
-# -- reading from several places --------------------------------------------------------------------------------------
+# -- reading from several places
 
 
 class TestReplicaBackend(BackendConformance):
@@ -382,7 +391,9 @@ def served(backend: FaultyBackend) -> int:
 
 
 def test_a_restore_reads_from_wherever_the_objects_are() -> None:
-    """Before a replication is complete: the log is that of the repository, the data comes from the nearest that has it."""
+    """Before a replication is complete: the log is that of the repository, the data comes from the
+    nearest that has it.
+    """
 
     async def body() -> None:
         world = await World(True).build()
@@ -419,7 +430,9 @@ def test_a_restore_reads_from_wherever_the_objects_are() -> None:
 def places(
     *plans: Plan, direct: bool = False, delays: tuple[float, ...] = ()
 ) -> tuple[list[FaultyBackend], ReplicaBackend, list[Event]]:
-    """Places that all hold one shard, the repository itself the last; as remote storage unless ``direct``."""
+    """Places that all hold one shard, the repository itself the last; as remote storage unless
+    ``direct``.
+    """
     made, events = [], []
     for number, plan in enumerate(plans):
         wait = delays[number] if delays else 0.0

@@ -1,4 +1,6 @@
-"""What only a bucket can get wrong: credentials, names of places, replies of servers in trouble, listings in another order."""
+"""What only a bucket can get wrong: credentials, names of places, replies of servers in trouble,
+listings in another order.
+"""
 
 from __future__ import annotations
 
@@ -112,18 +114,38 @@ def test_profiles_regions_and_endpoints_are_boto3s(
         ("create", Reply(403, "AccessDenied"), StoreDenied, "let these credentials"),
         ("create", Reply(501, "NotImplemented"), StoreDenied, "lacks"),
         ("get", Reply(400, "ExpiredToken"), StoreDenied, "renew"),
-        ("get", Reply(400, "AuthorizationHeaderMalformed", "<Region>eu-west-1</Region>"), StoreDenied, "eu-west-1"),
+        (
+            "get",
+            Reply(400, "AuthorizationHeaderMalformed", "<Region>eu-west-1</Region>"),
+            StoreDenied,
+            "eu-west-1",
+        ),
         ("get", Reply(404, "NoSuchKey"), ObjectMissing, "a/b"),
         ("get", Reply(200, body=b"0123456789", cut=4), StoreError, "cannot read"),
-        ("get_into", Reply(206, body=b"0123456789", cut=4, headers={"Content-Range": "bytes 0-9/10"}), StoreError, "cannot read"),
-        ("get_into", Reply(206, body=b"01234", headers={"Content-Range": "bytes 0-4/5"}), Damaged, "ends 5 bytes before"),
+        (
+            "get_into",
+            Reply(206, body=b"0123456789", cut=4, headers={"Content-Range": "bytes 0-9/10"}),
+            StoreError,
+            "cannot read",
+        ),
+        (
+            "get_into",
+            Reply(206, body=b"01234", headers={"Content-Range": "bytes 0-4/5"}),
+            Damaged,
+            "ends 5 bytes before",
+        ),
         ("get_into", Reply(416, "InvalidRange"), Damaged, "ends before"),
-        ("get_into", Reply(206, body=b"0123456789", headers={"Content-Range": "bytes 5-14/100"}), StoreError, "cannot read"),
+        (
+            "get_into",
+            Reply(206, body=b"0123456789", headers={"Content-Range": "bytes 5-14/100"}),
+            StoreError,
+            "cannot read",
+        ),
         ("list", Reply(503, "SlowDown"), StoreError, "cannot list"),
         ("delete", Reply(404, "NoSuchKey"), None, ""),
         ("delete", Reply(503, "SlowDown"), StoreError, "SlowDown"),
     ],
-)  # fmt: skip
+)
 def test_replies(
     call: str,
     reply: Reply,

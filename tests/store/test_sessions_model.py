@@ -1,5 +1,6 @@
-"""Writers, readers and collectors over one repository, interleaved at every single store call, against a plain model: what is reachable always reads back.
-And clients whose storage lies about the log: each sees a continuation of what it saw, or an error.
+"""Writers, readers and collectors over one repository, interleaved at every single store call,
+against a plain model: what is reachable always reads back. And clients whose storage lies about the
+log: each sees a continuation of what it saw, or an error.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ class GatedBackend(Backend):
 
 @dataclass
 class Actor:
-    """A process of its own: a client with its own view, doing one thing, stopped before each store call."""
+    """A process of its own: a client with its own view, doing one thing, stopped before each store
+    call.
+    """
 
     kind: str
     backend: GatedBackend
@@ -220,7 +223,8 @@ class World:
         except (SessionFenced, NotFound):
             return  # fenced while it worked, or its base was forgotten before it began
         except StoreError:
-            # A store that fails, or an object that a collector deleted because it was told that this session was dead.
+            # A store that fails, or an object that a collector deleted because it was told that
+            # this session was dead.
             assert actor.troubled or actor.kind == "collector" or self.fences > actor.fences
             if actor.record is not None:
                 self.orphaned.add(actor.record.snapshot)
@@ -280,7 +284,8 @@ class World:
     def crash(self, actor: Actor) -> None:
         """An actor vanishes where it stands."""
         self.actors.remove(actor)
-        # Its calls never return; whoever waits for them must not be collected as garbage before the end.
+        # Its calls never return; whoever waits for them must not be collected as garbage before the
+        # end.
         self._graves += actor.backend.waiting
         actor.backend.waiting.clear()
         actor.task.cancel()
@@ -294,7 +299,9 @@ class World:
         self.run(gone())
 
     def check(self) -> None:
-        """The invariant: what a listed snapshot or a live reader reaches reads back; what was committed is listed."""
+        """The invariant: what a listed snapshot or a live reader reaches reads back; what was
+        committed is listed.
+        """
 
         async def body() -> None:
             state = (await self.repository.log.newest()).state
@@ -331,7 +338,8 @@ class World:
         self.check()
         while self.readers:
             self.end_reader(0)
-        # A dead session that seems to be of the future, as clocks went back, is fenced once its time has passed.
+        # A dead session that seems to be of the future, as clocks went back, is fenced once its
+        # time has passed.
         self.jump(10**9)
         self.run(collect(self.repository, fence_seconds=0))
         self.run(sound(self.repository, unreached=0))
@@ -443,7 +451,8 @@ class TestSessionsLong(Sessions.TestCase):  # type: ignore[name-defined, misc]
     )
 
 
-#: How many entries the log keeps in the world of the adversary, so that its forks soon leave that range.
+#: How many entries the log keeps in the world of the adversary, so that its forks soon leave that
+#: range.
 KEPT = 16
 
 
@@ -607,7 +616,9 @@ class Deceits(RuleBasedStateMachine):
         prove=st.booleans(),
     )
     def show_the_truth(self, number: int, tip: int, more: int, prove: bool) -> None:
-        """A log that continues what a client believes, of which no more was trimmed than may be, is believed."""
+        """A log that continues what a client believes, of which no more was trimmed than may be, is
+        believed.
+        """
         client = self._client(number)
         client.restart()
         newest = self.world.continuation(client, tip)
@@ -617,7 +628,9 @@ class Deceits(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), prove=st.booleans())
     def show_another(self, number: int, tip: int, prove: bool) -> None:
-        """A log that does not continue what a client believes is refused, unless all that could tell may have been trimmed."""
+        """A log that does not continue what a client believes is refused, unless all that could
+        tell may have been trimmed.
+        """
         client = self._client(number)
         archive = self.world.archive
         if not client.believed:

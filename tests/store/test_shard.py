@@ -1,4 +1,6 @@
-"""A shard tells by itself what is in it; any byte of its footer that is not what was written is damage, and named."""
+"""A shard tells by itself what is in it; any byte of its footer that is not what was written is
+damage, and named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each object of a repository, one at a time, damaged in every way: it is named, everything that is not in it comes back, and nobody is locked out."""
+"""Each object of a repository, one at a time, damaged in every way: it is named, everything that is
+not in it comes back, and nobody is locked out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Statistics against what was written: every byte of a shard is counted once, as live of somebody or dead."""
+"""Statistics against what was written: every byte of a shard is counted once, as live of somebody
+or dead.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ def test_shared_and_own_bytes(encrypted: bool) -> None:
         assert (found.chunk_bytes, found.live) == (12 * PAGE, 12 * stored)
         assert found.dedup_ratio == 21 / 12 and found.compression_ratio == PAGE / stored
         assert [(one.name, one.snapshots, one.reached, one.own) for one in found.jobs] == [
-            ("one", 2, 9 * stored, 7 * stored), ("two", 1, 5 * stored, 3 * stored)
-        ]  # fmt: skip
+            ("one", 2, 9 * stored, 7 * stored),
+            ("two", 1, 5 * stored, 3 * stored),
+        ]
         assert found.jobs == found.lineages and [
             (form.codec, form.chunks) for form in found.forms
         ] == [("raw", 12)]

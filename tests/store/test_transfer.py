@@ -1,4 +1,6 @@
-"""Copies between repositories that have nothing in common: content is the same, everything else is the target's own, and a broken copy goes on."""
+"""Copies between repositories that have nothing in common: content is the same, everything else is
+the target's own, and a broken copy goes on.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def test_a_lineage_is_copied_with_its_deltas(encrypted: bool, remote: bool, tmp_
         assert done.snapshots == [one.snapshot for one in taken] and not done.lost
         for one, content in zip(taken, contents, strict=True):
             assert target.content(one.snapshot) == content
-        # The first is read whole; of the others only what differs from the parent, and that is stored as deltas.
+        # The first is read whole; of the others only what differs from the parent, and that is
+        # stored as deltas.
         whole = sum(len(data) for _, data in contents[0].values())
         assert done.read == whole + 3 * 2 * (1 << 20)
         (copied,) = target.reader(taken[-1].snapshot).records(
@@ -158,7 +161,9 @@ def test_nothing_is_built_on_what_lost_data() -> None:
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_crash_at_every_call_of_a_copy(side: str, effect: bool) -> None:
-    """Another process cleans up and copies again: all of it is there, once, and nothing is left over."""
+    """Another process cleans up and copies again: all of it is there, once, and nothing is left
+    over.
+    """
     contents: dict[str, dict[int, int]] = {}
 
     async def build() -> tuple[MemoryBackend, MemoryBackend]:

@@ -1,4 +1,6 @@
-"""The form of a chunk is the one that costs least for the objective, is kept for alike chunks, and is looked for seldom."""
+"""The form of a chunk is the one that costs least for the objective, is kept for alike chunks, and
+is looked for seldom.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_a_surprise_brings_the_next_trial_forward() -> None:
 
 
 def test_trials_take_a_small_share_however_many_regions_there_are() -> None:
-    """20 000 regions of a page each: after the first few, alike ones elsewhere in the stream decide."""
+    """20 000 regions of a page each: after the first few, alike ones elsewhere in the stream
+    decide.
+    """
     habit, scratch, objective = Habit(), Scratch(), Objective()
     count = 0
 

@@ -1,4 +1,6 @@
-"""Repositories of past format versions, committed when the version was made, read back: later code must go on reading them."""
+"""Repositories of past format versions, committed when the version was made, read back: later code
+must go on reading them.
+"""
 
 from __future__ import annotations
 

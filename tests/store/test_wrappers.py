@@ -1,4 +1,6 @@
-"""What each wrapper adds: that lost replies are found out, that jitter is full, that limits hold, that counts are right."""
+"""What each wrapper adds: that lost replies are found out, that jitter is full, that limits hold,
+that counts are right.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is written comes back, is stored once, small where little changed, and never half: sessions that fail leave nothing behind."""
+"""What is written comes back, is stored once, small where little changed, and never half: sessions
+that fail leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -318,7 +320,9 @@ def test_streams_have_their_own_shards(here: Place) -> None:
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "buffers"])
 def test_memory_is_bounded(tmp_path: Path, drafts: bool) -> None:
-    """96 MiB of incompressible cells: what stays is a few buffers at most, however slow the storage is."""
+    """96 MiB of incompressible cells: what stays is a few buffers at most, however slow the storage
+    is.
+    """
     backend = FaultyBackend(
         LocalBackend(tmp_path, create=True),
         delay=lambda call: 0.02 if call.name.startswith("shards") else 0.0,
@@ -488,7 +492,9 @@ def test_thrifty_objective_stores_less(here: Place) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_a_region_where_deltas_failed_is_still_looked_at(encrypted: bool, tmp_path: Path) -> None:
-    """Most cells are rewritten, so deltas are given up there for a while; a cell with few changed pages is found all the same."""
+    """Most cells are rewritten, so deltas are given up there for a while; a cell with few changed
+    pages is found all the same.
+    """
     with local_place(tmp_path / "repository", encrypted=encrypted) as here:
         before = image(20, "random")
         first = here.take(before)
@@ -522,7 +528,9 @@ def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
 
 
 def test_the_first_shard_of_a_far_store_is_sent_before_it_is_full() -> None:
-    """So that the link does not wait; the others are as long as they may be, however quick the store is."""
+    """So that the link does not wait; the others are as long as they may be, however quick the
+    store is.
+    """
     backend = MemoryBackend()
     with place(backend, 16 << 20) as here:
         taken = here.take(image(40, "random", 1))

@@ -1,6 +1,8 @@
-"""The small repositories of past versions that are kept in tests/data: what is in them, and how they were made.
+"""The small repositories of past versions that are kept in tests/data: what is in them, and how
+they were made.
 
-``python -m tests.store.version1 DIRECTORY``, with a passphrase behind it for the encrypted one, which is of format version 2.
+``python -m tests.store.version1 DIRECTORY``, with a passphrase behind it for the encrypted one,
+which is of format version 2.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SNAPSHOTS = ("0123456789abcdef0123456789abcd01", "0123456789abcdef0123456789abcd
 
 
 def content(snapshot: int, cell: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], bytes]:
-    """Data pages, zero pages (bool[256] each) and the data pages' bytes of one cell of one snapshot (0 or 1)."""
+    """Data pages, zero pages (bool[256] each) and the data pages' bytes of one cell of one snapshot
+    (0 or 1).
+    """
     rng = np.random.default_rng(1000 + cell)
     data = np.zeros(CELL_PAGES, np.bool_)
     zero = np.zeros(CELL_PAGES, np.bool_)

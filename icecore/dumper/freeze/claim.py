@@ -1,7 +1,9 @@
-"""One window of a process at a time; rule: who does not have the claim does not begin to stop anything.
+"""One window of a process at a time; rule: who does not have the claim does not begin to stop
+anything.
 
-Two dumps of one job whose windows overlap would undo each other's work: what one has unmapped, the other, which fails, maps again. The claim is a lock
-(flock(2)) of the process's own directory in /proc, so that there is nothing to be cleaned up after whoever had it.
+Two dumps of one job whose windows overlap would undo each other's work: what one has unmapped, the
+other, which fails, maps again. The claim is a lock (flock(2)) of the process's own directory in
+/proc, so that there is nothing to be cleaned up after whoever had it.
 """
 
 from __future__ import annotations

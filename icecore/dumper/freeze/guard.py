@@ -1,15 +1,21 @@
-"""The guard: a small process that runs CRIU for the dumper and cleans up when that dies. Its one rule: it outlives the window.
+"""The guard: a small process that runs CRIU for the dumper and cleans up when that dies. Its one
+rule: it outlives the window.
 
-It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the middle of a dump. The dumper talks to it over a
-socket pair, one JSON object a message. It starts CRIU before the window and lets it go on in it (`prepared.py`). The socket to CRIU's page server passes
-through the guard to CRIU and is held by the dumper alone: CRIU keeps the tree frozen until that socket closes, so that a dumper that dies, however it dies,
-thaws the tree by dying (CRIU closes on a hang-up at any time, also on one that came before it served). What is left for the guard is to wait for CRIU's end,
-to remove the working directory, and to hang up by itself when a dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long.
-It also holds CRIU's pipes, so that CRIU need not free their pages before it lets the tree go. CRIU and the guard both hold the writing end of a pipe, so
-that the dumper knows when neither is left, even if the guard was killed.
+It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the
+middle of a dump. The dumper talks to it over a socket pair, one JSON object a message. It starts
+CRIU before the window and lets it go on in it (`prepared.py`). The socket to CRIU's page server
+passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the tree frozen until
+that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU
+closes on a hang-up at any time, also on one that came before it served). What is left for the guard
+is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a dumper
+that lives but does not run (stopped by a terminal, say) holds the tree for too long. It also holds
+CRIU's pipes, so that CRIU need not free their pages before it lets the tree go. CRIU and the guard
+both hold the writing end of a pipe, so that the dumper knows when neither is left, even if the
+guard was killed.
 
-With GPU processes the guard also starts the helper that makes the driver's calls (`icecore.host.gpu.helper`): as its child, so that it outlives a dumper that
-is killed, and with the same pipe, so that the dumper waits for its end too. It undoes its calls by itself.
+With GPU processes the guard also starts the helper that makes the driver's calls
+(`icecore.host.gpu.helper`): as its child, so that it outlives a dumper that is killed, and with the
+same pipe, so that the dumper waits for its end too. It undoes its calls by itself.
 """
 
 from __future__ import annotations
@@ -56,8 +62,10 @@ class Guard:
     """The dumper's side: starts the guard process and speaks with it.
 
     Args:
-        workdir: Directory on tmpfs for CRIU's images; the guard removes it when the dumper dies before ``release``.
-        lock: Descriptor that the guard and CRIU inherit, because it says that ``workdir`` is in use (`icecore.host.workdir`); -1: there is none.
+        workdir: Directory on tmpfs for CRIU's images; the guard removes it when the dumper dies
+            before ``release``.
+        lock: Descriptor that the guard and CRIU inherit, because it says that ``workdir`` is in use
+            (`icecore.host.workdir`); -1: there is none.
         start_timeout: Seconds the guard process may take to come up.
     """
 
@@ -129,13 +137,17 @@ class Guard:
         hidden: Path | None = None,
         devices: socket.socket | None = None,
     ) -> int | None:
-        """Start ``command`` (``criu dump …``); returns once it waits, nothing of the tree touched, for `freeze`. Without that it ends with the guard.
+        """Start ``command`` (``criu dump …``); returns once it waits, nothing of the tree touched,
+        for `freeze`. Without that it ends with the guard.
 
         Args:
-            command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers, ``{hold}`` by the path of CRIU's action script.
+            command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor
+                numbers, ``{hold}`` by the path of CRIU's action script.
             timeout: Seconds until the attempt is given up.
-            hidden: An empty file, for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None: it sees everything.
-            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: there are none.
+            hidden: An empty file, for what CRIU is kept from seeing (`icecore.host.criu.hidden`);
+                None: it sees everything.
+            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None:
+                there are none.
 
         Returns:
             None when it waits; its exit status when it ended before.
@@ -173,7 +185,8 @@ class Guard:
         """Let the CRIU that `prepare` started go on: it freezes the tree.
 
         Args:
-            limit: Seconds from now after which the tree shall run again whatever this process does; None: no limit.
+            limit: Seconds from now after which the tree shall run again whatever this process does;
+                None: no limit.
 
         Raises:
             DumpFailed: The tree was let go before.
@@ -190,11 +203,14 @@ class Guard:
         """After `go`, wait until CRIU serves; the tree then stands still until ``thaw``.
 
         Args:
-            timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
-            streamed: CRIU does not serve but streams: the tree is frozen once the first of it can be read.
+            timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws
+                the tree as soon as it gets there.
+            streamed: CRIU does not serve but streams: the tree is frozen once the first of it can
+                be read.
 
         Returns:
-            None when the tree is frozen; CRIU's exit status when it ended before it served (the tree runs on).
+            None when the tree is frozen; CRIU's exit status when it ended before it served (the
+            tree runs on).
 
         Raises:
             DumpFailed: No answer in time.
@@ -216,7 +232,8 @@ class Guard:
         return int(str(reply.get("status", -1)))
 
     def start(self, command: Sequence[str], control: socket.socket) -> None:
-        """Start another program as a child of the guard, which does not wait for it: it outlives this process, and `release` waits for its end.
+        """Start another program as a child of the guard, which does not wait for it: it outlives
+        this process, and `release` waits for its end.
 
         Args:
             command: ``{control}`` and ``{life}`` are replaced by descriptor numbers.
@@ -292,7 +309,9 @@ class Guard:
         return self._status
 
     def release(self) -> None:
-        """End the guard, and wait until CRIU has ended too. The working directory is left to the caller. May be called twice."""
+        """End the guard, and wait until CRIU has ended too. The working directory is left to the
+        caller. May be called twice.
+        """
         self.hang_up()
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"release": True}).encode())
@@ -436,10 +455,12 @@ def main() -> None:
     """Entry of the guard process: ``guard CONTROL_FD LIFE_FD LOCK_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    # CRIU works while the job stands still: it goes before whatever else this machine does, where that is allowed.
+    # CRIU works while the job stands still: it goes before whatever else this machine does, where
+    # that is allowed.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, WINDOW_PRIORITY)
-    # CRIU holds references to the private memory that it sees in pipes: it inherits as many descriptors as it may have.
+    # CRIU holds references to the private memory that it sees in pipes: it inherits as many
+    # descriptors as it may have.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     make_room()

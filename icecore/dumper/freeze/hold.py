@@ -1,4 +1,6 @@
-"""When a tree whose memory is streamed stands still: once the first of the stream can be read, and as long as its end is not answered."""
+"""When a tree whose memory is streamed stands still: once the first of the stream can be read, and
+as long as its end is not answered.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from icecore.errors import DumpFailed
 
 
 def wait_for_stream(pages: socket.socket, control: socket.socket, seconds: float) -> bool:
-    """Wait until CRIU streams (True: the tree stands still) or the guard has something to say (False).
+    """Wait until CRIU streams (True: the tree stands still) or the guard has something to say
+    (False).
 
     Raises:
         DumpFailed: Neither in time.

@@ -1,10 +1,14 @@
-"""A CRIU that has started but waits; its one rule: nothing of the tree is touched before `go`, and never if that does not come.
+"""A CRIU that has started but waits; its one rule: nothing of the tree is touched before `go`, and
+never if that does not come.
 
-CRIU's start (its loader, the vdso, probing what the kernel can do) takes 30 to 100 ms. It then runs its action script for the stage ``pre-dump``, before it
-collects the tree or stops anything (cr-dump.c: cr_dump_tasks); the script waits for a word through a pipe of this process. Where that ends without the word,
-the script fails, and CRIU ends. The script lies in memory, because directories on tmpfs often forbid that anything of theirs is executed, and it finds
-everything through this process's /proc, so that CRIU inherits nothing for it. CRIU runs it twice more in the window, ``post-dump`` and ``status-ready``, and
-in a network namespace for its lock: then it ends at once.
+CRIU's start (its loader, the vdso, probing what the kernel can do) takes 30 to 100 ms. It then runs
+its action script for the stage ``pre-dump``, before it collects the tree or stops anything
+(cr-dump.c: cr_dump_tasks); the script waits for a word through a pipe of this process. Where that
+ends without the word, the script fails, and CRIU ends. The script lies in memory, because
+directories on tmpfs often forbid that anything of theirs is executed, and it finds everything
+through this process's /proc, so that CRIU inherits nothing for it. CRIU runs it twice more in the
+window, ``post-dump`` and ``status-ready``, and in a network namespace for its lock: then it ends at
+once.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ class Prepared:
     Args:
         command: ``{pages}``, ``{status}`` and ``{hold}`` (CRIU's action script) are replaced.
         pages: CRIU's end of the page-server connection; from now on this object's.
-        devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`); from now on this object's. None: there are none.
+        devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`); from now
+            on this object's. None: there are none.
         life: Writing end of a pipe, which CRIU and the script inherit.
         lock: Says that the working directory is in use; CRIU inherits it. -1: there is none.
-        hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None: it sees everything.
+        hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.criu.hidden`);
+            None: it sees everything.
 
     Raises:
         OSError: It cannot be started.
@@ -62,7 +68,8 @@ class Prepared:
         try:
             self._arrived, arrived = self._pipe()
             go, self._go = self._pipe()
-            #: One zero byte comes through it once the tree stands still and CRIU serves; it ends with CRIU.
+            #: One zero byte comes through it once the tree stands still and CRIU serves; it ends
+            #: with CRIU.
             self.status, status = self._pipe()
             script = _executable(
                 _SCRIPT.format(life=_path(life), arrived=_path(arrived), go=_path(go))
@@ -107,7 +114,9 @@ class Prepared:
             self.pages.close()
 
     def arrives(self, control: socket.socket) -> bool:
-        """Wait until CRIU waits. False: it ended, or went on unasked, or nobody is at the other end of ``control``."""
+        """Wait until CRIU waits. False: it ended, or went on unasked, or nobody is at the other end
+        of ``control``.
+        """
         poll = select.poll()
         poll.register(self._arrived, select.POLLIN)
         poll.register(self.status, select.POLLIN)
@@ -119,12 +128,15 @@ class Prepared:
         os.write(self._go, b"go\n")
 
     def hang_up(self) -> None:
-        """Shut down the page-server connection, of which this end is CRIU's too: a tree that it has stopped, or will, it lets go."""
+        """Shut down the page-server connection, of which this end is CRIU's too: a tree that it has
+        stopped, or will, it lets go.
+        """
         with contextlib.suppress(OSError):  # CRIU may be gone already
             self.pages.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
-        """Wait for CRIU's end. There is no time-out: killing it while the parasite is in the job would lose the job.
+        """Wait for CRIU's end. There is no time-out: killing it while the parasite is in the job
+        would lose the job.
 
         Returns:
             Its exit status.
@@ -150,7 +162,9 @@ def _path(descriptor: int) -> str:
 
 
 def _executable(text: str) -> int:
-    """A script as a descriptor: in memory, or where the kernel forbids that (vm.memfd_noexec=2), a file without a name."""
+    """A script as a descriptor: in memory, or where the kernel forbids that (vm.memfd_noexec=2), a
+    file without a name.
+    """
     try:
         descriptor = os.memfd_create("icecore-hold", os.MFD_CLOEXEC | _MFD_EXEC)
     except OSError as error:

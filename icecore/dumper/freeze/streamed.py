@@ -1,8 +1,10 @@
-"""The fallback for where memory cannot be held in place: CRIU streams it, which holds the tree; the rule: no answer to its end, no thaw.
+"""The fallback for where memory cannot be held in place: CRIU streams it, which holds the tree; the
+rule: no answer to its end, no thaw.
 
-CRIU sends every page of every process through the page-server connection and writes no page maps. What it sends of processes is thrown away: they stand
-still until the end of the stream is answered, and are read in place like in any window, only later. Shared memory is kept, in the form that CRIU itself
-would have written.
+CRIU sends every page of every process through the page-server connection and writes no page maps.
+What it sends of processes is thrown away: they stand still until the end of the stream is answered,
+and are read in place like in any window, only later. Shared memory is kept, in the form that CRIU
+itself would have written.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class _Map:
 
 
 def receive(pages: socket.socket, version: tuple[int, ...], images: Path, seconds: float) -> int:
-    """Take CRIU's stream up to its end, which is left unanswered: the tree stands still until `answer`.
+    """Take CRIU's stream up to its end, which is left unanswered: the tree stands still until
+    `answer`.
 
     Args:
         version: CRIU's version, which decides the layout of stream and images.

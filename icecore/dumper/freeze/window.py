@@ -1,7 +1,9 @@
-"""The window: the time in which the job stands still. Its rule: whatever happens in it, the job runs again within a second, unless the caller asked to stop it.
+"""The window: the time in which the job stands still. Its rule: whatever happens in it, the job
+runs again within a second, unless the caller asked to stop it.
 
-CRIU freezes the tree, writes everything but the private anonymous pages, and then waits, the tree still frozen, for the socket that this process holds to
-close. In between the memory is read in place.
+CRIU freezes the tree, writes everything but the private anonymous pages, and then waits, the tree
+still frozen, for the socket that this process holds to close. In between the memory is read in
+place.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Window:
         version: CRIU's version.
         limit: Seconds the tree may stand still; None: no limit (``--stop``).
         explain: Turns CRIU's log into an error once it has failed.
-        abandon: Called once, from another thread, when the limit is reached: must make whoever reads the tree stop.
+        abandon: Called once, from another thread, when the limit is reached: must make whoever
+            reads the tree stop.
 
     Use as a context manager: leaving it with an error thaws the tree and waits until it runs.
     """
@@ -84,7 +87,8 @@ class Window:
             except DumpFailed:
                 if error is None:
                     raise
-                # What failed first is to be told. The page socket is closed, so CRIU lets go whatever became of the guard, and its release waits for that.
+                # What failed first is to be told. The page socket is closed, so CRIU lets go
+                # whatever became of the guard, and its release waits for that.
             self.seconds = time.monotonic() - self.started
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
@@ -92,11 +96,13 @@ class Window:
     def prepare(
         self, command: Sequence[str], hidden: Path | None, devices: socket.socket | None = None
     ) -> None:
-        """Start CRIU as far as it gets without looking at the tree. `begin`, `go` and `freeze` come later, if at all.
+        """Start CRIU as far as it gets without looking at the tree. `begin`, `go` and `freeze` come
+        later, if at all.
 
         Args:
             hidden: Where is to be written what it is kept from seeing; None: it sees everything.
-            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: there are none.
+            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None:
+                there are none.
 
         Raises:
             DumpFailed: It failed.
@@ -137,9 +143,11 @@ class Window:
             raise
 
     def freeze(self, *, streamed: bool = False) -> None:
-        """After `go`: returns when the tree stands still and CRIU has written all but the memory that is read in place.
+        """After `go`: returns when the tree stands still and CRIU has written all but the memory
+        that is read in place.
 
-        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received.
+        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once
+        all is received.
 
         Raises:
             WindowExceeded: It took longer than the limit.
@@ -158,7 +166,9 @@ class Window:
         self.check()
 
     def check(self) -> None:
-        """Raise `WindowExceeded` if the limit has passed, also where the watchdog's thread has not come to run yet."""
+        """Raise `WindowExceeded` if the limit has passed, also where the watchdog's thread has not
+        come to run yet.
+        """
         if self.left == 0.0:
             self._expire()
         if self._exceeded is not None:
@@ -209,7 +219,9 @@ class Window:
         self.seconds = time.monotonic() - self.started
 
     def kill(self, pids: Sequence[int]) -> None:
-        """End the frozen tree: every process is killed while it is still traced, then CRIU is let go. For ``--stop``, after the commit."""
+        """End the frozen tree: every process is killed while it is still traced, then CRIU is let
+        go. For ``--stop``, after the commit.
+        """
         self._end_watch()
         descriptors = {}
         for pid in pids:
@@ -221,7 +233,8 @@ class Window:
         for descriptor in descriptors.values():
             os.close(descriptor)
         self._frozen = False
-        # The snapshot is committed and the tree is dead: what became of CRIU and the guard does not matter any more.
+        # The snapshot is committed and the tree is dead: what became of CRIU and the guard does not
+        # matter any more.
         with suppress(DumpFailed):
             self._guard.thaw(_THAW_SECONDS)
         self.seconds = time.monotonic() - self.started
@@ -269,7 +282,8 @@ def wait_running(pids: Sequence[int], timeout: float) -> list[int]:
 
 
 def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
-    """Wait until nobody traces any thread of the processes: one that is let go runs before its tracer has ended.
+    """Wait until nobody traces any thread of the processes: one that is let go runs before its
+    tracer has ended.
 
     Returns:
         Processes of which one still was after ``timeout`` seconds.

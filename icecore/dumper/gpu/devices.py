@@ -1,7 +1,8 @@
-"""The device memory of a dump; its rule: none stays behind. Every GPU process is locked, then checkpointed and brought back while CRIU holds all other threads.
+"""The device memory of a dump; its rule: none stays behind. Every GPU process is locked, then
+checkpointed and brought back while CRIU holds all other threads.
 
-The calls are made by a helper that the guard started (`icecore.host.gpu.helper`). It undoes them when this process is gone; when the helper itself
-is lost, another one takes over.
+The calls are made by a helper that the guard started (`icecore.host.gpu.helper`). It undoes them
+when this process is gone; when the helper itself is lost, another one takes over.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from icecore.host.kernel import procfs
 from icecore.host.resident.client import ResidentFailed
 from icecore.host.resident.copyplan import Foreseen
 
-#: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each other (one is locked, the other's collective is under
-#: way) never come to rest: with several processes the first attempts are short, and each begins at another point of their steps.
+#: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each
+#: other (one is locked, the other's collective is under way) never come to rest: with several
+#: processes the first attempts are short, and each begins at another point of their steps.
 LOCK_ONE = (1.0, 1.0, 1.0)
 LOCK_SEVERAL = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _PAUSE_SECONDS = 0.2
@@ -47,7 +49,8 @@ Ranges = Mapping[int, Sequence[tuple[int, int]]]
 
 
 class Devices:
-    """The GPU processes of one dump (a context manager: left with an error it brings all of them back to running).
+    """The GPU processes of one dump (a context manager: left with an error it brings all of them
+    back to running).
 
     Args:
         root: The tree's.
@@ -61,8 +64,10 @@ class Devices:
 
     Attributes:
         pids: The processes with CUDA state. Host pids.
-        ranges: Where each one's device memory lies in its own memory, once it is checkpointed: (start, end).
-        temporary: Those of them where nothing was before, and nothing is once they are brought back: the driver takes them away again.
+        ranges: Where each one's device memory lies in its own memory, once it is checkpointed:
+            (start, end).
+        temporary: Those of them where nothing was before, and nothing is once they are brought
+            back: the driver takes them away again.
     """
 
     def __init__(
@@ -112,13 +117,16 @@ class Devices:
         """Wait until CUDA is initialised in the helper, and ask for the processes' states.
 
         Args:
-            staging_bytes: Bound on pinned host memory for copies of resident memory; what of that is likely to change and has no room on its GPU comes on top.
+            staging_bytes: Bound on pinned host memory for copies of resident memory; what of that
+                is likely to change and has no room on its GPU comes on top.
             machinery, parent: What these copies are stored with, and compared with.
-            pre_copy: Resident memory without room on its GPU is stored before the window from so many bytes on; None: it is not.
+            pre_copy: Resident memory without room on its GPU is stored before the window from so
+                many bytes on; None: it is not.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
-            PreflightRefused: A process is in a state in which it cannot be dumped; nothing was stopped.
+            PreflightRefused: A process is in a state in which it cannot be dumped; nothing was
+                stopped.
         """
         self._helper.wait_ready()
         states = {
@@ -151,7 +159,9 @@ class Devices:
 
     @property
     def foreseen(self) -> Foreseen | None:
-        """Where copies of resident memory will probably go; None: nobody has looked, or there is none."""
+        """Where copies of resident memory will probably go; None: nobody has looked, or there is
+        none.
+        """
         found = None if self._resident is None else self._resident.foreseen
         return found and found._replace(left=max(0, found.left - self.pre_copied))
 
@@ -167,7 +177,8 @@ class Devices:
 
         Args:
             machinery, parent: What these copies are stored with, and compared with.
-            limit: Seconds from now after which they shall run again whatever this process does. None: no limit.
+            limit: Seconds from now after which they shall run again whatever this process does.
+                None: no limit.
 
         Raises:
             DumpFailed: One could not be; the context manager brings all back.
@@ -185,7 +196,9 @@ class Devices:
             raise _uncapturable(error) from error
 
     def _require_taken_away(self) -> None:
-        """What the driver checkpoints it restores into other memory: nothing that a keeper holds may be mapped. Locked, nobody can allocate any more."""
+        """What the driver checkpoints it restores into other memory: nothing that a keeper holds
+        may be mapped. Locked, nobody can allocate any more.
+        """
         for pid in self.pids:
             if has_mapped(pid):
                 raise DumpFailed(
@@ -194,7 +207,8 @@ class Devices:
                 )
 
     def checkpoint(self, seconds: float) -> bool:
-        """Checkpoint all, while CRIU holds every other thread of the tree: what the driver takes away meanwhile nobody may touch.
+        """Checkpoint all, while CRIU holds every other thread of the tree: what the driver takes
+        away meanwhile nobody may touch.
 
         Args:
             seconds: How long CRIU may take to freeze the tree.
@@ -242,7 +256,9 @@ class Devices:
         return True
 
     def _lock(self) -> None:
-        """All or none. A rank that waits for one that is locked already never comes to rest: then all go on, and it is tried again."""
+        """All or none. A rank that waits for one that is locked already never comes to rest: then
+        all go on, and it is tried again.
+        """
         with phase(self._emit, "dump.gpu.lock", processes=len(self.pids)) as running:
             shares = LOCK_SEVERAL if len(self.pids) > 1 else LOCK_ONE
             for attempt, share in enumerate(shares, 1):
@@ -274,7 +290,9 @@ class Devices:
             raise error
 
     def wait_copied(self, check: Callable[[], None]) -> None:
-        """Until what changed of resident memory is copied aside; ``check`` raises when the window is over."""
+        """Until what changed of resident memory is copied aside; ``check`` raises when the window
+        is over.
+        """
         if self._resident is not None:
             self._resident.wait_copied(check)
 
@@ -288,14 +306,16 @@ class Devices:
         return [] if self._resident is None else self._resident.store(machinery)
 
     def go(self) -> None:
-        """Bring all back, before CRIU, which was hung up on, lets go of them. Resident memory is for `give_back`.
+        """Bring all back, before CRIU, which was hung up on, lets go of them. Resident memory is
+        for `give_back`.
 
         Raises:
             DumpFailed: One cannot be.
         """
         size = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
         try:
-            # No window ends this any more; a process that does nothing for so long is stopped, or the driver hangs.
+            # No window ends this any more; a process that does nothing for so long is stopped, or
+            # the driver hangs.
             self._helper.deadline(_GO_SECONDS + size / _SLOWEST_RATE)
             held = self._helper.hold(self.pids, _HELD_SECONDS)
         except DeviceError as error:
@@ -353,7 +373,9 @@ class Devices:
             self._helper.leave()
 
     def gone(self, *, keep_resident: bool) -> None:
-        """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident memory stays on the GPUs."""
+        """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident
+        memory stays on the GPUs.
+        """
         if self._resident is None:
             return
         with suppress(DeviceError):  # a helper that is lost brings nobody back
@@ -402,7 +424,8 @@ class Devices:
             )
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """What a restore needs to know, for the manifest's ``extra``; nothing where no process has CUDA state.
+        """What a restore needs to know, for the manifest's ``extra``; nothing where no process has
+        CUDA state.
 
         Args:
             images: Host pid → image id.
@@ -510,7 +533,9 @@ class Devices:
 def _free_of(
     ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]
 ) -> list[tuple[int, int]]:
-    """The ranges in which none of the mappings has a part, but for addresses that are only reserved."""
+    """The ranges in which none of the mappings has a part, but for addresses that are only
+    reserved.
+    """
     taken = [(m.start, m.end) for m in mappings if m.protection & procfs.PROT_READ]
     return [
         (start, end)

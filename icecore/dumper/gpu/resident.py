@@ -1,8 +1,11 @@
-"""Resident device memory in a dump: taken away before the driver's checkpoint, given back after it, and meanwhile what changed is copied aside; the rule: the
-job gets its memory back whatever becomes of the copies.
+"""Resident device memory in a dump: taken away before the driver's checkpoint, given back after it,
+and meanwhile what changed is copied aside; the rule: the job gets its memory back whatever becomes
+of the copies.
 
-The copies are the worker's (`icecore.host.gpu.worker`), made while driver and CRIU do their parts. What it fingerprints is compared with the parent's;
-only what differs is copied, on the device where there is room. Then the job runs on, and the copies go through the same pipeline as all other memory.
+The copies are the worker's (`icecore.host.gpu.worker`), made while driver and CRIU do their parts.
+What it fingerprints is compared with the parent's; only what differs is copied, on the device where
+there is room. Then the job runs on, and the copies go through the same pipeline as all other
+memory.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
 _LET_GO_SECONDS = 10.0
-#: Bytes of a GPU's zeros that a job may have written to between the look and the window of its first snapshot.
+#: Bytes of a GPU's zeros that a job may have written to between the look and the window of its
+#: first snapshot.
 _LIKELY_ZEROS = 1 << 30
 #: Of imported memory, where its process cannot tell.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
@@ -66,7 +70,9 @@ _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
 @dataclass
 class _Process:
-    """One process's resident memory on its way into the snapshot. ``place`` i64[n]: where copies of changed cells are."""
+    """One process's resident memory on its way into the snapshot. ``place`` i64[n]: where copies of
+    changed cells are.
+    """
 
     cells: ProcessCells
     sink: SpaceSink
@@ -81,7 +87,8 @@ class Resident:
         look: Who has some.
         word: Shows in the worker's command line.
         emit: Gets the ``dump.resident.…`` phases.
-        outlives: Once there is the snapshot the job's memory outlives it, unless it ends well (`outlive`).
+        outlives: Once there is the snapshot the job's memory outlives it, unless it ends well
+            (`outlive`).
     """
 
     def __init__(
@@ -131,21 +138,27 @@ class Resident:
 
     @property
     def agents(self) -> list[tuple[str, int, int]]:
-        """(directory, pid as it sees itself, pid here) of each process, for whoever brings them back when this process is gone."""
+        """(directory, pid as it sees itself, pid here) of each process, for whoever brings them
+        back when this process is gone.
+        """
         return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
 
     def prepare(
         self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, moved: int
     ) -> dict[str, Value]:
-        """Have the worker ready on all GPUs, and host memory for copies, before anything is stopped.
+        """Have the worker ready on all GPUs, and host memory for copies, before anything is
+        stopped.
 
         Args:
-            staging_bytes: Bound on that memory, but for what is likely to change and has no room on its GPU: that comes on top.
+            staging_bytes: Bound on that memory, but for what is likely to change and has no room on
+                its GPU: that comes on top.
             machinery, parent: What the copies will be stored with, and compared with.
-            moved: Bytes that the driver will move into the host's memory, of which as much is staged: they are not to be had.
+            moved: Bytes that the driver will move into the host's memory, of which as much is
+                staged: they are not to be had.
 
         Returns:
-            What there is to say of it: ``pinned`` bytes, and what was seen of changes (docs/events.md).
+            What there is to say of it: ``pinned`` bytes, and what was seen of changes
+            (docs/events.md).
 
         Raises:
             WorkerFailed, ResidentFailed: It cannot be had.
@@ -178,8 +191,9 @@ class Resident:
         except IcecoreError as error:  # a worker that is gone is met before the window
             said = {"not_looked": error.message}
             changed = {} if parent else sizes
-        # The job goes on writing: what changed in the parent may change again, and what is zeros now may be in use by then. Of what changed in the
-        # parent nobody knows on which GPU it is: it may be on each, but not on all.
+        # The job goes on writing: what changed in the parent may change again, and what is zeros
+        # now may be in use by then. Of what changed in the parent nobody knows on which GPU it is:
+        # it may be on each, but not on all.
         if parent is not None:
             before = parent.manifest.sizes.changed
             wanted = {
@@ -212,8 +226,9 @@ class Resident:
         return {**said, "pinned": self._region.size}
 
     def pre_copy(self, machinery: Machinery, parent: Parent | None, *, least: int) -> None:
-        """Store what has no room on its GPU, as far as it is at rest, before anything is stopped. What changes until the window finds the room that it would
-        have found without. After `prepare`.
+        """Store what has no room on its GPU, as far as it is at rest, before anything is stopped.
+        What changes until the window finds the room that it would have found without. After
+        `prepare`.
 
         Args:
             machinery, parent: What it is stored with, and compared with.
@@ -250,7 +265,9 @@ class Resident:
         return sum(one.stored for one in self._pre_copied.values())
 
     def _have_keeper(self) -> None:
-        """A keeper that has died is replaced; the processes hand everything over within about a second."""
+        """A keeper that has died is replaced; the processes hand everything over within about a
+        second.
+        """
         start_keeper(
             Path(f"/proc/{os.getpid()}/fd/{self._directory}")
         )  # the directory that was looked at, whatever its path leads to by now
@@ -326,7 +343,8 @@ class Resident:
         self._tree.ended(keep=keep)
 
     def outlive(self, init: int, status: Path) -> None:
-        """There is the snapshot: from now on its memory outlives the job, unless it ends well (`Keeper.keep`).
+        """There is the snapshot: from now on its memory outlives the job, unless it ends well
+        (`Keeper.keep`).
 
         Raises:
             NotFound, ResidentFailed, OSError: It does not.
@@ -401,7 +419,8 @@ class Resident:
     ) -> dict[str, tuple[int, int]]:
         """Each GPU's part of the host region: where, and how large.
 
-        What was not free before the window is not to be had on the device, either: the driver has let go of it, and wants it back.
+        What was not free before the window is not to be had on the device, either: the driver has
+        let go of it, and wants it back.
         """
         if self._region is None:
             raise DumpFailed(
@@ -439,7 +458,9 @@ class Resident:
         return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
 
     def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
-        """Hand changed cells to the pipeline: in the window those for which there was no room, after it those that were copied aside."""
+        """Hand changed cells to the pipeline: in the window those for which there was no room,
+        after it those that were copied aside.
+        """
         changed = process.cells.row == UNKNOWN
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
         if not len(rows):
@@ -480,7 +501,8 @@ class Resident:
     # -- afterwards
 
     def let_go(self) -> None:
-        """Have the worker unmap the job's memory, which is the job's to free now; what was copied aside stays.
+        """Have the worker unmap the job's memory, which is the job's to free now; what was copied
+        aside stays.
 
         Raises:
             DumpFailed: It does not; it is ended instead.

@@ -1,7 +1,10 @@
-"""How much of resident memory has changed, found while the job runs, so that there is host memory for it in the window; rule: the job gets all that it frees.
+"""How much of resident memory has changed, found while the job runs, so that there is host memory
+for it in the window; rule: the job gets all that it frees.
 
-Mapped memory is not free when its owner frees it. So it is mapped in portions, for some `_PORTION_SECONDS` each, and announced to the processes: an allocation
-that finds no memory waits meanwhile (the preload's `AGENT_LOOK`). What is found is a lower bound, because the job goes on writing.
+Mapped memory is not free when its owner frees it. So it is mapped in portions, for some
+`_PORTION_SECONDS` each, and announced to the processes: an allocation that finds no memory waits
+meanwhile (the preload's `AGENT_LOOK`). What is found is a lower bound, because the job goes on
+writing.
 """
 
 from __future__ import annotations
@@ -30,9 +33,11 @@ from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.sharing import Taken, find_shares
 from icecore.store.format.cell import CELL_BYTES
 
-#: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how long the look goes on; how long it may hold up allocations.
+#: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how
+#: long the look goes on; how long it may hold up allocations.
 _PORTION_SECONDS, _SECONDS, _MOST_SECONDS = 0.1, 2.0, 10.0
-#: What one of the worker's calls may take: mapping (one call, of as many as one has), fingerprinting and unmapping together end before what was announced does.
+#: What one of the worker's calls may take: mapping (one call, of as many as one has),
+#: fingerprinting and unmapping together end before what was announced does.
 CALL_SECONDS = 2.5
 #: The first portion, and by how much one may be larger than the last. Bytes.
 _FIRST_PORTION, _GROWTH = 1 << 30, 8
@@ -59,7 +64,8 @@ def look_for_changes(
     parent: Parent | None,
     seed: int,
 ) -> Found:
-    """Fingerprint device memory while the processes run: what differs from the parent, or, where there is none, from zeros.
+    """Fingerprint device memory while the processes run: what differs from the parent, or, where
+    there is none, from zeros.
 
     Args:
         worker: Ready on all GPUs.
@@ -68,7 +74,8 @@ def look_for_changes(
         seed: The lineage's, for fingerprints.
 
     Raises:
-        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the worker hangs.
+        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the
+            worker hangs.
     """
     keeper = Keeper(place)
     until = time.monotonic() + _SECONDS
@@ -117,7 +124,9 @@ def _not_any_more(agent: Agent) -> None:
 
 
 def owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]:
-    """What each process has, of what several have one's; the descriptors, which told that, are closed."""
+    """What each process has, of what several have one's; the descriptors, which told that, are
+    closed.
+    """
     with ExitStack() as stack:
         taken: dict[int, list[Taken]] = {}
         for pid, token in tokens.items():
@@ -140,7 +149,9 @@ class Eyes(NamedTuple):
 def _look_at(
     eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
 ) -> tuple[int, int]:
-    """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts as changed, the parent's as unchanged."""
+    """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts
+    as changed, the parent's as unchanged.
+    """
     new = {id(piece): piece.cells for process, piece in pieces if not process.known(piece)}
     looked = changed = 0
     for process, piece in look_at(eyes, pieces, until):
@@ -154,7 +165,9 @@ def _look_at(
 def look_at(
     eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
 ) -> Iterator[tuple[ProcessCells, Piece]]:
-    """Fingerprint memory of one GPU, each piece in a portion that is mapped for a moment; those that were there and were reached in time."""
+    """Fingerprint memory of one GPU, each piece in a portion that is mapped for a moment; those
+    that were there and were reached in time.
+    """
     left, portion = list(pieces), _FIRST_PORTION
     while left and time.monotonic() < until:
         some: list[tuple[ProcessCells, Piece]] = []

@@ -1,4 +1,5 @@
-"""The cells of resident memory: fingerprinted on their GPUs, and compared with the parent's; rule: what the parent does not have as it is has changed.
+"""The cells of resident memory: fingerprinted on their GPUs, and compared with the parent's; rule:
+what the parent does not have as it is has changed.
 
 In the window of all memory, before it of what there is then (`icecore.dumper.gpu.resident_ahead`).
 """
@@ -25,7 +26,9 @@ from icecore.store.format.manifest import Region
 
 @dataclass
 class Piece:
-    """One allocation: the worker's number for it, and the rows of its process's plan that are its cells."""
+    """One allocation: the worker's number for it, and the rows of its process's plan that are its
+    cells.
+    """
 
     handle: int
     allocation: Allocation
@@ -45,7 +48,8 @@ class ProcessCells:
 
     Attributes:
         words: u64[n, 2], the fingerprints.
-        row: i64[n], the parent's row for each cell; `UNKNOWN`, or `ZERO`: what a restore clears anyway is neither copied nor stored.
+        row: i64[n], the parent's row for each cell; `UNKNOWN`, or `ZERO`: what a restore clears
+            anyway is neither copied nor stored.
         zero: u64[2], the fingerprint of zeros.
     """
 
@@ -90,7 +94,8 @@ def plan_process(
     """Nothing is known yet: all cells count as changed.
 
     Args:
-        pid: The process, as this machine sees it; ``key``: as it sees itself, the name of its space.
+        pid: The process, as this machine sees it; ``key``: as it sees itself, the name of its
+            space.
         pairs: What it has, by address.
         seed: The lineage's, for fingerprints.
         stream: The shard stream that its space goes to.
@@ -129,7 +134,8 @@ def fingerprint(
     seed: int,
     seconds: float = 300.0,
 ) -> int:
-    """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes. Each of the worker's calls may take so long.
+    """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes. Each of
+    the worker's calls may take so long.
 
     Raises:
         WorkerFailed: It cannot be done.

@@ -1,8 +1,9 @@
-"""Pre-copy of resident memory: what would find no room for copies in the window, stored before it, while the job runs; rule: a chunk is what was copied aside,
-its fingerprint is of that copy, and the window looks at every cell again.
+"""Pre-copy of resident memory: what would find no room for copies in the window, stored before it,
+while the job runs; rule: a chunk is what was copied aside, its fingerprint is of that copy, and the
+window looks at every cell again.
 
-Only what is at rest is worth it, so memory is looked at twice, `_REST_SECONDS` apart. What was at rest and changed until the window all the same is noted as
-restless, and not tried the next time.
+Only what is at rest is worth it, so memory is looked at twice, `_REST_SECONDS` apart. What was at
+rest and changed until the window all the same is noted as restless, and not tried the next time.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class PreCopied:
 
     Attributes:
         known: Cells that are stored, the parent's and the new ones.
-        seen: Keys and fingerprints of all cells that were looked at twice (its records mean nothing).
+        seen: Keys and fingerprints of all cells that were looked at twice (its records mean
+            nothing).
         stored: Bytes that were stored.
     """
 
@@ -66,8 +68,10 @@ class PreCopied:
 
 @dataclass
 class _Process:
-    """One process's cells. bool[n] each: ``restless``: the last time storing them was in vain; ``wanted``: to be stored, if they are at rest; ``seen``: looked
-    at twice; ``stored``: handed to the sink."""
+    """One process's cells. bool[n] each: ``restless``: the last time storing them was in vain;
+    ``wanted``: to be stored, if they are at rest; ``seen``: looked at twice; ``stored``: handed to
+    the sink.
+    """
 
     cells: ProcessCells
     sink: SpaceSink
@@ -99,9 +103,16 @@ def _packed(words: Words) -> npt.NDArray[np.void]:
 
 
 def pre_copy_resident(
-    worker: Worker, region: HostRegion, place: Path, agents: Mapping[int, Agent], tokens: Mapping[int, bytes], parent: Parent | None,
-    machinery: Machinery, wanted: Mapping[str, int], spare: Mapping[str, int],
-) -> dict[int, PreCopied]:  # fmt: skip
+    worker: Worker,
+    region: HostRegion,
+    place: Path,
+    agents: Mapping[int, Agent],
+    tokens: Mapping[int, bytes],
+    parent: Parent | None,
+    machinery: Machinery,
+    wanted: Mapping[str, int],
+    spare: Mapping[str, int],
+) -> dict[int, PreCopied]:
     """Store cells that are at rest, and that the parent does not have. Waits until they are stored.
 
     Args:
@@ -114,7 +125,8 @@ def pre_copy_resident(
         spare: By GPU, bytes of its memory that copies may take.
 
     Raises:
-        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the worker hangs.
+        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the
+            worker hangs.
     """
     keeper, seed = Keeper(place), machinery.seed
     with announced(agents.values()):
@@ -190,7 +202,9 @@ def _first_look(eyes: Eyes, pieces: Iterable[tuple[_Process, Piece]], until: flo
 
 @dataclass(frozen=True)
 class _Copying:
-    """Stores what is at rest of one GPU, so many cells (``room``) at a time: copied aside on the GPU, fingerprinted there, fetched when all is unmapped."""
+    """Stores what is at rest of one GPU, so many cells (``room``) at a time: copied aside on the
+    GPU, fingerprinted there, fetched when all is unmapped.
+    """
 
     eyes: Eyes
     region: HostRegion

@@ -1,9 +1,13 @@
-"""Where large allocations begin, so that equal ones get equal cells; the rule: a wrong guess costs nothing but dedup.
+"""Where large allocations begin, so that equal ones get equal cells; the rule: a wrong guess costs
+nothing but dedup.
 
-Cells are counted from the start of a mapping, but the kernel joins and splits mappings by what happens to lie beside them (and by MADV_HUGEPAGE), not by what
-the program asked for: the same weights begin at page 0 of a mapping in one run, at page 1 or 513 in the next. glibc's malloc gives every large allocation pages
-of its own, with a header in the first (malloc/malloc.c, "mmapped chunks"): a word that is 0, then the size in whole pages with bit 1 set. Regions are cut
-behind that page; from one header the size leads to the next. Other allocators leave no such trace: their regions stay whole.
+Cells are counted from the start of a mapping, but the kernel joins and splits mappings by what
+happens to lie beside them (and by MADV_HUGEPAGE), not by what the program asked for: the same
+weights begin at page 0 of a mapping in one run, at page 1 or 513 in the next. glibc's malloc gives
+every large allocation pages of its own, with a header in the first (malloc/malloc.c, "mmapped
+chunks"): a word that is 0, then the size in whole pages with bit 1 set. Regions are cut behind that
+page; from one header the size leads to the next. Other allocators leave no such trace: their
+regions stay whole.
 """
 
 from __future__ import annotations
@@ -90,7 +94,9 @@ def _chunk_size(reader: Reader, address: int) -> int:
 
 
 def cut(regions: Sequence[Region], addresses: Sequence[int]) -> list[Region]:
-    """The regions, cut at those of the addresses that lie within one; each part counts its cells from its own start."""
+    """The regions, cut at those of the addresses that lie within one; each part counts its cells
+    from its own start.
+    """
     points = np.array(addresses, np.uint64)
     starts = np.array([r.start for r in regions], np.uint64)
     ends = np.array([r.start + r.length for r in regions], np.uint64)

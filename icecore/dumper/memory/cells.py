@@ -1,4 +1,6 @@
-"""Which cells a scan visits: page extents cut at region and cell boundaries, as columns that a scan thread can walk without thinking. Pure numpy."""
+"""Which cells a scan visits: page extents cut at region and cell boundaries, as columns that a scan
+thread can walk without thinking. Pure numpy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ EXTENT = np.dtype([("address", "<u8"), ("pages", "<u8")])
 
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
 _MASK_CELLS = 4096
-#: In place of the row of a known cell: it changed, or nothing is known of it; or it holds nothing but zeros, which are not read again.
+#: In place of the row of a known cell: it changed, or nothing is known of it; or it holds nothing
+#: but zeros, which are not read again.
 UNKNOWN, ZERO = -1, -2
 
 
@@ -30,7 +33,8 @@ class CellPlan:
     Attributes:
         region: u4[n], index into the regions given.
         cell: u4[n], cell number counted from the region's origin.
-        key: u8[n], address of the cell's first byte that lies in its region: names the cell among all snapshots of the process.
+        key: u8[n], address of the cell's first byte that lies in its region: names the cell among
+            all snapshots of the process.
         bitmap: u1[n, 32], which pages are present.
         length: u8[n], bytes of the present pages.
         first_run: u4[n + 1], the runs of cell i are ``runs[first_run[i]:first_run[i + 1]]``.
@@ -72,7 +76,9 @@ class CellPlan:
         )
 
     def same(self, other: CellPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Cells that another plan of the same space has with the same pages: their rows here and there, ascending."""
+        """Cells that another plan of the same space has with the same pages: their rows here and
+        there, ascending.
+        """
         nothing = np.empty(0, np.int64)
         if not len(self) or not len(other):
             return nothing, nothing
@@ -96,9 +102,11 @@ def _split(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.ND
 
 
 def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> CellPlan:
-    """Cut ``extents`` (EXTENT records, sorted, disjoint) at the boundaries of ``regions`` (sorted, disjoint) and of their cells.
+    """Cut ``extents`` (EXTENT records, sorted, disjoint) at the boundaries of ``regions`` (sorted,
+    disjoint) and of their cells.
 
-    Pages outside every region are ignored: a mapping that appeared after the regions were read belongs to the next look.
+    Pages outside every region are ignored: a mapping that appeared after the regions were read
+    belongs to the next look.
     """
     starts = np.array([r.start for r in regions], np.uint64)
     ends = np.array([r.start + r.length for r in regions], np.uint64)
@@ -157,7 +165,9 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
 def _bitmaps(
     index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """Page bitmaps of cells from their page runs [low, high); ``index``: the cell of each run, ascending, no cell without."""
+    """Page bitmaps of cells from their page runs [low, high); ``index``: the cell of each run,
+    ascending, no cell without.
+    """
     partial = np.flatnonzero(high - low < CELL_PAGES)
     out = np.full((int(index[-1]) + 1, BITMAP_BYTES), 0xFF, np.uint8)
     if len(partial):
@@ -189,7 +199,8 @@ def _mixed(
 
 
 def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list[Region]:
-    """The regions with the cell grid of the parent's region that each overlaps most, so that a region which grew or merged keeps its cells.
+    """The regions with the cell grid of the parent's region that each overlaps most, so that a
+    region which grew or merged keeps its cells.
 
     An origin moves only by whole nodes (64 cells), so that nodes of unchanged cells stay equal too.
     """

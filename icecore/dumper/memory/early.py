@@ -1,12 +1,16 @@
-"""The early scan: memory is read while CRIU still collects its pages, from when the whole tree stands still.
+"""The early scan: memory is read while CRIU still collects its pages, from when the whole tree
+stands still.
 
-Its rule: what it found counts only of a tree that has the same threads, and of cells where CRIU's own pagemap, if CRIU saw them, has the same pages.
+Its rule: what it found counts only of a tree that has the same threads, and of cells where CRIU's
+own pagemap, if CRIU saw them, has the same pages.
 
-CRIU stops every thread before it opens the images that the processes share, and then begins with the first process. What it does to a process touches
-code (a system call is written over the program for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the number of
-its processor (rseq; CRIU notes where they are, and those cells are read again). So private anonymous memory that is not executable can be read as soon as that
-image is there and every thread is seen to be held. Asynchronous I/O that is under way writes into memory without any thread: processes with a ring for it are
-left for later.
+CRIU stops every thread before it opens the images that the processes share, and then begins with
+the first process. What it does to a process touches code (a system call is written over the program
+for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the
+number of its processor (rseq; CRIU notes where they are, and those cells are read again). So
+private anonymous memory that is not executable can be read as soon as that image is there and every
+thread is seen to be held. Asynchronous I/O that is under way writes into memory without any thread:
+processes with a ring for it are left for later.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ _POLL_SECONDS = 0.001
 #: Below so much private memory a process is not worth it.
 _LEAST_BYTES = 8 << 20
 _RING = "/[aio]"
-#: CRIU opens it once every thread stands still (cr-dump.c: collect_pstree comes before cr_glob_imgset_open).
+#: CRIU opens it once every thread stands still (cr-dump.c: collect_pstree comes before
+#: cr_glob_imgset_open).
 _AFTER = "files.img"
 
 
@@ -60,7 +65,9 @@ class Early:
     processes: Mapping[int, Scanned]
 
     def holds(self) -> bool:
-        """Whether the tree still has the same threads, none more and none less. To be asked once CRIU is done."""
+        """Whether the tree still has the same threads, none more and none less. To be asked once
+        CRIU is done.
+        """
         try:
             return all(procfs.threads(pid) == list(own) for pid, own in self.threads.items())
         except NotFound:
@@ -68,7 +75,8 @@ class Early:
 
 
 class EarlyScan:
-    """One early scan, in a thread of its own (a context manager: left with an error it ends at once).
+    """One early scan, in a thread of its own (a context manager: left with an error it ends at
+    once).
 
     Args:
         root: Host pid of the tree's root.
@@ -206,7 +214,9 @@ class EarlyScan:
 
 
 def held_threads(root: int) -> dict[int, list[int]]:
-    """The threads of a tree by host pid, if one tracer holds all of them and nothing changed while that was looked at; else nothing."""
+    """The threads of a tree by host pid, if one tracer holds all of them and nothing changed while
+    that was looked at; else nothing.
+    """
     first = _held(root)
     return first if first and _held(root) == first else {}
 

@@ -1,4 +1,6 @@
-"""Fingerprints of cells, the cheap answer to "did this cell change?": XXH3-128 with a secret seed over page bitmap and bytes, looked up by address."""
+"""Fingerprints of cells, the cheap answer to "did this cell change?": XXH3-128 with a secret seed
+over page bitmap and bytes, looked up by address.
+"""
 
 from __future__ import annotations
 

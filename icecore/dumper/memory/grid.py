@@ -1,4 +1,6 @@
-"""The cells that a process's memory is cut into in the window; the rule: whoever looks at a process meanwhile gets the same ones. Pure but for the reader."""
+"""The cells that a process's memory is cut into in the window; the rule: whoever looks at a process
+meanwhile gets the same ones. Pure but for the reader.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pages that CRIU was kept from seeing: found in the frozen process, and written into CRIU's pagemap, where a restore looks for them.
+"""Pages that CRIU was kept from seeing: found in the frozen process, and written into CRIU's
+pagemap, where a restore looks for them.
 
 Its rule: of every range that was hidden all pages are found, or there is no snapshot.
 """
@@ -75,7 +76,9 @@ def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...])
 
 
 def clip(extents: Extents, ranges: Ranges) -> Extents:
-    """The parts of ``extents`` (ascending, disjoint) within ``ranges`` (RANGE records, ascending, disjoint), cut at their ends."""
+    """The parts of ``extents`` (ascending, disjoint) within ``ranges`` (RANGE records, ascending,
+    disjoint), cut at their ends.
+    """
     low = extents["address"].astype(np.uint64)
     high = low + extents["pages"].astype(np.uint64) * np.uint64(PAGE)
     first = np.searchsorted(ranges["end"], low, side="right")

@@ -1,4 +1,6 @@
-"""What CRIU wrote of a tree: which processes and shared memory there are, their regions, and which of their pages lie where. Reads an image directory."""
+"""What CRIU wrote of a tree: which processes and shared memory there are, their regions, and which
+of their pages lie where. Reads an image directory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from icecore.host.criu.pagemap_image import PE_PARENT, PE_PRESENT, load_pagemap
 from icecore.store.format.cell import PAGE
 from icecore.store.format.manifest import Region
 
-#: Not part of a snapshot: pages are stored by address, logs and statistics are not needed to restore.
+#: Not part of a snapshot: pages are stored by address, logs and statistics are not needed to
+#: restore.
 _LEFT_OUT = re.compile(r"(pages-\d+\.img|stats-.*|.*\.log|.*\.stderr|.*\.pid|.*\.tmp\..*)\Z")
 
 _GROWS_DOWN = 0x100

@@ -1,4 +1,6 @@
-"""The parent of a snapshot as a dump needs it: its spaces by name, each with its grid, its records and its fingerprints."""
+"""The parent of a snapshot as a dump needs it: its spaces by name, each with its grid, its records
+and its fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from icecore.store.snapshot.reader import SnapshotReader
 
 @dataclass
 class Parent:
-    """The parent snapshot. Spaces are read when first asked for, or all at once by ``prepare``; a damaged one is reported and done without."""
+    """The parent snapshot. Spaces are read when first asked for, or all at once by ``prepare``; a
+    damaged one is reported and done without.
+    """
 
     manifest: Manifest
     _reader: SnapshotReader
@@ -73,7 +77,9 @@ class Parent:
 def load_parent(
     repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink
 ) -> Parent | None:
-    """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done without."""
+    """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done
+    without.
+    """
     try:
         manifest = loop.run(repository.manifest(record))
     except (Damaged, ObjectMissing) as error:
@@ -94,7 +100,8 @@ def load_parent(
             )
             fingerprints = decode_fingerprints(body, limit)
         except (Damaged, FormatTooNew, StoreError) as error:
-            # Without them every cell counts as changed, and is found to be stored by its id: slower, not wrong.
+            # Without them every cell counts as changed, and is found to be stored by its id:
+            # slower, not wrong.
             emit(Event("dump.hints_missing", {"snapshot": record.snapshot, "error": str(error)}))
     return Parent(
         manifest,
@@ -107,7 +114,9 @@ def load_parent(
 
 
 async def choose_parent(repository: Repository, job: str, wanted: str) -> SnapshotRecord | None:
-    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest. None that lost data: its chunks may be the damaged ones."""
+    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest. None
+    that lost data: its chunks may be the damaged ones.
+    """
     if wanted:
         with suppress(NotFound):
             record = await repository.find(wanted)

@@ -1,4 +1,6 @@
-"""The background pipeline: threads that drop zero pages and store the rest; the rule: the window comes first, so they wait behind a gate."""
+"""The background pipeline: threads that drop zero pages and store the rest; the rule: the window
+comes first, so they wait behind a gate.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class SpaceSink:
         self._plan = plan
         self._known = known
         self._candidates = known.find(plan.key)
-        # Device memory that stayed where it is gets its zeros back as such: a restore clears it first.
+        # Device memory that stayed where it is gets its zeros back as such: a restore clears it
+        # first.
         self._sparse = np.array(
             [
                 (r.kind in ("anonymous", "heap") and r.lazy) or (r.kind == "device" and not r.lazy)
@@ -101,7 +104,9 @@ class SpaceSink:
         self.records["zero"][zero] = self._plan.bitmap[zero]
 
     def unchanged(self, rows: npt.NDArray[np.int64]) -> None:
-        """Take the records of cells that did not change from what is known. ``rows`` i8[n]: the known row, or -1."""
+        """Take the records of cells that did not change from what is known. ``rows`` i8[n]: the
+        known row, or -1.
+        """
         same = np.flatnonzero(rows >= 0)
         self.records[same] = self._known.record[rows[same]]
         self.records["cell"][same] = self._plan.cell[same]
@@ -118,7 +123,8 @@ def without_zero_pages(
         scratch: u1[1 MiB] to gather the data pages in.
 
     Returns:
-        Data bitmap, zero bitmap, and the bytes of the data pages (``data`` itself when there are no zero pages).
+        Data bitmap, zero bitmap, and the bytes of the data pages (``data`` itself when there are no
+        zero pages).
     """
     pages = np.frombuffer(data, np.uint64).reshape(-1, _WORDS)
     zero = (pages[:, 0] | pages[:, _WORDS // 2 - 1] | pages[:, -1]) == 0
@@ -140,7 +146,9 @@ def without_zero_pages(
 
 
 class _Mark:
-    """Goes through the queue once for each thread, which waits at it for the others: when all have arrived, everything before it is stored."""
+    """Goes through the queue once for each thread, which waits at it for the others: when all have
+    arrived, everything before it is stored.
+    """
 
     def __init__(self, threads: int) -> None:
         self._left = threads
@@ -164,7 +172,8 @@ class Pipeline:
         staging: Slots go back there.
         threads: How many encode.
 
-    While the gate is closed (the window) cells wait in staging; when that runs low the gate opens: the spill goes straight into the repository.
+    While the gate is closed (the window) cells wait in staging; when that runs low the gate opens:
+    the spill goes straight into the repository.
     """
 
     def __init__(self, writer: CellStore, staging: Staging, threads: int) -> None:
@@ -175,7 +184,8 @@ class Pipeline:
         )
         self._gate = threading.Event()
         self._gate.set()
-        # The scan outruns the store many times over: a wider margin would only open the gate where staging would have sufficed.
+        # The scan outruns the store many times over: a wider margin would only open the gate where
+        # staging would have sufficed.
         self._low = max(4, min(_SPILL_SLOTS, staging.capacity // 8))
         staging.when_empty = self._spill
         self._mark = _Mark(threads)
@@ -209,7 +219,9 @@ class Pipeline:
             self._spill()
 
     def _spill(self) -> None:
-        """Open the gate, if anything waits behind it. Threads that scan can take all slots that are left without handing one on."""
+        """Open the gate, if anything waits behind it. Threads that scan can take all slots that are
+        left without handing one on.
+        """
         if not self._gate.is_set() and not self._queue.empty():
             self.spilled = True
             self._gate.set()
@@ -234,7 +246,8 @@ class Pipeline:
         for _ in self._threads:
             self._queue.put(mark)
         try:
-            # Whoever fails sets the failure first and then lifts the mark that it sees: no failure is missed.
+            # Whoever fails sets the failure first and then lifts the mark that it sees: no failure
+            # is missed.
             if self._threads and self._failure is None:
                 mark.passed.wait()
         finally:

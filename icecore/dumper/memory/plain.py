@@ -1,5 +1,6 @@
-"""The way of a plain dump's pages into the store: one read a cell, and stored by the thread that read it. Its rule: what
-CRIU wrote back to back is read back to back."""
+"""The way of a plain dump's pages into the store: one read a cell, and stored by the thread that
+read it. Its rule: what CRIU wrote back to back is read back to back.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from icecore.store.format.cell import CELL_BYTES, PAGE
 
 
 class CompactPages:
-    """The ``pages-N.img`` of a plain dump, where the present pages of any stretch of addresses lie back to back: a cell
-    is one read. Thread-safe.
+    """The ``pages-N.img`` of a plain dump, where the present pages of any stretch of addresses lie
+    back to back: a cell is one read. Thread-safe.
 
     Args:
         path: The image.
@@ -69,8 +70,8 @@ class CompactPages:
 
 
 class Immediate(Pipeline):
-    """A pipeline without threads of its own: whoever read a cell stores it, while its bytes are still in that core's
-    cache. Nothing stands still meanwhile, so nothing need be put off.
+    """A pipeline without threads of its own: whoever read a cell stores it, while its bytes are
+    still in that core's cache. Nothing stands still meanwhile, so nothing need be put off.
     """
 
     def __init__(self, writer: CellStore, staging: Staging) -> None:

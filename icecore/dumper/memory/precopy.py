@@ -1,6 +1,8 @@
-"""Pre-copy: the running job's private memory, scanned and stored before the window, so that only what changes meanwhile is left for it.
+"""Pre-copy: the running job's private memory, scanned and stored before the window, so that only
+what changes meanwhile is left for it.
 
-Its rule: torn reads are harmless, because a chunk is named by what was read, and the window looks at every cell again.
+Its rule: torn reads are harmless, because a chunk is named by what was read, and the window looks
+at every cell again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class PreCopied:
     """What pre-copy learnt of one process.
 
     Attributes:
-        regions: Its private anonymous memory then, with the cell grid that the window goes on using.
+        regions: Its private anonymous memory then, with the cell grid that the window goes on
+            using.
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
@@ -104,13 +107,15 @@ def pre_copy(
     *,
     advance: Advance = unwatched,
 ) -> PreCopied | None:
-    """Scan one running process and store what its parent snapshot does not have. Waits until it is stored.
+    """Scan one running process and store what its parent snapshot does not have. Waits until it is
+    stored.
 
-    Cells that were restless the last time, so that storing them before the window was in vain, are looked at again after a while, and stored only if they
-    have come to rest.
+    Cells that were restless the last time, so that storing them before the window was in vain, are
+    looked at again after a while, and stored only if they have come to rest.
 
     Returns:
-        What the window can rely on; None when the process ended meanwhile or would not be read (the window will say why, if it matters).
+        What the window can rely on; None when the process ended meanwhile or would not be read (the
+        window will say why, if it matters).
     """
     known = before.known if before else KnownCells.none()
     try:
@@ -164,7 +169,9 @@ def pre_copy(
 
 
 class Vanishing:
-    """A reader of a process that goes on: a cell of which a page is unmapped between planning and reading counts as zeros, and the window corrects it."""
+    """A reader of a process that goes on: a cell of which a page is unmapped between planning and
+    reading counts as zeros, and the window corrects it.
+    """
 
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader

@@ -1,4 +1,6 @@
-"""What private memory a process has, and which of its pages hold something; rule: asked of the kernel, whether the process runs or stands still."""
+"""What private memory a process has, and which of its pages hold something; rule: asked of the
+kernel, whether the process runs or stands still.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ from icecore.host.kernel.pagemap import contents_of
 from icecore.store.format.cell import PAGE
 from icecore.store.format.manifest import Region
 
-#: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT records).
+#: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT
+#: records).
 Present = tuple[list[Region], npt.NDArray[np.void]]
 
 
 def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
-    """The private anonymous ones among the mappings of a process, but for its stacks: what CRIU will leave to be read in place."""
+    """The private anonymous ones among the mappings of a process, but for its stacks: what CRIU
+    will leave to be read in place.
+    """
     out = []
     for mapping in mappings:
         if mapping.anonymous:
@@ -46,7 +51,9 @@ def ranges_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
 def present_extents(
     pid: int, ranges: Sequence[tuple[int, int]], threads: int
 ) -> npt.NDArray[np.void]:
-    """Pages in and between ``ranges`` that hold something (`icecore.host.kernel.pagemap.contents_of`), as EXTENT records."""
+    """Pages in and between ``ranges`` that hold something
+    (`icecore.host.kernel.pagemap.contents_of`), as EXTENT records.
+    """
     runs = contents_of(pid, ranges, threads)
     out = np.empty(len(runs), EXTENT)
     out["address"] = runs["start"]

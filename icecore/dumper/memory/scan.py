@@ -1,4 +1,6 @@
-"""The scan: threads read every cell of a plan in place, fingerprint it, and hand on those that are not known yet; the rule: what is hashed is what is kept."""
+"""The scan: threads read every cell of a plan in place, fingerprint it, and hand on those that are
+not known yet; the rule: what is hashed is what is kept.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Source(Protocol):
     def process(self) -> int | None: ...
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
-        """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the slot, or raise."""
+        """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of
+        the slot, or raise.
+        """
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class ScanResult:
 
     Attributes:
         fingerprint: V16[n].
-        row: i8[n], the row of the known cells that is still true; `UNKNOWN` where the cell was handed on; `ZERO`.
+        row: i8[n], the row of the known cells that is still true; `UNKNOWN` where the cell was
+            handed on; `ZERO`.
     """
 
     fingerprint: npt.NDArray[np.void]
@@ -98,7 +103,9 @@ class _Cursor:
 
 
 def _batches(length: npt.NDArray[np.uint64], threads: int, native: bool) -> list[int]:
-    """Where batches of rows end: so many rows each, or, where rows cost the interpreter nothing, about as much work each."""
+    """Where batches of rows end: so many rows each, or, where rows cost the interpreter nothing,
+    about as much work each.
+    """
     if not native:
         return [*range(_BATCH, len(length), _BATCH), len(length)]
     work = np.cumsum(length.astype(np.int64) + _ROW_COST)
@@ -206,7 +213,9 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
 
 
 def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
-    """Scan some rows in Python; returns the slot that the thread now owns. Everything numpy is turned into plain ints once a batch."""
+    """Scan some rows in Python; returns the slot that the thread now owns. Everything numpy is
+    turned into plain ints once a batch.
+    """
     plan, known = shared.plan, shared.known
     low, high = batch.start, batch.stop
     first = plan.first_run[low : high + 1].tolist()

@@ -1,4 +1,6 @@
-"""Where a scan reads when it is not a process: files, and CRIU's page images, addressed like memory; the rule: an address that was planned is read in full."""
+"""Where a scan reads when it is not a process: files, and CRIU's page images, addressed like
+memory; the rule: an address that was planned is read in full.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def _runs(iovecs: int, count: int) -> list[tuple[int, int]]:
 
 
 class FileSource:
-    """A regular file as a space whose addresses are file offsets; the last page is padded with zeros. Thread-safe.
+    """A regular file as a space whose addresses are file offsets; the last page is padded with
+    zeros. Thread-safe.
 
     Args:
         descriptor: Open for reading; owned by the caller.
@@ -74,11 +77,13 @@ class FileSource:
 
 
 class PagesImage:
-    """CRIU's ``pages-N.img`` addressed by the virtual addresses of the pagemap that goes with it. Thread-safe.
+    """CRIU's ``pages-N.img`` addressed by the virtual addresses of the pagemap that goes with it.
+    Thread-safe.
 
     Args:
         path: The image.
-        extents: EXTENT records of the pagemap entries whose pages lie in the image, in the image's order.
+        extents: EXTENT records of the pagemap entries whose pages lie in the image, in the image's
+            order.
     """
 
     process = None

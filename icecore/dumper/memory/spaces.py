@@ -1,4 +1,6 @@
-"""A space on its way into the repository: its plans, what scans found, the records, and in the end its map; one for a process, a file, an image."""
+"""A space on its way into the repository: its plans, what scans found, the records, and in the end
+its map; one for a process, a file, an image.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Scanned:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some cells of a space: their plan and what was found of them; ``at`` i8[n]: their rows in the sink, None: all."""
+    """Some cells of a space: their plan and what was found of them; ``at`` i8[n]: their rows in the
+    sink, None: all.
+    """
 
     plan: CellPlan
     sink: SpaceSink
@@ -81,7 +85,8 @@ class SpaceCapture:
     """One space of the new snapshot.
 
     Attributes:
-        kind, key, size, regions: As in the manifest's `Space`; the regions with their inherited grids.
+        kind, key, size, regions: As in the manifest's `Space`; the regions with their inherited
+            grids.
         known: What the parent and pre-copy know of it.
         parent: The parent's space, whose nodes are reused where they are equal.
         stream: The shard stream that it goes to.
@@ -125,7 +130,8 @@ class SpaceCapture:
         """Read the pages of ``extents`` from ``source``, and queue what is not known yet.
 
         Args:
-            early: Cells that have been read already; those of them that have the pages of ``extents`` are not read again.
+            early: Cells that have been read already; those of them that have the pages of
+                ``extents`` are not read again.
             touched: Addresses that may have been written to since.
 
         Returns:
@@ -162,12 +168,16 @@ class SpaceCapture:
         return size
 
     def add(self, part: Scanned) -> None:
-        """Take over cells that were looked at in another way; those that did not change are in its sink already."""
+        """Take over cells that were looked at in another way; those that did not change are in its
+        sink already.
+        """
         self._parts.append(_Part(part.plan, part.sink, part.result))
 
     @property
     def changed(self) -> int:
-        """Bytes of cells that the parent does not have as they are, and that have to be read: not those found to be `ZERO` where they are."""
+        """Bytes of cells that the parent does not have as they are, and that have to be read: not
+        those found to be `ZERO` where they are.
+        """
         before = self.parent.known if self.parent else KnownCells.none()
         return sum(
             int(
@@ -221,7 +231,8 @@ class SpaceCapture:
         """Write the map.
 
         Returns:
-            The manifest's space, bytes of data pages, bytes of zero pages, and how many of the data pages' bytes are device memory.
+            The manifest's space, bytes of data pages, bytes of zero pages, and how many of the data
+            pages' bytes are device memory.
         """
         records = self.records()
         space = writer.put_map(
@@ -258,7 +269,9 @@ def known_from(
     records: list[Records],
     fingerprints: Fingerprints,
 ) -> KnownCells:
-    """What a parent's space tells: its records, with the fingerprints that its hint has (a cell without one counts as changed)."""
+    """What a parent's space tells: its records, with the fingerprints that its hint has (a cell
+    without one counts as changed).
+    """
     keys = cell_keys(regions, records)
     rows = np.concatenate(records) if records else np.empty(0, CELL)
     own = np.zeros(len(keys), FINGERPRINT)

@@ -1,7 +1,9 @@
-"""Staging: the bounded memory in which cells wait between being read and being stored; its rule: a slot has one owner at a time.
+"""Staging: the bounded memory in which cells wait between being read and being stored; its rule: a
+slot has one owner at a time.
 
-A slot has room for a whole cell. Many mappings are smaller than that, so small cells move together into one slot (`Packer`): staging then holds about as many
-bytes as it takes, and a tree of thousands of small mappings does not spill, nor wait for memory to be faulted in.
+A slot has room for a whole cell. Many mappings are smaller than that, so small cells move together
+into one slot (`Packer`): staging then holds about as many bytes as it takes, and a tree of
+thousands of small mappings does not spill, nor wait for memory to be faulted in.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from types import TracebackType
 from icecore.host.kernel.memory import HugeBuffer
 from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, PAGE
 
-#: A slot is a page that ends in the cell's bitmap, then the cell's bytes: one contiguous piece to fingerprint.
+#: A slot is a page that ends in the cell's bitmap, then the cell's bytes: one contiguous piece to
+#: fingerprint.
 SLOT_BYTES = PAGE + CELL_BYTES
 _ARENA_SLOTS = 32
-#: Cells up to this many bytes share slots; copying them costs less than the memory that they would waste.
+#: Cells up to this many bytes share slots; copying them costs less than the memory that they would
+#: waste.
 SMALL_BYTES = CELL_BYTES // 4
 
 
@@ -118,8 +122,8 @@ class Staging:
 
     Args:
         limit: Bytes.
-        threads: How many threads scan: each holds two slots (one it reads into, one that it packs) while it waits for another, so that there must be more
-            than these, whatever the limit.
+        threads: How many threads scan: each holds two slots (one it reads into, one that it packs)
+            while it waits for another, so that there must be more than these, whatever the limit.
 
     Memory is taken in arenas of 32 slots, when first needed, and kept for reuse until ``close``.
     """
@@ -145,7 +149,9 @@ class Staging:
         return self._made * SLOT_BYTES
 
     def reserve(self, slots: int) -> None:
-        """Fault in memory for ``slots`` free slots (as far as the limit goes), so that the window does not pay for it."""
+        """Fault in memory for ``slots`` free slots (as far as the limit goes), so that the window
+        does not pay for it.
+        """
         while len(self._free) < slots and self._made < self.capacity:
             with self._change:
                 self._grow()
@@ -218,7 +224,9 @@ class Staging:
 
     @contextmanager
     def limited(self, limit: int) -> Iterator[None]:
-        """Take no more than ``limit`` bytes of memory meanwhile: while the job runs, waiting costs nobody anything."""
+        """Take no more than ``limit`` bytes of memory meanwhile: while the job runs, waiting costs
+        nobody anything.
+        """
         whole, self.capacity = (
             self.capacity,
             min(self.capacity, max(self._least, limit // SLOT_BYTES)),

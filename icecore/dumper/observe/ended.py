@@ -1,4 +1,6 @@
-"""Explains a failed dump by processes that ended meanwhile; the rule: the error names their end as the cause, not what failed because of it."""
+"""Explains a failed dump by processes that ended meanwhile; the rule: the error names their end as
+the cause, not what failed because of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the manifest says of a tree and its machine: processes, namespaces, and what a restore will need. Reads /proc, changes nothing."""
+"""What the manifest says of a tree and its machine: processes, namespaces, and what a restore will
+need. Reads /proc, changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def describe_namespaces(pid: int) -> Namespaces:
 def listening_ports(pids: Iterable[int]) -> list[str]:
     """Addresses on which the processes listen for TCP, as ``address:port``.
 
-    The kernel walks all its connections for each reading of its table, so that is read once for each network namespace, and only for who has such sockets.
+    The kernel walks all its connections for each reading of its table, so that is read once for
+    each network namespace, and only for who has such sockets.
     """
     owners: dict[int, tuple[int, set[int]]] = {}
     for pid in pids:
@@ -86,7 +89,9 @@ def listening_ports(pids: Iterable[int]) -> list[str]:
 
 
 def _address(text: str) -> str:
-    """``0100007F:1F90`` → ``127.0.0.1:8080``: the kernel prints each 32-bit word in the machine's byte order."""
+    """``0100007F:1F90`` → ``127.0.0.1:8080``: the kernel prints each 32-bit word in the machine's
+    byte order.
+    """
     host, port = text.split(":")
     raw = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
     address = ipaddress.ip_address(raw)
@@ -105,7 +110,8 @@ def describe_requirements(
     """What the restoring machine must offer.
 
     Args:
-        pids: Process and thread ids that must be free; none where the tree has its own pid namespace.
+        pids: Process and thread ids that must be free; none where the tree has its own pid
+            namespace.
         devices: The GPUs that it had.
     """
     return Requirements(

@@ -1,4 +1,6 @@
-"""Open files as part of a consistent snapshot: what the tree has open or mapped, and what of it must be stored; the rule: a writable file is content."""
+"""Open files as part of a consistent snapshot: what the tree has open or mapped, and what of it
+must be stored; the rule: a writable file is content.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from icecore.store.format.manifest import FilePolicy, OpenFile
 _DELETED = " (deleted)"
 _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
-#: Names of memory that the kernel shows as files: memfds, System V shared memory, rings of asynchronous I/O.
+#: Names of memory that the kernel shows as files: memfds, System V shared memory, rings of
+#: asynchronous I/O.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
-#: A file whose ctime is this close to its last capture may have been written in the same tick of the clock.
+#: A file whose ctime is this close to its last capture may have been written in the same tick of
+#: the clock.
 _CLOCK_TICK_NS = 100_000_000
 
 
@@ -27,9 +31,11 @@ class FoundFile:
 
     Attributes:
         about: What goes into the manifest.
-        reach: A path under /proc through which it can be opened, whatever mount namespace it lies in.
+        reach: A path under /proc through which it can be opened, whatever mount namespace it lies
+            in.
         mapped_writable: Mapped shared and writable: its mtime says nothing about its content.
-        deleted: It has no name any more (CRIU keeps it as a ghost file) or lost this one (``links`` > 0).
+        deleted: It has no name any more (CRIU keeps it as a ghost file) or lost this one (``links``
+            > 0).
         links: Hard links left.
         changed_ns: Its ctime, ns since the epoch: unlike its mtime nobody can set it.
     """
@@ -43,7 +49,9 @@ class FoundFile:
 
 
 def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
-    """Every regular file that the processes have open or mapped, once per inode, sorted by path. Pseudo files and devices are left out."""
+    """Every regular file that the processes have open or mapped, once per inode, sorted by path.
+    Pseudo files and devices are left out.
+    """
     found: dict[tuple[int, int], FoundFile] = {}
     for pid in pids:
         try:
@@ -154,10 +162,12 @@ def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:
 
 
 def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) -> bool:
-    """Whether a file certainly has the content that was stored before: same inode, size and mtime, and a ctime well before that capture.
+    """Whether a file certainly has the content that was stored before: same inode, size and mtime,
+    and a ctime well before that capture.
 
-    Times tell of the first store to a page through a mapping, not of later ones: who had it mapped then may have written since, and unmapped it. In memory they
-    do not even tell of the first, where the page was read before.
+    Times tell of the first store to a page through a mapping, not of later ones: who had it mapped
+    then may have written since, and unmapped it. In memory they do not even tell of the first,
+    where the page was read before.
 
     Args:
         captured_ns: When the earlier content was read, ns since the epoch.

@@ -1,4 +1,6 @@
-"""The look at a tree's GPU processes before a dump: who has the driver's devices open, and what it does with them. Reads /proc and NVML, asks no process."""
+"""The look at a tree's GPU processes before a dump: who has the driver's devices open, and what it
+does with them. Reads /proc and NVML, asks no process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from icecore.host.cuda.threads import has_drivers_threads
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import procfs
 
-#: Device memory that the driver itself maps through nvidia-uvm lies below; managed memory is given high addresses.
+#: Device memory that the driver itself maps through nvidia-uvm lies below; managed memory is given
+#: high addresses.
 _DRIVERS_OWN = 1 << 36
 _IPC = "/dev/shm/cuda.shm."
 #: Parts of the paths of libraries.
@@ -30,12 +33,14 @@ class GpuProcess:
         contexts: Those on which it has a context, as far as NVML knows → bytes that it uses there.
         settings: ``NCCL_…`` as it was started with.
         communicates: NCCL is loaded and it has TCP sockets, as every NCCL communicator has.
-        outside: If so, one of these is connected to a process of this machine that is not in the tree.
+        outside: If so, one of these is connected to a process of this machine that is not in the
+            tree.
         passes_descriptors: A communicator of NCCL's in it shares device memory through cuMem.
         managed: Bytes of managed memory (UVM) that it has mapped.
         ipc: It shares memory or events through CUDA's legacy IPC.
         mps: It reaches its GPU through MPS.
-        resident: Bytes of device memory that a window does not move (`icecore.dumper.observe.resident_look`).
+        resident: Bytes of device memory that a window does not move
+            (`icecore.dumper.observe.resident_look`).
         threads: The driver has threads in it, as in every process with CUDA state.
         nvml: It has NVML loaded, and not CUDA.
     """
@@ -68,7 +73,8 @@ class GpuLook:
         processes: Those with CUDA state.
         inventory: The machine's; None where it cannot be read.
         problem: Why not, and what cures it.
-        orphans: Those without CUDA state: children that were forked from a CUDA process, and users of NVML alone.
+        orphans: Those without CUDA state: children that were forked from a CUDA process, and users
+            of NVML alone.
     """
 
     backend: Backend
@@ -84,7 +90,9 @@ class GpuLook:
 
     @property
     def most_bytes(self) -> int:
-        """The same, counting all that is used on GPUs of processes that NVML does not know (another pid namespace)."""
+        """The same, counting all that is used on GPUs of processes that NVML does not know (another
+        pid namespace).
+        """
         unknown = {uuid for p in self.processes if not p.contexts for uuid in p.opened}
         used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
         resident = sum(p.resident for p in self.processes if not p.contexts)
@@ -147,7 +155,8 @@ def look_at_gpus(
                 nvml=_maps(mappings, NVML_LIBRARY) and not _maps(mappings, _CUDA_LIBRARY),
             )
         )
-    # A driver that calls its threads otherwise has none in any process: then all may have CUDA state, until it is asked.
+    # A driver that calls its threads otherwise has none in any process: then all may have CUDA
+    # state, until it is asked.
     known = any(one.threads for one in found)
     orphans = [
         one for one in found if not one.contexts and (one.nvml or (known and not one.threads))
@@ -168,7 +177,9 @@ def _maps(mappings: Sequence[procfs.Mapping], library: str) -> bool:
 
 
 def _is_managed(mapping: procfs.Mapping, backend: Backend) -> bool:
-    """nvidia-uvm maps managed memory at an offset that is its address; the driver does so too, but for its own, low addresses."""
+    """nvidia-uvm maps managed memory at an offset that is its address; the driver does so too, but
+    for its own, low addresses.
+    """
     return (
         mapping.path == f"{backend.devices}-uvm" and mapping.offset == mapping.start >= _DRIVERS_OWN
     )

@@ -1,4 +1,6 @@
-"""The look at a running tree before a dump: everything that preflight judges, read once; nothing is stopped or changed."""
+"""The look at a running tree before a dump: everything that preflight judges, read once; nothing is
+stopped or changed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from icecore.host.gpu.backend import find_backend
 from icecore.host.kernel import limits, procfs
 
 _SIZES = ("RssAnon", "VmLck", "HugetlbPages")
-#: Names of memory that CRIU writes into its images: shared anonymous memory, memfds, System V shared memory.
+#: Names of memory that CRIU writes into its images: shared anonymous memory, memfds, System V
+#: shared memory.
 SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV")
 
 
@@ -29,7 +32,8 @@ class ProcessLook:
 
     Attributes:
         private_bytes: Resident private anonymous memory (RssAnon).
-        copied_bytes: Private memory that CRIU has to copy, because it is locked or on huge pages of hugetlbfs.
+        copied_bytes: Private memory that CRIU has to copy, because it is locked or on huge pages of
+            hugetlbfs.
         devices: Descriptor → (major, minor) of devices.
         mounts: Descriptor, "exe" or "cwd" → mount id.
         namespaces: By kind, as in /proc/PID/ns.
@@ -56,7 +60,8 @@ class Look:
         processes: Root first.
         files: Regular files that the tree has open or mapped.
         private_bytes: Resident private anonymous bytes, which stay in place during the window.
-        copied_bytes: Resident bytes that CRIU copies while the tree stands still: shared, locked and hugetlb memory.
+        copied_bytes: Resident bytes that CRIU copies while the tree stands still: shared, locked
+            and hugetlb memory.
         workdir_free: Bytes free where CRIU's images go.
         namespaces: This process's, by kind.
         gpus: Its processes that use an NVIDIA GPU; None: there are none.
@@ -158,7 +163,9 @@ def _devices(
 
 
 def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[str, int]]:
-    """Mount ids of what has a path, also of the program and the working directory; memory that only looks like a file has none."""
+    """Mount ids of what has a path, also of the program and the working directory; memory that only
+    looks like a file has none.
+    """
     for descriptor in descriptors:
         if descriptor.target.startswith("/") and not descriptor.target.startswith(SHARED_MEMORY):
             yield f"descriptor {descriptor.number}, {descriptor.target}", descriptor.mount
@@ -178,7 +185,9 @@ def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tupl
 
 
 def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
-    """Bytes of shared memory, each object once however many map it. Files on tmpfs (/dev/shm) are files, not memory."""
+    """Bytes of shared memory, each object once however many map it. Files on tmpfs (/dev/shm) are
+    files, not memory.
+    """
     reach: dict[tuple[int, int], str] = {}
     for process in processes:
         for mapping in process.mappings:

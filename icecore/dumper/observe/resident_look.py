@@ -1,4 +1,6 @@
-"""The look at a tree's resident device memory before a dump: what a window need not move; rule: the processes' agents are asked, nobody is stopped."""
+"""The look at a tree's resident device memory before a dump: what a window need not move; rule: the
+processes' agents are asked, nobody is stopped.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
 
-#: Bytes a second at which what changed is copied aside on its GPU (docs/resident.md: 0.4–0.9 TB/s), and through its bus into pinned memory (its target there).
+#: Bytes a second at which what changed is copied aside on its GPU (docs/resident.md: 0.4–0.9 TB/s),
+#: and through its bus into pinned memory (its target there).
 DEVICE_RATE, HOST_RATE = 400e9, 45e9
-#: At which the window stores that for which there is no room: a first snapshot of 112 GiB took 9.9 s, for 41 of them (docs/resident.md).
+#: At which the window stores that for which there is no room: a first snapshot of 112 GiB took 9.9
+#: s, for 41 of them (docs/resident.md).
 STORE_RATE = 5e9
-#: Seconds of the driver's checkpoint and of CRIU beside which that goes on (docs/resident.md: what a window of 0.54 s consists of).
+#: Seconds of the driver's checkpoint and of CRIU beside which that goes on (docs/resident.md: what
+#: a window of 0.54 s consists of).
 BESIDE_SECONDS = 0.3
 #: What the worker's own context takes of each GPU's free memory (docs/resident.md).
 _WORKER_BYTES = 500 << 20
@@ -41,7 +46,8 @@ class ResidentLook:
         directory: ``ICECORE_RESIDENT`` as they have it.
         pids: Each, as this machine sees it → as it sees itself.
         reports: How each is.
-        outsiders: Processes that are not in the tree, as the keeper sees them, and have memory of it.
+        outsiders: Processes that are not in the tree, as the keeper sees them, and have memory of
+            it.
         copies: Where copies will go if all of it changes, and that is seen before the window.
     """
 
@@ -66,7 +72,9 @@ class ResidentLook:
 
     @property
     def most_window_seconds(self) -> float:
-        """How much longer a window will take if all of it has changed: GPUs copy at the same time, and what has no room is stored."""
+        """How much longer a window will take if all of it has changed: GPUs copy at the same time,
+        and what has no room is stored.
+        """
         device, host, left = self.copies
         aside = (
             device.get(one, 0) / DEVICE_RATE + host.get(one, 0) / HOST_RATE
@@ -101,7 +109,8 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
         except NotFound:
             continue  # the process has ended
         except ResidentFailed as error:
-            # Through the driver it would be lost: that restores into other memory than the keeper holds.
+            # Through the driver it would be lost: that restores into other memory than the keeper
+            # holds.
             refused.append(
                 (
                     "gpu-resident",
@@ -147,7 +156,9 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
 
 
 def _is_private(directory: Path) -> bool:
-    """Whether a directory that a process names is one in which nobody but root, or this user, can put anything. A keeper may be started there."""
+    """Whether a directory that a process names is one in which nobody but root, or this user, can
+    put anything. A keeper may be started there.
+    """
     try:
         found = open_directory(directory)
     except OSError:
@@ -173,7 +184,9 @@ def _sizes(agent: Agent, report: Report) -> Counter[str]:
 
 
 def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
-    """By the rule of `icecore.dumper.gpu.resident.Resident.prepare` for a first snapshot, with what NVML says is free."""
+    """By the rule of `icecore.dumper.gpu.resident.Resident.prepare` for a first snapshot, with what
+    NVML says is free.
+    """
     known = {gpu.uuid: gpu for gpu in gpus.inventory.gpus} if gpus.inventory is not None else {}
     spare = {
         one: spare_room(known[one].memory - known[one].used - _WORKER_BYTES)
@@ -193,7 +206,8 @@ def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Fo
 
 
 def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
-    """Of the processes with the same keeper, those that have memory of the tree's and are not in it.
+    """Of the processes with the same keeper, those that have memory of the tree's and are not in
+    it.
 
     Raises:
         PreflightRefused: The keeper does not tell.
@@ -226,7 +240,8 @@ def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
 
 
 def has_mapped(pid: int) -> bool:
-    """Whether a process has resident memory that was not taken away, or is about to have some: an agent it has before that.
+    """Whether a process has resident memory that was not taken away, or is about to have some: an
+    agent it has before that.
 
     Raises:
         NotFound: It has ended.
@@ -272,7 +287,8 @@ def _report(agent: Agent) -> Report | None:
         try:
             return agent.report()
         except NotFound:
-            # Where it has a socket, it may be about to listen again; or the socket is of an earlier process with this pid.
+            # Where it has a socket, it may be about to listen again; or the socket is of an earlier
+            # process with this pid.
             if time.monotonic() > end or not agent.exists:
                 return None
         except ResidentFailed:

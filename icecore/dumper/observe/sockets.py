@@ -1,4 +1,6 @@
-"""What can be learnt of a process's sockets from outside: their protocol, and where unix sockets lead. Reads /proc and asks the kernel; changes nothing."""
+"""What can be learnt of a process's sockets from outside: their protocol, and where unix sockets
+lead. Reads /proc and asks the kernel; changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Socket:
-    """A socket of a process. ``protocol`` as the kernel calls it: "TCP", "UDPv6", "UNIX-STREAM", "NETLINK", …; empty where it does not say."""
+    """A socket of a process. ``protocol`` as the kernel calls it: "TCP", "UDPv6", "UNIX-STREAM",
+    "NETLINK", …; empty where it does not say.
+    """
 
     descriptor: int
     inode: int
@@ -44,7 +48,9 @@ class Socket:
 
 @dataclass(frozen=True)
 class UnixSocket:
-    """A unix socket of this network namespace: SOCK_ type, the inode of its peer (0: none), and whether it has a name."""
+    """A unix socket of this network namespace: SOCK_ type, the inode of its peer (0: none), and
+    whether it has a name.
+    """
 
     kind: int
     peer: int
@@ -110,7 +116,8 @@ def _unix_socket(data: bytes) -> tuple[int, UnixSocket]:
 
 
 def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> bool:
-    """Whether TCP connections of a process have their other end in its network namespace, but not in its tree.
+    """Whether TCP connections of a process have their other end in its network namespace, but not
+    in its tree.
 
     Args:
         own: Inodes of its TCP sockets.
@@ -130,7 +137,9 @@ def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> 
 
 
 def _end(word: str) -> str:
-    """Address and port; an IPv4 address is the same in either table (::ffff:a.b.c.d, in words of the machine's order)."""
+    """Address and port; an IPv4 address is the same in either table (::ffff:a.b.c.d, in words of
+    the machine's order).
+    """
     return word.removeprefix("0000000000000000FFFF0000")
 
 
@@ -149,7 +158,9 @@ def owner(inode: int) -> str:
 
 
 def kernel_refuses_options() -> bool:
-    """Whether internet sockets refuse options that CRIU before 4.2 asks every socket for (Linux 6.16 and newer)."""
+    """Whether internet sockets refuse options that CRIU before 4.2 asks every socket for (Linux
+    6.16 and newer).
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for option in (_SO_PASSCRED, _SO_PASSSEC):
             try:

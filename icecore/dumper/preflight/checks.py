@@ -1,4 +1,6 @@
-"""Checks of a tree's processes, memory and files; the rule of all checks: each failure was seen to make CRIU's dump, or a restore of it, fail."""
+"""Checks of a tree's processes, memory and files; the rule of all checks: each failure was seen to
+make CRIU's dump, or a restore of it, fail.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _WORKDIR_SLACK = 64 << 20
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason not to dump, or to be warned: the check's stable name, what was found, and what cures it."""
+    """One reason not to dump, or to be warned: the check's stable name, what was found, and what
+    cures it.
+    """
 
     name: str
     message: str
@@ -68,7 +72,9 @@ def _policy(pid: int) -> int:
 
 
 def namespaces(found: Look) -> list[Refusal]:
-    """A tree lives in one set of namespaces, the root's; CRIU cannot dump or restore members that have others."""
+    """A tree lives in one set of namespaces, the root's; CRIU cannot dump or restore members that
+    have others.
+    """
     out = []
     root = found.processes[0].namespaces or {}
     for process in found.living:
@@ -223,7 +229,9 @@ def workdir(found: Look) -> list[Refusal]:
 
 
 def mappings(found: Look) -> list[Refusal]:
-    """A manifest has a limit, which keeps a planted one from filling memory; it must not be met only after the window."""
+    """A manifest has a limit, which keeps a planted one from filling memory; it must not be met
+    only after the window.
+    """
     count = sum(len(process.mappings) for process in found.processes)
     if count <= MAX_REGIONS:
         return []
@@ -250,7 +258,9 @@ def message_queues(found: Look) -> list[Refusal]:
     pids = set(found.pids)
 
     def used(pid: str, at: str) -> bool:
-        """Whether it was this process, and not one that had its pid before; queues have whole seconds."""
+        """Whether it was this process, and not one that had its pid before; queues have whole
+        seconds.
+        """
         with suppress(NotFound):
             return int(pid) in pids and int(at) + 2 > procfs.began(int(pid))
         return False

@@ -1,4 +1,6 @@
-"""Checks of a tree's descriptors and sockets: what CRIU cannot dump, or would lose; see `icecore.dumper.preflight.checks`."""
+"""Checks of a tree's descriptors and sockets: what CRIU cannot dump, or would lose; see
+`icecore.dumper.preflight.checks`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from icecore.dumper.preflight.checks import Refusal, in_hosts
 from icecore.host.criu.program import has_plugin
 from icecore.host.kernel import procfs
 
-#: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices); resident memory that the keeper passed on may have been opened in a root that is gone,
-#: and has no path below /dev any more.
+#: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices); resident memory that the
+#: keeper passed on may have been opened in a root that is gone, and has no path below /dev any
+#: more.
 _NVIDIA_MAJOR = 195
 _NVIDIA = re.compile(r"/dev/nvidia")
 _OTHER_GPU = re.compile(r"/dev/(kfd|dri/)")
@@ -30,7 +33,8 @@ _KNOWN_ANON = {
     "[pidfd]",
     "bpf-map",
 }
-#: Character devices that it can: memory (null, zero, random, …), terminals, serial lines, pseudo-terminals.
+#: Character devices that it can: memory (null, zero, random, …), terminals, serial lines,
+#: pseudo-terminals.
 _KNOWN_MAJORS = {1, 4, 5, *range(136, 144), 188, 204}
 _TUN, _AUTOFS = (10, 200), (10, 235)
 _PROTOCOLS = {
@@ -178,7 +182,9 @@ def _pidfd(pid: int, number: int) -> int:
 
 
 def mounts(found: Look) -> list[Refusal]:
-    """CRIU finds files by mount and path: what lies on a mount that the tree does not see is lost to it."""
+    """CRIU finds files by mount and path: what lies on a mount that the tree does not see is lost
+    to it.
+    """
     seen: dict[int, set[int]] = {}
     out = []
     for process in found.living:
@@ -192,7 +198,8 @@ def mounts(found: Look) -> list[Refusal]:
             seen[namespace] |= mount_ids(process.pid)
         except OSError:
             continue  # it ended meanwhile (one that is just ending has no namespaces: EINVAL)
-        # Memory that came from another process (resident memory, after a restore) was opened where that one was; it is let go of before CRIU looks.
+        # Memory that came from another process (resident memory, after a restore) was opened where
+        # that one was; it is let go of before CRIU looks.
         passing = (
             "descriptor "
             if found.resident is not None and process.pid in found.resident.pids
@@ -253,7 +260,9 @@ def internet(found: Look) -> list[Refusal]:
 
 
 def unix_peers(found: Look) -> list[Refusal]:
-    """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a socket with a name."""
+    """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a
+    socket with a name.
+    """
     ours = {
         one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix
     }
@@ -289,7 +298,9 @@ def _datagram_to_name(peer: UnixSocket | None) -> bool:
 
 
 def loose_pipes(found: Look) -> list[Refusal]:
-    """Pipes of which the tree holds one kind of end only: the other end is not there after a restore."""
+    """Pipes of which the tree holds one kind of end only: the other end is not there after a
+    restore.
+    """
     ends: dict[str, set[int]] = {}
     users: dict[str, tuple[int, int]] = {}
     for process, descriptor in _all_descriptors(found):

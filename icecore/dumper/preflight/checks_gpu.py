@@ -1,4 +1,5 @@
-"""Checks of a tree's GPU processes; the rule: what the driver can checkpoint but not restore is refused before it is asked to; see `icecore.dumper.preflight.checks`.
+"""Checks of a tree's GPU processes; the rule: what the driver can checkpoint but not restore is
+refused before it is asked to; see `icecore.dumper.preflight.checks`.
 
 How each is found, and what was seen to happen without the check, is in docs/gpu.md.
 """
@@ -18,7 +19,8 @@ from icecore.host.kernel import limits
 LEAST_DRIVER = 570
 #: The first that restores what is shared through CUDA's legacy IPC.
 _IPC_DRIVER = 610
-#: The fastest that the driver was seen to move memory out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
+#: The fastest that the driver was seen to move memory out and in, bytes a second and process
+#: (docs/gpu.md): by itself, and with its mapping made for it.
 _ALONE_RATES, _HELPED_RATES = (2.4e9, 6.9e9), (5.7e9, 8.5e9)
 _GIB = 1 << 30
 
@@ -97,8 +99,11 @@ ipc = _each(
 
 
 def shared(found: Look) -> list[Refusal]:
-    """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to another. The importer shows no sign of that, and is lost. Of
-    those under the preload it is known that none exported or opened any that the driver has; what else they share by it, windows take away."""
+    """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to
+    another. The importer shows no sign of that, and is lost. Of those under the preload it is known
+    that none exported or opened any that the driver has; what else they share by it, windows take
+    away.
+    """
     gpus = found.gpus
     if (
         gpus is None
@@ -138,8 +143,9 @@ mig = _each(
 
 
 def transports(found: Look) -> list[Refusal]:
-    """NCCL between processes, in the tree or beside it, or between GPUs of one process. Where all are under the preload, what they share through cuMem is
-    taken away before."""
+    """NCCL between processes, in the tree or beside it, or between GPUs of one process. Where all
+    are under the preload, what they share through cuMem is taken away before.
+    """
     if found.gpus is None:
         return []
     ranks = [p for p in found.gpus.processes if p.communicates]
@@ -163,7 +169,9 @@ def transports(found: Look) -> list[Refusal]:
 
 
 def sharing(found: Look) -> list[Refusal]:
-    """Memory that processes share although no window can take it away, or with somebody who is not in the tree."""
+    """Memory that processes share although no window can take it away, or with somebody who is not
+    in the tree.
+    """
     if found.resident is None:
         return []
     refusals = []
@@ -226,7 +234,9 @@ def _least_window(gpus: GpuLook, *, helped: bool) -> float:
 
 
 def predicted_window(found: Look) -> float:
-    """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed; the rest: `icecore.dumper.preflight.prediction`."""
+    """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed;
+    the rest: `icecore.dumper.preflight.prediction`.
+    """
     if found.gpus is None:
         return 0.0
     return _least_window(found.gpus, helped=found.options.populate) + (

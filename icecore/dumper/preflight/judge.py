@@ -1,6 +1,8 @@
-"""Preflight: what would lose or hang the job, or make its snapshot useless, is found and refused with its cure before anything is frozen.
+"""Preflight: what would lose or hang the job, or make its snapshot useless, is found and refused
+with its cure before anything is frozen.
 
-Every check is a function of one `Look` and returns refusals. None can be overridden. What only may matter after a restore is a warning.
+Every check is a function of one `Look` and returns refusals. None can be overridden. What only may
+matter after a restore is a warning.
 """
 
 from __future__ import annotations
@@ -136,7 +138,9 @@ def _check_member(pid: int) -> list[Refusal]:
 
 
 def is_own_machinery(command: Sequence[str]) -> bool:
-    """Whether a command line is that of a process which others wait for: a guard, a helper, a keeper."""
+    """Whether a command line is that of a process which others wait for: a guard, a helper, a
+    keeper.
+    """
     if not command:
         return False
     named = command[command.index("-m") + 1] if "-m" in command[:-1] else ""

@@ -1,8 +1,11 @@
-"""Processes that have device files of the driver open or mapped but no CUDA state; the rule: a process with CUDA state of its own never counts as one.
+"""Processes that have device files of the driver open or mapped but no CUDA state; the rule: a
+process with CUDA state of its own never counts as one.
 
-They are children that were forked from a CUDA process (workers of a DataLoader, of torch.compile), in which CUDA does not work, and users of NVML alone. The
-driver closes nothing in them. CRIU's plugin dumps these files without asking whose they are, and a restore replaces them (icecore/host/criu/device_files.c), so it is
-decided here that no other process has any: by the driver before the window, and by its threads once all processes are stopped.
+They are children that were forked from a CUDA process (workers of a DataLoader, of torch.compile),
+in which CUDA does not work, and users of NVML alone. The driver closes nothing in them. CRIU's
+plugin dumps these files without asking whose they are, and a restore replaces them
+(icecore/host/criu/device_files.c), so it is decided here that no other process has any: by the
+driver before the window, and by its threads once all processes are stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
         if pid in cuda:
             continue
         with suppress(NotFound):
-            # If the driver's threads have other names, they do not describe a process about which the driver was not asked.
+            # If the driver's threads have other names, they do not describe a process about which
+            # the driver was not asked.
             if has_drivers_threads(pid) or (
                 not named and pid not in asked and _has_device_files(pid, look.backend)
             ):
@@ -86,7 +90,8 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
         cuda: Their mappings.
 
     Raises:
-        DumpFailed: A process has some and has not loaded NVML: a restore would take files from it that it needs.
+        DumpFailed: A process has some and has not loaded NVML: a restore would take files from it
+            that it needs.
     """
     kinds, found = backend.kinds(), []
     for pid, mappings in cuda.items() if kinds else ():
@@ -112,7 +117,9 @@ def _has_device_files(pid: int, backend: Backend) -> bool:
 
 
 def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
-    """Yield the path of each open device file of the driver's, found by its device number: it may have been opened in a root that no longer exists."""
+    """Yield the path of each open device file of the driver's, found by its device number: it may
+    have been opened in a root that no longer exists.
+    """
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):
         with suppress(FileNotFoundError):

@@ -1,4 +1,6 @@
-"""How long the window of a GPU job will be; its rule: what is said is what was measured, with the range in which that lay."""
+"""How long the window of a GPU job will be; its rule: what is said is what was measured, with the
+range in which that lay.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,30 @@ class Seen(NamedTuple):
     most: float
 
 
-#: Seconds of a window beside what is copied, and for each GPU process more. With the driver's part of some 0.65 GB that it keeps of each, that makes the
-#: windows of docs/resident.md: 0.5–1.0 s of one process, 1.4–1.7 of two ranks, 3.0–3.6 of four.
+#: Seconds of a window beside what is copied, and for each GPU process more. With the driver's part
+#: of some 0.65 GB that it keeps of each, that makes the windows of docs/resident.md: 0.5–1.0 s of
+#: one process, 1.4–1.7 of two ranks, 3.0–3.6 of four.
 FIRST, FURTHER = Seen(0.3, 0.4, 0.7), Seen(0.7, 0.8, 0.9)
 
-#: A context with nothing in it, whatever NVML says that is left of a process beside its resident memory (H100 and H200, driver 580).
+#: A context with nothing in it, whatever NVML says that is left of a process beside its resident
+#: memory (H100 and H200, driver 580).
 CONTEXT_BYTES = 500 << 20
 
 Rates = tuple[float, float]
-#: What the driver usually moves out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
+#: What the driver usually moves out and in, bytes a second and process (docs/gpu.md): by itself,
+#: and with its mapping made for it.
 USUAL_ALONE: Rates = (2.0e9, 5.0e9)
 USUAL_HELPED: Rates = (5.0e9, 7.0e9)
-#: The slowest that it was seen to be: by itself, one process and four at once, and with its mapping made for it. The fastest: `icecore.dumper.preflight.checks_gpu`.
+#: The slowest that it was seen to be: by itself, one process and four at once, and with its mapping
+#: made for it. The fastest: `icecore.dumper.preflight.checks_gpu`.
 SLOWEST_ALONE: Rates = (1.3e9, 3.8e9)
 SLOWEST_OF_SEVERAL: Rates = (0.6e9, 3.1e9)
 SLOWEST_HELPED: Rates = (2.8e9, 3.0e9)
 
 
 def predict(found: Look) -> dict[str, Value]:
-    """What preflight says of device memory: how much stays, how much is moved, and how long the window will be on that account if all of what stays changed.
+    """What preflight says of device memory: how much stays, how much is moved, and how long the
+    window will be on that account if all of what stays changed.
 
     Returns:
         The fields of ``dump.preflight`` (docs/events.md); none where the tree uses no GPU.

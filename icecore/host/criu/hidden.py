@@ -1,4 +1,6 @@
-"""Memory that CRIU was kept from seeing in a lazy dump (icecore/host/criu/pages.c); rule: what is hidden is written down, and who reads it in place puts it back."""
+"""Memory that CRIU was kept from seeing in a lazy dump (icecore/host/criu/pages.c); rule: what is
+hidden is written down, and who reads it in place puts it back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Ranges = npt.NDArray[np.void]
 
 
 def hides(criu: Criu) -> bool:
-    """Whether anything is hidden from this CRIU, here: the library was built, CRIU asks PAGEMAP_SCAN (Linux 6.7), and it need not stumble over guard pages."""
+    """Whether anything is hidden from this CRIU, here: the library was built, CRIU asks
+    PAGEMAP_SCAN (Linux 6.7), and it need not stumble over guard pages.
+    """
     return CRIU_LIBRARY.exists() and scan_supported() and criu.keeps_guard_pages(kernel_version())
 
 

@@ -1,6 +1,8 @@
-"""Changes CRIU's images before a restore; the rule: everything that is not named stays as it was dumped.
+"""Changes CRIU's images before a restore; the rule: everything that is not named stays as it was
+dumped.
 
-Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), open files in files.img (fdinfo.proto, regfile.proto).
+Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), open files in files.img (fdinfo.proto,
+regfile.proto).
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ def add_external_mounts(folder: Path, names: Mapping[str, str]) -> None:
 
     Args:
         folder: CRIU's images.
-        names: Path of a file in the root → the name under which ``criu restore --external`` says what is mounted there.
+        names: Path of a file in the root → the name under which ``criu restore --external`` says
+            what is mounted there.
 
     Raises:
-        RestoreRefused: There are several mount namespaces: processes in the others would not see the mounts.
+        RestoreRefused: There are several mount namespaces: processes in the others would not see
+            the mounts.
     """
     images = sorted(folder.glob("mountpoints-*.img"))
     if len(images) != 1:

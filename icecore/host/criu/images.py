@@ -1,5 +1,6 @@
-"""CRIU's image files: what icecore asks of them, typed; rule: read by field numbers, which CRIU keeps stable, so that
-images of any version from 4.0 on are understood."""
+"""CRIU's image files: what icecore asks of them, typed; rule: read by field numbers, which CRIU
+keeps stable, so that images of any version from 4.0 on are understood.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ VMA_GUARD = 1 << 16
 MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 0x1, 0x2, 0x20
 MAP_GROWSDOWN, MAP_LOCKED, MAP_HUGETLB = 0x100, 0x2000, 0x40000
 
-#: One VMA of a mm image. ``shmid`` is the file's id for file mappings, the shared memory's for shared anonymous ones.
+#: One VMA of a mm image. ``shmid`` is the file's id for file mappings, the shared memory's for
+#: shared anonymous ones.
 VMA = np.dtype(
     [
         ("start", "<u8"),
@@ -151,7 +153,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Core:
-    """What core-N.img says of a process: its name, ALIVE, DEAD or STOPPED, and the exit code of a dead one."""
+    """What core-N.img says of a process: its name, ALIVE, DEAD or STOPPED, and the exit code of a
+    dead one.
+    """
 
     command: str
     state: int
@@ -160,8 +164,8 @@ class Core:
 
 @dataclass(frozen=True)
 class AddressSpace:
-    """What mm-N.img says: its VMAs in address order, the file id of its program, and the bounds of its heap and
-    arguments.
+    """What mm-N.img says: its VMAs in address order, the file id of its program, and the bounds of
+    its heap and arguments.
     """
 
     vmas: Vmas
@@ -172,10 +176,11 @@ class AddressSpace:
     environment: tuple[int, int]
 
     def lazy(self) -> npt.NDArray[np.bool_]:
-        """For each VMA, whether CRIU restores its pages through userfaultfd (vma_entry_can_be_lazy in
-        criu/include/vma.h).
+        """For each VMA, whether CRIU restores its pages through userfaultfd (vma_entry_can_be_lazy
+        in criu/include/vma.h).
 
-        Within such a VMA only the pages that a thread's stack pointer is in are not lazy: the pagemap says which.
+        Within such a VMA only the pages that a thread's stack pointer is in are not lazy: the
+        pagemap says which.
         """
         flags, status = self.vmas["flags"], self.vmas["status"]
         wanted = MAP_ANONYMOUS | MAP_PRIVATE
@@ -187,8 +192,8 @@ class AddressSpace:
 
 @dataclass(frozen=True)
 class RegularFile:
-    """A regular file (or folder) of files.img. ``size`` is None where CRIU does not check it at restore; ``external``
-    ones come from outside.
+    """A regular file (or folder) of files.img. ``size`` is None where CRIU does not check it at
+    restore; ``external`` ones come from outside.
     """
 
     id: int
@@ -203,8 +208,8 @@ class RegularFile:
 
 @dataclass(frozen=True)
 class Remap:
-    """A file that had no name any more: file ``original`` is restored from ``target``: a ghost image (GHOST) or
-    another file (LINKED).
+    """A file that had no name any more: file ``original`` is restored from ``target``: a ghost
+    image (GHOST) or another file (LINKED).
     """
 
     original: int
@@ -238,7 +243,9 @@ def load_core(folder: Path, pid: int) -> Core:
 
 
 def load_rseq(folder: Path) -> list[int]:
-    """Where the kernel tells the threads of all processes the numbers of their processors (struct rseq), as far as they asked for it."""
+    """Where the kernel tells the threads of all processes the numbers of their processors (struct
+    rseq), as far as they asked for it.
+    """
     found = []
     for path in folder.glob("core-*.img"):
         (core,) = read_image(path, CORE)
@@ -309,7 +316,8 @@ def map_file(
 
     Args:
         vmas: Of the process (`load_mm`).
-        pieces: Start, end, and what of the file it begins with, each within one VMA; what is left of that stays anonymous.
+        pieces: Start, end, and what of the file it begins with, each within one VMA; what is left
+            of that stays anonymous.
         file: The file's id (`add_file`).
     """
     vmas = vmas[vmas["status"] & VMA_GUARD == 0]
@@ -342,7 +350,9 @@ def map_file(
 
 
 def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
-    """A VMA of private anonymous memory in parts, in address order: pieces (start, end, offset) of a file, and what is left."""
+    """A VMA of private anonymous memory in parts, in address order: pieces (start, end, offset) of
+    a file, and what is left.
+    """
     at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
     for start, end, offset in sorted(pieces):
         if at < start:
@@ -371,7 +381,9 @@ def _changed(message: Message, values: Mapping[int, int]) -> bytes:
 
 
 def add_file(folder: Path, name: str) -> int:
-    """A regular file more in files.img, of that name, which CRIU gets as a descriptor (``--inherit-fd``); its id."""
+    """A regular file more in files.img, of that name, which CRIU gets as a descriptor
+    (``--inherit-fd``); its id.
+    """
     entries = read_image(folder / "files.img", FILES)
     free = 1 + max((entry.integer(2) for entry in entries), default=0)
     owner = Message([(number, 0, 0) for number in range(1, 6)])
@@ -435,8 +447,8 @@ def load_memfds(folder: Path) -> list[Memfd]:
 
 
 def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
-    """The numbers of the pagemap images: of processes (pagemap-N.img, N the pid), and of shared memory
-    (pagemap-shmem-N.img).
+    """The numbers of the pagemap images: of processes (pagemap-N.img, N the pid), and of shared
+    memory (pagemap-shmem-N.img).
     """
     processes, shared = [], []
     for path in folder.glob("pagemap-*.img"):
@@ -449,8 +461,8 @@ def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def load_pycriu(criu: Criu) -> ModuleType:
-    """CRIU's own Python package, for reading and writing every kind of image as dicts (``pycriu.images.load`` and
-    ``dump``).
+    """CRIU's own Python package, for reading and writing every kind of image as dicts
+    (``pycriu.images.load`` and ``dump``).
 
     One version a process: what was imported first stays. Needs the protobuf package, older than 7.
 
@@ -462,7 +474,8 @@ def load_pycriu(criu: Criu) -> ModuleType:
     cure = "run tools/install-criu"
     if criu.pycriu is None:
         raise MissingTool(f"{criu.path} came without pycriu", cure=cure)
-    # Found by its own path: the folder it lies in may be the system's, whose other packages must not become importable.
+    # Found by its own path: the folder it lies in may be the system's, whose other packages must
+    # not become importable.
     package = criu.pycriu / "pycriu"
     spec = importlib.util.spec_from_file_location(
         "pycriu", package / "__init__.py", submodule_search_locations=[str(package)]

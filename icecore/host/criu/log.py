@@ -1,5 +1,6 @@
-"""What went wrong, from CRIU's log: its first errors, and for the known ones the cause and the cure; rule: pure, and
-the first error counts, the rest follow from it."""
+"""What went wrong, from CRIU's log: its first errors, and for the known ones the cause and the
+cure; rule: pure, and the first error counts, the rest follow from it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A known reason for which CRIU fails: ``name`` for programs, ``message`` and ``cure`` for people."""
+    """A known reason for which CRIU fails: ``name`` for programs, ``message`` and ``cure`` for
+    people.
+    """
 
     name: str
     message: str
@@ -24,15 +27,17 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``errors``: CRIU's own error lines, first ones first. ``cause``: what they are known to mean, None if they are
-    not known.
+    """``errors``: CRIU's own error lines, first ones first. ``cause``: what they are known to mean,
+    None if they are not known.
     """
 
     errors: list[str]
     cause: Cause | None
 
     def sentence(self, what: str) -> tuple[str, str]:
-        """The message and the cure of an exception about it; ``what`` is what failed ("the dump of process 7")."""
+        """The message and the cure of an exception about it; ``what`` is what failed ("the dump of
+        process 7").
+        """
         first = self.errors[0] if self.errors else "CRIU gave no reason"
         if self.cause is None:
             return f"{what} failed: {first}", ""

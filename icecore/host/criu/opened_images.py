@@ -1,4 +1,6 @@
-"""Which files CRIU opens by their paths for a process, read from its images; the rule: what the images do not record as a regular file, CRIU makes itself."""
+"""Which files CRIU opens by their paths for a process, read from its images; the rule: what the
+images do not record as a regular file, CRIU makes itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from icecore.host.criu.protobuf import Message, WireError
 _IDS = 0x54432030
 _FILE_ID, _FILE_TYPE, _FILE_DESCRIPTOR = 1, 3, 4
 _FILES_ID, _GHOST_USER = 2, 1
-#: More than the message before a ghost file's content takes, whose one text is a symbolic link's target.
+#: More than the message before a ghost file's content takes, whose one text is a symbolic link's
+#: target.
 _GHOST_HEAD = 8192
 #: Mappings that carry a file's bits, and whose number is not a file's.
 _OTHER = VMA_SYSVIPC | VMA_AIORING | VMA_SOCKET | VMA_GUARD
@@ -45,7 +48,8 @@ class OpenedFile:
 
     Attributes:
         file: As the images record it.
-        ghost_user: Whom the file belongs to that CRIU makes in its place, because it has no name any more; None: it has one.
+        ghost_user: Whom the file belongs to that CRIU makes in its place, because it has no name
+            any more; None: it has one.
     """
 
     file: RegularFile
@@ -72,7 +76,9 @@ class OpenedImages:
         }
 
     def descriptors(self, pid: int) -> dict[int, OpenedFile]:
-        """The descriptors of a process, by number; ``pid`` as in the images. A process that had ended has none."""
+        """The descriptors of a process, by number; ``pid`` as in the images. A process that had
+        ended has none.
+        """
         try:
             (ids,) = read_image(self._folder / f"ids-{pid}.img", _IDS)
         except FileNotFoundError:
@@ -86,7 +92,9 @@ class OpenedImages:
         }
 
     def mappings(self, pid: int) -> Iterator[tuple[int, int, OpenedFile]]:
-        """Start, end and file of the mappings of a process, in address order; ``pid`` as in the images. A process that had ended has none."""
+        """Start, end and file of the mappings of a process, in address order; ``pid`` as in the
+        images. A process that had ended has none.
+        """
         try:
             vmas = load_mm(self._folder, pid).vmas
         except FileNotFoundError:

@@ -1,5 +1,6 @@
-"""CRIU's page-server protocol in the layouts of 4.1 and 4.2; rule: every length that arrives is bounded before
-anything is allocated for it."""
+"""CRIU's page-server protocol in the layouts of 4.1 and 4.2; rule: every length that arrives is
+bounded before anything is allocated for it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ _MOST_PAGES = 1 << 35
 
 
 def page_server_record(version: tuple[int, ...]) -> struct.Struct:
-    """The layout of struct page_server_iov (command, pages, address, image) of a CRIU version: 24 bytes up to 4.1, 32
-    from 4.2 on.
+    """The layout of struct page_server_iov (command, pages, address, image) of a CRIU version: 24
+    bytes up to 4.1, 32 from 4.2 on.
     """
     return _RECORD_42 if version[:2] >= (4, 2) else _RECORD_41
 
@@ -48,8 +49,8 @@ def image_number(kind: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Pages that CRIU announces: of image ``number`` of ``kind``, ``pages`` pages from ``address``; their bytes
-    follow if PE_PRESENT is in ``flags``.
+    """Pages that CRIU announces: of image ``number`` of ``kind``, ``pages`` pages from ``address``;
+    their bytes follow if PE_PRESENT is in ``flags``.
     """
 
     kind: int
@@ -80,7 +81,8 @@ class Connection:
         self.socket.sendall(self.record.pack(command, pages, address, image))
 
     def finish(self, seconds: float) -> None:
-        """As the client: say that all is done and hear CRIU confirm it, which proves that it served until now.
+        """As the client: say that all is done and hear CRIU confirm it, which proves that it served
+        until now.
 
         Raises:
             DumpFailed: No confirmation, or not in time.
@@ -108,11 +110,13 @@ class Connection:
         self.socket.sendall(_STATUS.pack(0))
 
     def extents(self, *, answer: bool = True) -> Iterator[Extent]:
-        """As the server of a dump: what CRIU sends, until it says that it is done, which is then confirmed.
+        """As the server of a dump: what CRIU sends, until it says that it is done, which is then
+        confirmed.
 
         Without ``answer`` that is left to `confirm`; until then CRIU waits, the tree frozen.
 
-        After an extent with PE_PRESENT, its bytes must be taken by `receive_into` before the next one.
+        After an extent with PE_PRESENT, its bytes must be taken by `receive_into` before the next
+        one.
 
         Raises:
             DumpFailed: The connection broke or made no sense.

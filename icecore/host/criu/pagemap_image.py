@@ -1,4 +1,6 @@
-"""CRIU's pagemap images as numpy arrays, in the formats of 4.1 and 4.2; rule: millions of entries in well under a second."""
+"""CRIU's pagemap images as numpy arrays, in the formats of 4.1 and 4.2; rule: millions of entries
+in well under a second.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from icecore.errors import Damaged
 from icecore.host.criu.protobuf import Message, WireError, decode_columns, encode_columns
 
 PAGE = 4096
-#: Longest image file that is read into memory: a pagemap of 4 TiB that CRIU 4.2 wrote, which ends an entry after 1 MiB, has 80 MiB.
+#: Longest image file that is read into memory: a pagemap of 4 TiB that CRIU 4.2 wrote, which ends
+#: an entry after 1 MiB, has 80 MiB.
 MAX_IMAGE_BYTES = 128 << 20
 
-#: Entry flags: the content is in the parent snapshot; may be restored lazily; is in the pages image.
+#: Entry flags: the content is in the parent snapshot; may be restored lazily; is in the pages
+#: image.
 PE_PARENT, PE_LAZY, PE_PRESENT = 1, 2, 4
 
 #: One entry: ``pages`` pages from ``address``.
@@ -77,7 +81,9 @@ def decode_pagemap(data: bytes, name: str = "pagemap") -> tuple[int, Entries]:
 
 
 def encode_pagemap(pages_id: int, entries: Entries, version: tuple[int, ...]) -> bytes:
-    """A pagemap image for a CRIU of some version. Given a 32-bit and a 64-bit page count, 4.2's can be read by older ones too."""
+    """A pagemap image for a CRIU of some version. Given a 32-bit and a 64-bit page count, 4.2's can
+    be read by older ones too.
+    """
     head = Message([(1, 0, pages_id)]).encode()
     columns = [
         (_ADDRESS, entries["address"].astype(np.uint64)),

@@ -1,5 +1,6 @@
-"""CRIU as a program that is found, started and understood; rule: it is never killed, and never left holding a tree:
-its connection is hung up and it thaws the tree itself."""
+"""CRIU as a program that is found, started and understood; rule: it is never killed, and never left
+holding a tree: its connection is hung up and it thaws the tree itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
 _SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
 _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
-#: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no compiler.
+#: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no
+#: compiler.
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
 _HIDDEN = "ICECORE_HIDDEN"
@@ -32,24 +34,29 @@ Connections = Literal["refuse", "keep", "close"]
 
 @dataclass(frozen=True)
 class Criu:
-    """A CRIU that starts: its path, version, and the folder that holds its pycriu (None where it has none)."""
+    """A CRIU that starts: its path, version, and the folder that holds its pycriu (None where it
+    has none).
+    """
 
     path: Path
     version: Version
     pycriu: Path | None
 
     def dumps_internet_sockets(self, kernel: tuple[int, int]) -> bool:
-        """Whether it can dump any TCP or UDP socket, listening ones too, on a kernel of this version.
+        """Whether it can dump any TCP or UDP socket, listening ones too, on a kernel of this
+        version.
 
-        From Linux 6.16 on SO_PASSCRED is refused on sockets other than unix ones; CRIU 4.2 is the first not to ask
-        for it.
+        From Linux 6.16 on SO_PASSCRED is refused on sockets other than unix ones; CRIU 4.2 is the
+        first not to ask for it.
         """
         return self.version >= (4, 2) or kernel < (6, 16)
 
     def keeps_guard_pages(self, kernel: tuple[int, int]) -> bool:
-        """Whether guard pages (MADV_GUARD_INSTALL, from Linux 6.13 on), if there are any, come back.
+        """Whether guard pages (MADV_GUARD_INSTALL, from Linux 6.13 on), if there are any, come
+        back.
 
-        CRIU 4.2 is the first to know them. Older ones fail, because they cannot read them: where nobody hides that memory from them.
+        CRIU 4.2 is the first to know them. Older ones fail, because they cannot read them: where
+        nobody hides that memory from them.
         """
         return self.version >= (4, 2) or kernel < (6, 13)
 
@@ -91,7 +98,9 @@ def _version(path: Path) -> Version | None:
 
 
 def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | None:
-    """The binary, the pycriu folder and the version that a prefix of tools/install-criu records: it has started that CRIU, which takes a while."""
+    """The binary, the pycriu folder and the version that a prefix of tools/install-criu records: it
+    has started that CRIU, which takes a while.
+    """
     try:
         record = json.loads((prefix / "criu.json").read_text())
         path = Path(record["criu"])
@@ -114,16 +123,19 @@ def newer_prefix(prefix: Path) -> Path:
 
 
 def find_criu(explicit: str | Path | None = None) -> Criu:
-    """Find a CRIU: the one named, else ICECORE_CRIU, else install-criu's prefix (or ICECORE_CRIU_PREFIX), else PATH.
+    """Find a CRIU: the one named, else ICECORE_CRIU, else install-criu's prefix (or
+    ICECORE_CRIU_PREFIX), else PATH.
 
-    Of those that nobody named, the first that can dump internet sockets and guard pages on this kernel is taken, if one can; a newer CRIU that install-criu
-    put beside the first (``PREFIX-sid``) is looked at too.
+    Of those that nobody named, the first that can dump internet sockets and guard pages on this
+    kernel is taken, if one can; a newer CRIU that install-criu put beside the first
+    (``PREFIX-sid``) is looked at too.
 
     Args:
         explicit: A criu binary, or a prefix of tools/install-criu.
 
     Raises:
-        MissingTool: There is none of at least version 4.0; a named one is never replaced by another.
+        MissingTool: There is none of at least version 4.0; a named one is never replaced by
+            another.
     """
     named = explicit or os.environ.get("ICECORE_CRIU")
     candidates: list[tuple[Path, Path | None, Version | None]] = []
@@ -176,14 +188,16 @@ class DumpArguments:
 
     Attributes:
         external: Resources that the restore will provide ("net[4026531840]:job").
-        connections: Established TCP connections: refuse the dump, keep them, or have them closed at restore.
+        connections: Established TCP connections: refuse the dump, keep them, or have them closed at
+            restore.
         network_lock: How to keep packets out meanwhile; None: CRIU's default.
         file_locks: Dump held file locks.
         shell_job: Allow a terminal that belongs to somebody else.
         external_unix: Allow unix sockets whose peer is outside.
         ghost_limit: Largest deleted-but-open file, in bytes, that CRIU copies into its images.
         cgroups: Whether CRIU records and recreates cgroups.
-        verbosity: 1 errors, 2 warnings, 3 information (default), 4 everything: costs time in the window.
+        verbosity: 1 errors, 2 warnings, 3 information (default), 4 everything: costs time in the
+            window.
         extra: Further arguments, as they are.
     """
 
@@ -223,10 +237,12 @@ class RestoreArguments:
     """What a restore is told; as `DumpArguments`, and:
 
     Attributes:
-        lazy: Leave lazy pages to the daemon that listens on ``lazy-pages.socket`` in the work folder.
+        lazy: Leave lazy pages to the daemon that listens on ``lazy-pages.socket`` in the work
+            folder.
         inherit: Descriptors of this process that stand for external resources: (descriptor, name).
         root: Folder that becomes the root of a private mount namespace.
-        action_script: Program that CRIU runs at its stages (CRTOOLS_SCRIPT_ACTION); if it fails, so does the restore.
+        action_script: Program that CRIU runs at its stages (CRTOOLS_SCRIPT_ACTION); if it fails, so
+            does the restore.
         sibling: The restored root becomes a child of this process, not of CRIU.
         stopped: Leave the tree stopped.
     """
@@ -273,14 +289,17 @@ class RestoreArguments:
 
 
 def dump_environment(hidden: str | None) -> dict[str, str]:
-    """The environment in which CRIU dumps: with a library, where it was built, that leaves out what need not be copied (icecore/host/criu/memcpy.c) nor put into
-    pipes (icecore/host/criu/pages.c), and that keeps CRIU out of the job's working directory (icecore/host/criu/proc.c).
+    """The environment in which CRIU dumps: with a library, where it was built, that leaves out what
+    need not be copied (icecore/host/criu/memcpy.c) nor put into pipes (icecore/host/criu/pages.c),
+    and that keeps CRIU out of the job's working directory (icecore/host/criu/proc.c).
 
-    Without it a window is longer by some 7 ms for each GiB of addresses that its processes have reserved, and by some 45 ms for each GiB of small pages that
-    they use, and dumps of two jobs at one moment can fail.
+    Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
+    reserved, and by some 45 ms for each GiB of small pages that they use, and dumps of two jobs at
+    one moment can fail.
 
     Args:
-        hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None: it sees everything.
+        hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:
+            it sees everything.
     """
     given = {name: value for name, value in os.environ.items() if name != _HIDDEN}
     if not CRIU_LIBRARY.exists():
@@ -289,8 +308,10 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
 
 
 def restore_environment() -> dict[str, str]:
-    """What CRIU's environment has beside ours when it restores: a library, where it was built, for which a thread that was killed while others run already is
-    one that was let go (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another, or its own threads, while CRIU lets them go.
+    """What CRIU's environment has beside ours when it restores: a library, where it was built, for
+    which a thread that was killed while others run already is one that was let go
+    (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another,
+    or its own threads, while CRIU lets them go.
     """
     return _preloading(RESTORE_LIBRARY)
 
@@ -315,10 +336,10 @@ def lazy_dump_command(
     """The command line of a lazy dump, for who starts CRIU by himself.
 
     Args:
-        pages: Descriptor that CRIU inherits: one end of a stream socket pair; the tree is thawed when the other end
-            is closed.
-        status: Descriptor that CRIU inherits: one zero byte is written to it when the tree stands still; it ends
-            without one if the dump failed.
+        pages: Descriptor that CRIU inherits: one end of a stream socket pair; the tree is thawed
+            when the other end is closed.
+        status: Descriptor that CRIU inherits: one zero byte is written to it when the tree stands
+            still; it ends without one if the dump failed.
     """
     return [
         *(
@@ -358,7 +379,9 @@ def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArgume
 def stream_dump_command(
     criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str
 ) -> list[str]:
-    """The command line of a dump that sends the memory through an inherited descriptor, in the page-server protocol."""
+    """The command line of a dump that sends the memory through an inherited descriptor, in the
+    page-server protocol.
+    """
     return [
         *plain_dump_command(criu, pid, images, arguments),
         "--page-server",
@@ -378,7 +401,9 @@ def restore_command(
 
 
 def explain(folder: Path, log: str = "dump.log") -> Diagnosis:
-    """What a log in ``folder`` (and what CRIU said before it had one, in LOG.stderr) says went wrong."""
+    """What a log in ``folder`` (and what CRIU said before it had one, in LOG.stderr) says went
+    wrong.
+    """
     text = ""
     for path in (folder / log, folder / f"{log}.stderr"):
         try:

@@ -1,7 +1,9 @@
-"""The protobuf wire format, as far as CRIU's images need it; rule: what is not understood is kept, and every length is checked before it is believed.
+"""The protobuf wire format, as far as CRIU's images need it; rule: what is not understood is kept,
+and every length is checked before it is believed.
 
-CRIU's images promise stable field numbers, so a few numbers replace generated code: nothing depends on which CRIU's pycriu is installed or on
-which protobuf package it needs. https://protobuf.dev/programming-guides/encoding/
+CRIU's images promise stable field numbers, so a few numbers replace generated code: nothing depends
+on which CRIU's pycriu is installed or on which protobuf package it needs.
+https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def write_varint(value: int) -> bytes:
 
 @dataclass
 class Message:
-    """A message as its fields in their order: (number, wire type, value); a value is an int, or bytes for what has a length."""
+    """A message as its fields in their order: (number, wire type, value); a value is an int, or
+    bytes for what has a length.
+    """
 
     fields: list[tuple[int, int, int | bytes]] = field(default_factory=list)
 
@@ -178,7 +182,8 @@ def decode_columns(
         data: Bytes that hold them.
         start: Where each message begins.
         end: Where each ends.
-        numbers: Fields to give (below 16); the others are passed over. A field that a message lacks is 0.
+        numbers: Fields to give (below 16); the others are passed over. A field that a message lacks
+            is 0.
 
     Returns:
         For each number, its values in all messages.
@@ -222,8 +227,10 @@ def encode_columns(columns: list[tuple[int, npt.NDArray[np.uint64]]], *, sized: 
     """Encode many messages of varint fields at once, back to back.
 
     Args:
-        columns: Field numbers (below 16) in the order in which they shall stand, with the values of all messages.
-        sized: Whether each message is preceded by its length as a little-endian u32, as in CRIU's images.
+        columns: Field numbers (below 16) in the order in which they shall stand, with the values of
+            all messages.
+        sized: Whether each message is preceded by its length as a little-endian u32, as in CRIU's
+            images.
     """
     count = len(columns[0][1])
     head = 4 if sized else 0

@@ -1,7 +1,9 @@
-"""Device checkpointing as the rest of icecore sees it: states, calls by pid, errors; its rule: every error says what cures it.
+"""Device checkpointing as the rest of icecore sees it: states, calls by pid, errors; its rule:
+every error says what cures it.
 
 The states and calls are those of CUDA's process checkpointing (CUDA driver API, "Checkpointing"):
-RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCKED → unlock → RUNNING. All pids are the caller's.
+RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCKED → unlock → RUNNING. All pids
+are the caller's.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ class State(Enum):
 class Placement(Enum):
     """Where a checkpoint has put the device memory.
 
-    ``PROCESS``: into private anonymous memory of the process itself, which is then scanned and filled like all its memory.
-    A back end for drivers that map it into the caller instead (615 and newer, custom storage) adds its own member here, and
-    returns from ``checkpoint`` and ``restore`` before the contents have moved; nobody else has to know.
+    ``PROCESS``: into private anonymous memory of the process itself, which is then scanned and
+    filled like all its memory. A back end for drivers that map it into the caller instead (615 and
+    newer, custom storage) adds its own member here, and returns from ``checkpoint`` and ``restore``
+    before the contents have moved; nobody else has to know.
     """
 
     PROCESS = "process"
@@ -41,7 +44,8 @@ class Checkpointed:
 
     Attributes:
         placement: Where.
-        populated: Bytes of the mapping it is in that were made ahead (`icecore.host.cuda.populate`).
+        populated: Bytes of the mapping it is in that were made ahead
+            (`icecore.host.cuda.populate`).
         huge: Of these, in huge pages.
         not_populated: Why none were; empty: nothing was wrong (but the mapping may be too small).
     """
@@ -53,7 +57,8 @@ class Checkpointed:
 
 
 class DeviceCheckpoint(Protocol):
-    """The calls, each for one process; different processes may be called for at the same time, from different threads.
+    """The calls, each for one process; different processes may be called for at the same time, from
+    different threads.
 
     All raise `DeviceError` for what the driver answers.
     """
@@ -62,7 +67,9 @@ class DeviceCheckpoint(Protocol):
         """The state of a process. Does not raise for one without CUDA."""
 
     def lock(self, pid: int, seconds: float) -> None:
-        """Let its submitted work end and hold back its further CUDA calls; after ``seconds`` it runs as before (`LockTimeout`)."""
+        """Let its submitted work end and hold back its further CUDA calls; after ``seconds`` it
+        runs as before (`LockTimeout`).
+        """
 
     def checkpoint(self, pid: int) -> Placement:
         """Of a locked process: move device memory to the host and let go of the GPUs."""
@@ -118,7 +125,9 @@ class NotSupported(DeviceError):
 
 
 class IllegalState(DeviceError):
-    """The process is in another state than the call needs: somebody else checkpoints it too, or an earlier call failed."""
+    """The process is in another state than the call needs: somebody else checkpoints it too, or an
+    earlier call failed.
+    """
 
     cures = "let whoever else checkpoints it finish ('cuda-checkpoint --get-state --pid PID' shows its state)"
 
@@ -136,7 +145,9 @@ class NoMemory(DeviceError):
 
 
 class HelperLost(DeviceError):
-    """The process that makes the driver's calls ended; another one is started to bring the job back to running."""
+    """The process that makes the driver's calls ended; another one is started to bring the job back
+    to running.
+    """
 
     cures = "look why it was killed (out of memory?), and try again"
 

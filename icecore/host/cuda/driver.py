@@ -1,7 +1,9 @@
-"""Device checkpointing through the NVIDIA driver; its rule: one process initialises CUDA once and makes all calls (`icecore.host.gpu.helper`).
+"""Device checkpointing through the NVIDIA driver; its rule: one process initialises CUDA once and
+makes all calls (`icecore.host.gpu.helper`).
 
-Uses ``cuda.bindings.driver`` of 13.0 or newer (the extra ``icecore[gpu]``), which lets the interpreter's lock go during a call, so that threads call for
-several processes at the same time; 12.8 does not. Driver 570 or newer; pairs of GPUs need 580.
+Uses ``cuda.bindings.driver`` of 13.0 or newer (the extra ``icecore[gpu]``), which lets the
+interpreter's lock go during a call, so that threads call for several processes at the same time;
+12.8 does not. Driver 570 or newer; pairs of GPUs need 580.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 from icecore.host.cuda.api import DriverMissing, Placement, State, device_error
 
 EXTRA_CURE = "pip install 'icecore[gpu]', on a machine with the NVIDIA driver"
-#: What the driver answers when it is asked for the state of a process that has none: no CUDA process of its own, or one that is not initialised.
+#: What the driver answers when it is asked for the state of a process that has none: no CUDA
+#: process of its own, or one that is not initialised.
 _NOT_CUDA = frozenset((1, 3, 4, 100, 304, 801))
 _STATES = {0: State.RUNNING, 1: State.LOCKED, 2: State.CHECKPOINTED, 3: State.FAILED}
 

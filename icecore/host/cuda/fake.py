@@ -1,14 +1,18 @@
-"""A driver for tests that behaves like the real one, without a GPU; its rule: the state lives in the target, so that it outlives whoever calls.
+"""A driver for tests that behaves like the real one, without a GPU; its rule: the state lives in
+the target, so that it outlives whoever calls.
 
-The target (tests/programs/fake_device.c) has a page at a fixed address in which this leaves its request; a thread of the target, as the driver has
-one there, acts on it and answers. So it works by pid, from any process, through dumps, restores and namespaces. The *world* is a directory:
+The target (tests/programs/fake_device.c) has a page at a fixed address in which this leaves its
+request; a thread of the target, as the driver has one there, acts on it and answers. So it works by
+pid, from any process, through dumps, restores and namespaces. The *world* is a directory:
 
-- ``inventory.json``: ``{"driver": "580.159.03", "gpus": [{"uuid": …, "name": …, "memory": …, "minor": …}]}``; ``used``, ``mig`` as in `Gpu`,
-  and ``mps``: pids;
+- ``inventory.json``: ``{"driver": "580.159.03", "gpus": [{"uuid": …, "name": …, "memory": …,
+  "minor": …}]}``; ``used``, ``mig`` as in `Gpu`, and ``mps``: pids;
 - ``dev/nvidia0``, …: what the target has open while it uses a GPU;
 - ``gpu/UUID/…``: device memory, which no process maps;
-- ``faults/…``: one JSON object each, used once and then removed: ``{"call": "restore", "code": 999, "pid": null, "seconds": 0, "after": false,
-  "die": false}``: the next such call (of that pid) sleeps, then fails with that code, instead of or after having been carried out, or its helper dies.
+- ``faults/…``: one JSON object each, used once and then removed: ``{"call": "restore", "code": 999,
+  "pid": null, "seconds": 0, "after": false, "die": false}``: the next such call (of that pid)
+  sleeps, then fails with that code, instead of or after having been carried out, or its helper
+  dies.
 """
 
 from __future__ import annotations
@@ -31,13 +35,21 @@ from icecore.host.kernel import procfs
 #: Where the target has its page.
 CONTROL = 0x6FA4E0000000
 MAGIC = b"FAKECUDA"
-#: magic, request number, answer number, operation, result, state, thread, milliseconds, pairs, device bytes, UUID of its GPU; then the pairs.
+#: magic, request number, answer number, operation, result, state, thread, milliseconds, pairs,
+#: device bytes, UUID of its GPU; then the pairs.
 HEADER = struct.Struct("<8sQQIiIIIIQ16s")
 REQUEST_AT, OPERATION_AT, MILLISECONDS_AT, PAIRS_AT = 8, 24, 40, HEADER.size
 OPERATIONS = {"lock": 1, "checkpoint": 2, "restore": 3, "unlock": 4}
 STATES = (State.RUNNING, State.LOCKED, State.CHECKPOINTED, State.FAILED)
-_NAMES = {1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 304: "CUDA_ERROR_OPERATING_SYSTEM", 401: "CUDA_ERROR_ILLEGAL_STATE",
-          600: "CUDA_ERROR_NOT_READY", 801: "CUDA_ERROR_NOT_SUPPORTED", 999: "CUDA_ERROR_UNKNOWN"}  # fmt: skip
+_NAMES = {
+    1: "CUDA_ERROR_INVALID_VALUE",
+    2: "CUDA_ERROR_OUT_OF_MEMORY",
+    304: "CUDA_ERROR_OPERATING_SYSTEM",
+    401: "CUDA_ERROR_ILLEGAL_STATE",
+    600: "CUDA_ERROR_NOT_READY",
+    801: "CUDA_ERROR_NOT_SUPPORTED",
+    999: "CUDA_ERROR_UNKNOWN",
+}
 _ANSWER_SECONDS = 120.0
 _POLL_SECONDS = 0.001
 _PAGE_SECONDS = 10.0
@@ -127,7 +139,8 @@ def _header(pid: int) -> _Header | None:
                 data = os.pread(memory.fileno(), HEADER.size, CONTROL)
             break
         except OSError:
-            # Restored lazily, it has its page once it has touched it itself: such a page cannot be faulted in from outside.
+            # Restored lazily, it has its page once it has touched it itself: such a page cannot be
+            # faulted in from outside.
             if not _has_page(pid) or time.monotonic() > end:
                 return None
             time.sleep(_POLL_SECONDS)

@@ -1,7 +1,9 @@
-"""The CRIU that holds a tree while the driver works in it (icecore/host/criu/devices.c); its rule: what was let go stands again before CRIU goes on.
+"""The CRIU that holds a tree while the driver works in it (icecore/host/criu/devices.c); its rule:
+what was let go stands again before CRIU goes on.
 
-The driver's checkpoint takes mappings away from a process and its restore brings them back; a thread that touches them meanwhile ends the process. So of all
-its threads only the one in which the driver works may run, and CRIU, which holds them, lets it.
+The driver's checkpoint takes mappings away from a process and its restore brings them back; a
+thread that touches them meanwhile ends the process. So of all its threads only the one in which the
+driver works may run, and CRIU, which holds them, lets it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from icecore.errors import IcecoreError, MissingTool, NotFound
 PLUGIN = Path(__file__).parents[1] / "criu" / "libicecore-devices.so"
 #: Names the plugin's end of the socket in CRIU's environment, by its number.
 VARIABLE = "ICECORE_DEVICES"
-#: Among CRIU's images: which of its files and mappings are device files that come back as others (icecore/host/criu/device_files.c).
+#: Among CRIU's images: which of its files and mappings are device files that come back as others
+#: (icecore/host/criu/device_files.c).
 RECORD = "icecore-device-files.img"
 _FILES, _RETRIES = "ICECORE_DEVICE_FILES", "ICECORE_CRIU_RETRIES"
-#: From this version on CRIU passes to RESTORE_EXT_FILE where the plugin says whether it is to be called again (CRIU's commit fb02dbf68).
+#: From this version on CRIU passes to RESTORE_EXT_FILE where the plugin says whether it is to be
+#: called again (CRIU's commit fb02dbf68).
 _RETRIES_SINCE = (4, 3)
 #: What is to be said where it is not there.
 LACK = (
@@ -36,7 +40,8 @@ _MESSAGE = 256
 
 
 def replaced_mappings(images: Path) -> set[str]:
-    """Return the recorded paths of the device files for whose mappings the plugin gives CRIU others (icecore/host/criu/device_files.c).
+    """Return the recorded paths of the device files for whose mappings the plugin gives CRIU others
+    (icecore/host/criu/device_files.c).
 
     Args:
         images: CRIU's images.
@@ -90,7 +95,8 @@ def restore_environment(holder: int | None, criu: tuple[int, int, int]) -> dict[
     """Return what the plugin reads in the environment of a CRIU that restores.
 
     Args:
-        holder: The descriptor of its end of the socket; None: the snapshot has no device memory for the driver.
+        holder: The descriptor of its end of the socket; None: the snapshot has no device memory for
+            the driver.
         criu: The version of CRIU.
     """
     return {
@@ -104,7 +110,8 @@ class NotHeld(IcecoreError):
 
 
 class Holder:
-    """What CRIU's plugin says, and is told. Thread-safe; threads run only between `let_go` and `go_on`.
+    """What CRIU's plugin says, and is told. Thread-safe; threads run only between `let_go` and
+    `go_on`.
 
     Args:
         peer: Our end of the socket.
@@ -167,7 +174,8 @@ class Holder:
         """All stand again, and CRIU goes on, to the end of its dump or until it lets the tree go.
 
         Args:
-            failed: What it does has failed: a dump ends with that, a restore with the end of the tree.
+            failed: What it does has failed: a dump ends with that, a restore with the end of the
+                tree.
 
         Raises:
             NotHeld: CRIU has ended, or a thread has.
@@ -181,7 +189,9 @@ class Holder:
             self._release("fail" if failed else "go")
 
     def leave(self) -> None:
-        """Nothing is to be done any more wherever CRIU comes to: what is not at its end fails. Returns at once."""
+        """Nothing is to be done any more wherever CRIU comes to: what is not at its end fails.
+        Returns at once.
+        """
         with self._change:
             self._left = True
             self._change.notify_all()

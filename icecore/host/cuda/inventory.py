@@ -1,4 +1,6 @@
-"""The GPUs of a machine and who uses them, through NVML; its rule: nothing is initialised on a GPU to find out."""
+"""The GPUs of a machine and who uses them, through NVML; its rule: nothing is initialised on a GPU
+to find out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from icecore.text import printable
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``minor``: N of /dev/nvidiaN; ``memory`` and ``used`` in bytes; ``mig``: divided into instances (MIG)."""
+    """One GPU. ``minor``: N of /dev/nvidiaN; ``memory`` and ``used`` in bytes; ``mig``: divided
+    into instances (MIG).
+    """
 
     uuid: str
     name: str
@@ -34,7 +38,8 @@ class Inventory:
     Attributes:
         driver: Version of the driver, "580.159.03".
         gpus: In NVML's order.
-        contexts: pid → UUID of each GPU on which it has a context → bytes that it uses there (of the pids that were asked for, where NVML knows them).
+        contexts: pid → UUID of each GPU on which it has a context → bytes that it uses there (of
+            the pids that were asked for, where NVML knows them).
         mps: Those pids that reach their GPU through MPS.
     """
 

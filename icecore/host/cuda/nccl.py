@@ -1,7 +1,9 @@
-"""How NCCL must be set for its jobs to be snapshotable, and how a process has set it; its rule: what can be checkpointed but not restored is a lost job.
+"""How NCCL must be set for its jobs to be snapshotable, and how a process has set it; its rule:
+what can be checkpointed but not restored is a lost job.
 
-Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks share lets the driver's checkpoint succeed and its
-restore fail. Under the preload (docs/resident.md) what ranks share through cuMem is taken away before, and P2P may stay on.
+Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks
+share lets the driver's checkpoint succeed and its restore fail. Under the preload
+(docs/resident.md) what ranks share through cuMem is taken away before, and P2P may stay on.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 from icecore.errors import NotFound
 from icecore.host.kernel.trusted import open_file
 
-#: What `icecore run --gpu` sets: transports through /dev/shm and sockets instead of peer access, nothing that ranks share on a GPU.
+#: What `icecore run --gpu` sets: transports through /dev/shm and sockets instead of peer access,
+#: nothing that ranks share on a GPU.
 SNAPSHOTABLE: Mapping[str, str] = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_CUMEM_HOST_ENABLE": "0",
@@ -45,7 +48,9 @@ _SOCKET = re.compile(
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that must be off: what it is, the setting that turns it off, and how one sees that it is."""
+    """One thing that must be off: what it is, the setting that turns it off, and how one sees that
+    it is.
+    """
 
     what: str
     cure: str
@@ -86,7 +91,9 @@ REQUIREMENTS = (
 
 
 def lacking(settings: Mapping[str, str], *, parked: bool = False) -> list[Requirement]:
-    """What is not met by a process's settings. ``parked``: windows take away what all ranks share through cuMem."""
+    """What is not met by a process's settings. ``parked``: windows take away what all ranks share
+    through cuMem.
+    """
     return [
         one
         for one in (_PEERS_BY_CUMEM if parked else _NO_PEERS, *REQUIREMENTS)
@@ -95,7 +102,8 @@ def lacking(settings: Mapping[str, str], *, parked: bool = False) -> list[Requir
 
 
 def passes_descriptors(pid: int, sockets: Collection[int]) -> bool:
-    """Whether a process has a communicator whose ranks give each other descriptors of device memory.
+    """Whether a process has a communicator whose ranks give each other descriptors of device
+    memory.
 
     Args:
         sockets: Inodes of its unix sockets.
@@ -113,9 +121,11 @@ def is_library(path: str) -> bool:
 
 
 def settings_of(pid: int) -> dict[str, str]:
-    """The ``NCCL_…`` settings that a process was started with: its environment, else its configuration files (nccl.conf), as NCCL reads them.
+    """The ``NCCL_…`` settings that a process was started with: its environment, else its
+    configuration files (nccl.conf), as NCCL reads them.
 
-    What a program sets in its own environment after its start cannot be seen from outside, and does not count.
+    What a program sets in its own environment after its start cannot be seen from outside, and does
+    not count.
 
     Raises:
         NotFound: The process is gone.

@@ -1,10 +1,11 @@
-"""The mapping into which the driver moves device memory, made by all cores and of huge pages; its rule: an optimisation, which never fails a checkpoint nor
-outlives it.
+"""The mapping into which the driver moves device memory, made by all cores and of huge pages; its
+rule: an optimisation, which never fails a checkpoint nor outlives it.
 
-The driver makes one large private anonymous mapping with MAP_POPULATE, in its own thread of the process: one core then makes and clears all of it, in pages of
-4 KiB, before a byte is copied, which is more than half of a checkpoint's time. So that thread is traced while the driver checkpoints: its mmap(2) loses the
-flag, and before it returns the thread asks for huge pages (madvise(2), which nobody can do for another process) and all cores touch the memory from here.
-On x86-64 only.
+The driver makes one large private anonymous mapping with MAP_POPULATE, in its own thread of the
+process: one core then makes and clears all of it, in pages of 4 KiB, before a byte is copied, which
+is more than half of a checkpoint's time. So that thread is traced while the driver checkpoints: its
+mmap(2) loses the flag, and before it returns the thread asks for huge pages (madvise(2), which
+nobody can do for another process) and all cores touch the memory from here. On x86-64 only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from icecore.host.kernel import libc, limits, procfs, ptrace
 
 #: From how many bytes on a mapping counts as the driver's.
 SMALLEST = 64 << 20
-#: Cells of a snapshot: what has huge pages ends with one, or all that comes after it would be cut otherwise than in the parent, where it ended elsewhere.
+#: Cells of a snapshot: what has huge pages ends with one, or all that comes after it would be cut
+#: otherwise than in the parent, where it ended elsewhere.
 CELL = 1 << 20
 _MMAP, _MADVISE, _MADV_HUGEPAGE = 9, 28, 14
 #: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE; what it may have beside them: MAP_FIXED_NOREPLACE.
@@ -44,7 +46,8 @@ _HUGE_AT_ONCE, _SMALL_AT_ONCE = 32, 1024
 
 
 def touch(pid: int, start: int, length: int, page: int) -> int:
-    """Have a process's fresh anonymous memory there, by writing a zero into each page; nobody else may write to it meanwhile.
+    """Have a process's fresh anonymous memory there, by writing a zero into each page; nobody else
+    may write to it meanwhile.
 
     Returns:
         Bytes that are there; less than ``length`` where the kernel has no more.
@@ -74,10 +77,12 @@ def touch(pid: int, start: int, length: int, page: int) -> int:
 
 
 class Populating:
-    """Watches over the driver's thread while it checkpoints a process (a context manager: left, the thread is no longer traced).
+    """Watches over the driver's thread while it checkpoints a process (a context manager: left, the
+    thread is no longer traced).
 
     Args:
-        thread: In which the driver works there, by its number here or in the process's own pid namespace; 0: it is not known.
+        thread: In which the driver works there, by its number here or in the process's own pid
+            namespace; 0: it is not known.
 
     Attributes:
         bytes: That were made from here.
@@ -180,7 +185,9 @@ class Populating:
         return stop
 
     def _to_call(self, number: int = -1) -> ptrace.SystemCall:
-        """Until it stands before system call ``number``, or, without one, after the one that it stands before; signals go their way."""
+        """Until it stands before system call ``number``, or, without one, after the one that it
+        stands before; signals go their way.
+        """
         passed_on = 0
         while True:
             stop = self._go(passed_on)
@@ -217,7 +224,9 @@ class Populating:
         return until
 
     def _advise(self, start: int, length: int) -> int:
-        """Have the thread, which has just made a system call, make another one; no handler runs on registers that are not its own."""
+        """Have the thread, which has just made a system call, make another one; no handler runs on
+        registers that are not its own.
+        """
         before, mask = ptrace.registers(self._tracee), ptrace.mask_of(self._tracee)
         words = _WORDS.unpack(before[: _WORDS.size])
         with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
@@ -247,7 +256,9 @@ class Populating:
 
 
 def host_thread(pid: int, said: int) -> int:
-    """A thread of a process by its number here, given that or the one that it has in its own pid namespace; 0: there is none."""
+    """A thread of a process by its number here, given that or the one that it has in its own pid
+    namespace; 0: there is none.
+    """
     if not said:
         return 0
     threads = procfs.threads(pid)

@@ -1,4 +1,6 @@
-"""Finds the driver's threads in a process, which show that it has CUDA state; rule: /proc is the only source, no process is asked or stopped."""
+"""Finds the driver's threads in a process, which show that it has CUDA state; rule: /proc is the
+only source, no process is asked or stopped.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from pathlib import Path
 
 from icecore.host.kernel import procfs
 
-#: How drivers 570 and 580 call their threads; the preload has the same list (icecore/host/resident/threads.c).
+#: How drivers 570 and 580 call their threads; the preload has the same list
+#: (icecore/host/resident/threads.c).
 _NAMES = re.compile(r"cuda-EvtHandlr|cuda[0-9a-fA-F]{11}")
 
 
 def has_drivers_threads(pid: int) -> bool:
-    """Return whether the driver has a thread in a process. A forked child has none, because fork(2) copies no threads.
+    """Return whether the driver has a thread in a process. A forked child has none, because fork(2)
+    copies no threads.
 
     If the program itself has the name of a driver's thread, its threads do not count.
 

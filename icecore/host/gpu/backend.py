@@ -17,7 +17,8 @@ from icecore.host.cuda.inventory import Inventory, read_inventory
 if TYPE_CHECKING:
     from icecore.host.resident.memory import DeviceMemory
 
-#: Names the back end where it is not the driver's: ``fake:DIRECTORY``, for tests (`icecore.host.cuda.fake`).
+#: Names the back end where it is not the driver's: ``fake:DIRECTORY``, for tests
+#: (`icecore.host.cuda.fake`).
 VARIABLE = "ICECORE_CUDA"
 
 
@@ -53,7 +54,8 @@ class Backend:
         return Driver()
 
     def memory(self, device: str) -> DeviceMemory:
-        """The memory of a GPU, in this process, which then has CUDA's own state: only the worker does this.
+        """The memory of a GPU, in this process, which then has CUDA's own state: only the worker
+        does this.
 
         Raises:
             DriverMissing, MemoryFailed: It cannot be had.
@@ -79,7 +81,9 @@ class Backend:
         return read_inventory(pids)
 
     def kinds(self) -> tuple[str, ...]:
-        """Kind (c: character device, b: block device) and major number of the driver's device files, such as "c195"."""
+        """Kind (c: character device, b: block device) and major number of the driver's device
+        files, such as "c195".
+        """
         if self.world is not None:
             found = (os.stat(node) for node in (self.world / "dev").iterdir())
             nodes = {

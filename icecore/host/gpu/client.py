@@ -1,4 +1,6 @@
-"""The side of whoever checkpoints: calls to the helper, many at once; its rule: each is answered or raises, whatever becomes of the helper."""
+"""The side of whoever checkpoints: calls to the helper, many at once; its rule: each is answered or
+raises, whatever becomes of the helper.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _BOUND_AT_ONCE = 4096
 _START_SECONDS = 60.0
 _STATE_SECONDS = 60.0
 
-#: Starts a program: its argument vector with ``{control}`` and ``{life}`` for descriptor numbers, and the socket that becomes ``{control}``.
-#: Returns the process if it is a child of this one.
+#: Starts a program: its argument vector with ``{control}`` and ``{life}`` for descriptor numbers,
+#: and the socket that becomes ``{control}``. Returns the process if it is a child of this one.
 Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None"]
 
 
@@ -60,7 +62,8 @@ def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Pop
 
 
 class Helper:
-    """A helper process (a context manager: leaving it ends the helper, which first brings back to running what it had locked).
+    """A helper process (a context manager: leaving it ends the helper, which first brings back to
+    running what it had locked).
 
     Args:
         start: How it is started.
@@ -109,7 +112,9 @@ class Helper:
         )
 
     def holder(self) -> socket.socket:
-        """The end of a socket for the plugin in the CRIU that will hold the processes; to be closed. Does not wait until the helper is ready."""
+        """The end of a socket for the plugin in the CRIU that will hold the processes; to be
+        closed. Does not wait until the helper is ready.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             self._pass("holder", 0, [ours.fileno()], {})
@@ -133,7 +138,8 @@ class Helper:
         return bool(found)
 
     def bind(self, pids: Collection[int]) -> None:
-        """Have these processes die with the CRIU that holds them, should it end before it lets them go.
+        """Have these processes die with the CRIU that holds them, should it end before it lets them
+        go.
 
         Raises:
             DeviceError: It does not hold them.
@@ -166,7 +172,9 @@ class Helper:
     def checkpoint(
         self, pids: Iterable[int], *, populate: bool = True
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
-        """Checkpoint all, at once; where their memory is now, and those that could not be. ``populate``: make the driver's mappings for it."""
+        """Checkpoint all, at once; where their memory is now, and those that could not be.
+        ``populate``: make the driver's mappings for it.
+        """
         done, failed = self._each("checkpoint", {pid: {"populate": populate} for pid in pids})
         return {
             pid: Checkpointed(Placement(placement), *made)
@@ -186,7 +194,9 @@ class Helper:
         return self._each("unlock", {pid: {} for pid in pids})[1]
 
     def deadline(self, seconds: float | None) -> None:
-        """From then on, whatever this process does, what was locked is brought back to running. None: no such time."""
+        """From then on, whatever this process does, what was locked is brought back to running.
+        None: no such time.
+        """
         self._result(self._send("deadline", 0, seconds=seconds), "deadline", 0, _STATE_SECONDS)
 
     def adopt(self, pids: Sequence[int]) -> None:
@@ -194,7 +204,9 @@ class Helper:
         self._result(self._send("adopt", 0, pids=list(pids)), "adopt", 0, _STATE_SECONDS)
 
     def resident(self, agents: Sequence[tuple[str, int, int]]) -> None:
-        """Whose resident memory is given back, too, when all is undone: directory, pid as the process sees itself, pid here. None any more: empty."""
+        """Whose resident memory is given back, too, when all is undone: directory, pid as the
+        process sees itself, pid here. None any more: empty.
+        """
         self._result(
             self._send("resident", 0, agents=[list(one) for one in agents]),
             "resident",

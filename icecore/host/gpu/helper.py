@@ -1,12 +1,15 @@
-"""The helper: the one process of a dump or restore in which CUDA is initialised; its rule: when its client is gone, every process it locked runs again.
+"""The helper: the one process of a dump or restore in which CUDA is initialised; its rule: when its
+client is gone, every process it locked runs again.
 
-It is started by the guard of a dump (or by the restorer), outlives both where it must, and is never part of a job. Over a SOCK_SEQPACKET socket
-it gets one JSON object a message, ``{"id": 1, "call": "lock", "pid": 123, …}``, and answers ``{"id": 1, "value": …}`` or ``{"id": 1, "error": {…}}``; each call
-has a thread of its own. When the socket ends (its client died, or is done), or the deadline that it was given passes, it waits until CRIU
-lets it, or has let go of the processes that it locked and has not unlocked, brings them back to running, and ends.
+It is started by the guard of a dump (or by the restorer), outlives both where it must, and is never
+part of a job. Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call":
+"lock", "pid": 123, …}``, and answers ``{"id": 1, "value": …}`` or ``{"id": 1, "error": {…}}``; each
+call has a thread of its own. When the socket ends (its client died, or is done), or the deadline
+that it was given passes, it waits until CRIU lets it, or has let go of the processes that it locked
+and has not unlocked, brings them back to running, and ends.
 
-Arguments: the number of the socket's descriptor, that of a pipe which it only holds (whoever has the other end learns of its end), and a word that
-stands in its command line.
+Arguments: the number of the socket's descriptor, that of a pipe which it only holds (whoever has
+the other end learns of its end), and a word that stands in its command line.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ class Undo:
         return self._over
 
     def hold(self, pids: Iterable[int], seconds: float) -> bool:
-        """Wait until that CRIU holds the tree, and have it let the driver's threads in these processes go.
+        """Wait until that CRIU holds the tree, and have it let the driver's threads in these
+        processes go.
 
         Returns:
             Whether it holds it: it may have ended, or take longer.
@@ -182,7 +186,9 @@ def _drivers_thread(api: DeviceCheckpoint, pid: int) -> int:
 
 
 def give_back(agent: Agent) -> None:
-    """Let a process have its resident memory again, whatever state it is in; where it cannot be, the end of its lease does it."""
+    """Let a process have its resident memory again, whatever state it is in; where it cannot be,
+    the end of its lease does it.
+    """
     with suppress(IcecoreError):  # an older preload knows nothing of it
         agent.look(_WORKER_SECONDS)  # the worker of the dump may have it mapped until it has ended
     with suppress(IcecoreError):
@@ -226,7 +232,9 @@ def back_to_running(api: DeviceCheckpoint, pid: int, started: int, *, held: bool
 
 @contextmanager
 def _others_standing(api: DeviceCheckpoint, pid: int) -> Iterator[None]:
-    """Nobody but the driver's thread runs in a process: here, where no CRIU holds it (any more). For the calling thread."""
+    """Nobody but the driver's thread runs in a process: here, where no CRIU holds it (any more).
+    For the calling thread.
+    """
     drivers = _drivers_thread(api, pid)
     with ExitStack() as stack:
         seen = {drivers}
@@ -319,7 +327,9 @@ class _Server:
         self._undo_all()
 
     def _undo_all(self) -> dict[int, str]:
-        """Once the calls that are under way have ended: a process is not to be touched by two at a time."""
+        """Once the calls that are under way have ended: a process is not to be touched by two at a
+        time.
+        """
         self._undo.begin()
         for thread in self._calls:
             if thread is not threading.current_thread():

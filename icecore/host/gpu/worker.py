@@ -1,13 +1,18 @@
-"""The worker: a process that maps the resident memory of others, fingerprints it and copies it; rule: whatever becomes of it costs a snapshot, never a job.
+"""The worker: a process that maps the resident memory of others, fingerprints it and copies it;
+rule: whatever becomes of it costs a snapshot, never a job.
 
-It holds no process and no lock, and what it has mapped its owners have too. It ends with its socket. Each GPU has a thread, which makes all calls for it in
-their order, and one for digests; GPUs go at the same time.
+It holds no process and no lock, and what it has mapped its owners have too. It ends with its
+socket. Each GPU has a thread, which makes all calls for it in their order, and one for digests;
+GPUs go at the same time.
 
-Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call": "map", "device": "GPU-…", …}``, with descriptors where the call needs
-them, and answers ``{"id": 1, "value": …}``, with descriptors where there are some, or ``{"id": 1, "error": TEXT}``. What is long travels in a memfd, a long
-request (`LONG`) too. The *host region* is a memfd of its client's: both have it mapped, and it is pinned here.
+Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call": "map", "device":
+"GPU-…", …}``, with descriptors where the call needs them, and answers ``{"id": 1, "value": …}``,
+with descriptors where there are some, or ``{"id": 1, "error": TEXT}``. What is long travels in a
+memfd, a long request (`LONG`) too. The *host region* is a memfd of its client's: both have it
+mapped, and it is pinned here.
 
-Its client can connect others to a GPU's thread (`icecore.host.resident.gpu_thread`), which has cells of theirs placed until they are gone.
+Its client can connect others to a GPU's thread (`icecore.host.resident.gpu_thread`), which has
+cells of theirs placed until they are gone.
 
 Arguments: as of `icecore.host.gpu.helper`.
 """
@@ -38,7 +43,8 @@ from icecore.host.resident.gpu_thread import GpuThread, Item
 from icecore.text import harmless
 
 MESSAGE = 1 << 18
-#: A request that is longer: it lies in a memfd, the last descriptor (a job can have hundreds of thousands of allocations).
+#: A request that is longer: it lies in a memfd, the last descriptor (a job can have hundreds of
+#: thousands of allocations).
 LONG = b"long"
 #: Descriptors in one message; the kernel's bound is 253.
 MOST_DESCRIPTORS = 200

@@ -1,4 +1,6 @@
-"""The side of whoever has a worker: calls for each GPU, many at once; rule: each is answered or raises, whatever becomes of the worker."""
+"""The side of whoever has a worker: calls for each GPU, many at once; rule: each is answered or
+raises, whatever becomes of the worker.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,9 @@ class Worker:
     # -- calls; all raise WorkerFailed
 
     def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
-        """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their free bytes."""
+        """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their
+        free bytes.
+        """
         futures = {
             device: self._send("begin", device, fingerprints=fingerprints) for device in devices
         }
@@ -144,7 +148,9 @@ class Worker:
 
     @contextmanager
     def connect(self, device: str) -> Iterator[socket.socket]:
-        """A socket to a GPU's thread for somebody else, who gets it within the context (`icecore.host.resident.gpu_thread`)."""
+        """A socket to a GPU's thread for somebody else, who gets it within the context
+        (`icecore.host.resident.gpu_thread`).
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             self._result(self._send("connect", device, [theirs.fileno()]), "connect")
@@ -207,11 +213,20 @@ class Worker:
         return self.fingerprints(device, [SPARE], seed, seconds)
 
     def stage(
-        self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, *, spare: int,
+        self,
+        device: str,
+        handles: Sequence[int],
+        mask: npt.NDArray[np.bool_],
+        host_at: int,
+        host_size: int,
+        *,
+        spare: int,
         seconds: float = _CALL_SECONDS,
-    ) -> npt.NDArray[np.int64]:  # fmt: skip
-        """Copy the masked cells of these to so many bytes of spare device memory and to that part of the host region; for each such cell where it is now
-        (`icecore.host.resident.gpu.NOWHERE`, ``ON_DEVICE``)."""
+    ) -> npt.NDArray[np.int64]:
+        """Copy the masked cells of these to so many bytes of spare device memory and to that part
+        of the host region; for each such cell where it is now (`icecore.host.resident.gpu.NOWHERE`,
+        ``ON_DEVICE``).
+        """
         given = as_memory(mask)
         try:
             future = self._send(
@@ -230,7 +245,9 @@ class Worker:
     def fetch(
         self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
     ) -> Future[Any]:
-        """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region; `finish` it."""
+        """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region;
+        `finish` it.
+        """
         return self._send("fetch", device, cells=list(cells), places=list(places))
 
     def place(
@@ -244,7 +261,9 @@ class Worker:
         return [self._send("prepare-digests", device) for device in devices]
 
     def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
-        """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while other cells go to their places."""
+        """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while
+        other cells go to their places.
+        """
         value, _ = self._result(
             self._send("digests", device, cells=list(cells), key=key.hex()), "digests"
         )
@@ -278,8 +297,9 @@ class Worker:
             self._process.kill()
 
     def linger(self, seconds: float) -> None:
-        """Have it end only so long after `close`, which does not wait for it then: the driver takes 0.15 s to let go of its memory, and holds
-        up all other processes' calls meanwhile (H200)."""
+        """Have it end only so long after `close`, which does not wait for it then: the driver takes
+        0.15 s to let go of its memory, and holds up all other processes' calls meanwhile (H200).
+        """
         self._result(self._send("linger", "", seconds=seconds), "linger")
         self._lingers = True
 
@@ -421,7 +441,8 @@ def fetch_through(
     """Fetch cells, (number or `SPARE`, offset) each, through the region's first `RING` cells.
 
     Args:
-        take: Gets each one's number in ``cells`` and its place in the region, where it stays until the next `RING` are fetched.
+        take: Gets each one's number in ``cells`` and its place in the region, where it stays until
+            the next `RING` are fetched.
 
     Raises:
         WorkerFailed: It cannot be done.

@@ -1,4 +1,6 @@
-"""How a GPU job is started so that it can be snapshotted: its namespaces and what NCCL is told; the rule: what is changed is said, with what it costs."""
+"""How a GPU job is started so that it can be snapshotted: its namespaces and what NCCL is told; the
+rule: what is changed is said, with what it costs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class GpuRun:
     Attributes:
         isolation: Its namespaces.
         added: Variables that are set for it.
-        kept: ``NCCL_…`` variables that the caller has set otherwise, and that keep it from being snapshotted where ranks use them.
+        kept: ``NCCL_…`` variables that the caller has set otherwise, and that keep it from being
+            snapshotted where ranks use them.
         notes: What else there is to say, in sentences.
         cost: What it costs.
     """
@@ -44,8 +47,9 @@ def gpu_run(
 ) -> GpuRun:
     """Namespaces and variables for a GPU job.
 
-    CUDA does not start in a pid namespace that sees another one's /proc (error 304). So a GPU job gets a private root with a /proc of its own; where that
-    cannot be had, or is not wanted, it stays in the host's pid namespace, and its snapshots run once at a time.
+    CUDA does not start in a pid namespace that sees another one's /proc (error 304). So a GPU job
+    gets a private root with a /proc of its own; where that cannot be had, or is not wanted, it
+    stays in the host's pid namespace, and its snapshots run once at a time.
 
     Args:
         wanted: The namespaces without that.

@@ -1,7 +1,9 @@
-"""One instance of a job on this node, as its directory describes it; rule: a pid counts only together with its start time and this boot.
+"""One instance of a job on this node, as its directory describes it; rule: a pid counts only
+together with its start time and this boot.
 
-The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log`` (append-only), ``status``
-(one line by the init once the command has ended) and ``icecore-init`` (the init's program).
+The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log``
+(append-only), ``status`` (one line by the init once the command has ended) and ``icecore-init``
+(the init's program).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def boot_id() -> str:
 
 
 def init_of(directory: Path) -> int:
-    """The pid of the init that holds the status file of the instance in ``directory``; 0: none does."""
+    """The pid of the init that holds the status file of the instance in ``directory``; 0: none
+    does.
+    """
     try:
         ours = os.stat(directory / "status")
     except FileNotFoundError:
@@ -67,9 +71,11 @@ class Description:
         created: Unix time in seconds.
         restored_from: The snapshot it was restored from; empty where it was started.
         lineage: The lineage its snapshots belong to; empty before the first.
-        snapshot: The one it was last dumped to or restored from: the parent of its next. Empty before the first.
+        snapshot: The one it was last dumped to or restored from: the parent of its next. Empty
+            before the first.
         owner: Pid and start time of the process that starts or restores it.
-        resident: Where the keeper of its device memory is, as this machine sees it (`icecore.host.resident`); empty: it has none, or icecore was older.
+        resident: Where the keeper of its device memory is, as this machine sees it
+            (`icecore.host.resident`); empty: it has none, or icecore was older.
         keep_resident: From its first snapshot on that memory outlives it, unless it ends well.
         files_to: Directory of its own copies of files (``restore --files-to``); empty: it has none.
         copies: The files, by the path at which it sees them.
@@ -97,7 +103,9 @@ class Description:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a command ended: ``code`` or ``signal``; both None where nobody knows (the machine was restarted meanwhile)."""
+    """How a command ended: ``code`` or ``signal``; both None where nobody knows (the machine was
+    restarted meanwhile).
+    """
 
     code: int | None = None
     signal: int | None = None
@@ -119,7 +127,9 @@ class ExitStatus:
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes that a command wrote, in the order of one stream (between two streams there is no order)."""
+    """Bytes that a command wrote, in the order of one stream (between two streams there is no
+    order).
+    """
 
     stream: Stream
     data: bytes
@@ -127,7 +137,9 @@ class LogPiece:
 
 @dataclass(frozen=True)
 class Job:
-    """One instance. ``description`` is what was read when the object was made; the methods look at the machine as it is."""
+    """One instance. ``description`` is what was read when the object was made; the methods look at
+    the machine as it is.
+    """
 
     directory: Path
     description: Description
@@ -181,7 +193,9 @@ class Job:
         return job
 
     def with_lost(self, pid: int) -> Job:
-        """The same with its init that ran and ended before anybody could look at it, written down: that pid, whoever has it by now, is not its own."""
+        """The same with its init that ran and ended before anybody could look at it, written down:
+        that pid, whoever has it by now, is not its own.
+        """
         job = Job(
             self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id())
         )
@@ -195,7 +209,9 @@ class Job:
         return job
 
     def with_resident(self, place: Path, *, keep: bool) -> Job:
-        """The same, written down with where its keeper is, and whether its device memory outlives it."""
+        """The same, written down with where its keeper is, and whether its device memory outlives
+        it.
+        """
         job = Job(
             self.directory, replace(self.description, resident=str(place), keep_resident=keep)
         )
@@ -284,7 +300,8 @@ class Job:
         if found:
             number = int(found[2])
             return ExitStatus(code=number) if found[1] == "exited" else ExitStatus(signal=number)
-        # An init that left no word was killed: nothing but SIGKILL from outside can end it before it writes.
+        # An init that left no word was killed: nothing but SIGKILL from outside can end it before
+        # it writes.
         same_boot = self.description.boot == boot_id() and self.description.pid != 0
         return ExitStatus(signal=signal.SIGKILL) if same_boot else ExitStatus()
 
@@ -298,7 +315,8 @@ class Job:
         if not self.description.isolation.pid:
             children = children[:1]
         for child in children:
-            # The init's first fork is pid 2 of a fresh namespace, and stays it through every restore.
+            # The init's first fork is pid 2 of a fresh namespace, and stays it through every
+            # restore.
             if not self.description.isolation.pid or procfs.status(child).own_pid == 2:
                 return child
         raise NotFound(f"the command of job {self.name} has ended")
@@ -328,7 +346,9 @@ class Job:
         return status
 
     def _open(self) -> int | None:
-        """A pidfd of the init; None where it has ended. That it is the init's is checked after it was opened: from then on it cannot change."""
+        """A pidfd of the init; None where it has ended. That it is the init's is checked after it
+        was opened: from then on it cannot change.
+        """
         try:
             fd = os.pidfd_open(self.pid) if self.pid else None
         except ProcessLookupError:
@@ -339,7 +359,8 @@ class Job:
         return fd
 
     def _open_command(self) -> int:
-        """A pidfd of the command. That it is the init's child is checked after it was opened, as in `_open`.
+        """A pidfd of the command. That it is the init's child is checked after it was opened, as in
+        `_open`.
 
         Raises:
             NotFound: It has ended.
@@ -371,12 +392,14 @@ class Job:
             os.close(fd)
 
     def kill(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal to the command. SIGKILL ends the whole job at once; the others reach the command through its init.
+        """Send a signal to the command. SIGKILL ends the whole job at once; the others reach the
+        command through its init.
 
         Raises:
             NotFound: It has ended.
         """
-        # What the init cannot pass on. Its own death would end the others only where it has a pid namespace; without one it ends them once the command is dead.
+        # What the init cannot pass on. Its own death would end the others only where it has a pid
+        # namespace; without one it ends them once the command is dead.
         fd: int | None
         if number == signal.SIGSTOP:
             fd = self._open_command()
@@ -403,7 +426,9 @@ class Job:
         return {stream: self.log_path(stream).stat().st_size for stream in _STREAMS}
 
     def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
-        """What the command wrote so far, both streams; with ``follow`` also what it writes until it ends."""
+        """What the command wrote so far, both streams; with ``follow`` also what it writes until it
+        ends.
+        """
         files = {stream: open(self.log_path(stream), "rb") for stream in _STREAMS}  # noqa: SIM115 - closed below
         try:
             ended = not follow
@@ -419,7 +444,9 @@ class Job:
                 file.close()
 
     def _found_restored(self) -> Job:
-        """Itself; where whoever restored it died before noting down the pid, with the pid of the init that holds this instance's status file."""
+        """Itself; where whoever restored it died before noting down the pid, with the pid of the
+        init that holds this instance's status file.
+        """
         if self.description.pid or self.state != "failed" or self.description.boot != boot_id():
             return self
         with suppress(NotFound):  # it ended meanwhile

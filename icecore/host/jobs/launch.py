@@ -1,11 +1,15 @@
-"""The program that starts a job's init inside its namespaces; rule: it runs alone (`python -I -S launch.py`) and imports nothing of icecore's.
+"""The program that starts a job's init inside its namespaces; rule: it runs alone (`python -I -S
+launch.py`) and imports nothing of icecore's.
 
-A process of its own, because unshare, fork and pivot_root are not for a program with threads. The protocol:
+A process of its own, because unshare, fork and pivot_root are not for a program with threads. The
+protocol:
 
-- standard input: one line of JSON (what `namespaces.Launch` holds); then, once the pid was noted down, a line ``go``.
-  An end of file instead of it makes the child leave: no job runs that nobody knows of.
-- standard output: ``{"pid": N}``, the init's pid as the starter sees it; then, where something failed,
-  ``{"step": …, "errno": …, "error": …}`` or the init's own ``{"exec_errno": N}``. Its end means that the command runs.
+- standard input: one line of JSON (what `namespaces.Launch` holds); then, once the pid was noted
+  down, a line ``go``. An end of file instead of it makes the child leave: no job runs that nobody
+  knows of.
+- standard output: ``{"pid": N}``, the init's pid as the starter sees it; then, where something
+  failed, ``{"step": …, "errno": …, "error": …}`` or the init's own ``{"exec_errno": N}``. Its end
+  means that the command runs.
 """
 
 from __future__ import annotations
@@ -101,15 +105,19 @@ def raise_loopback() -> None:
 
 
 def bind_root(root: str) -> None:
-    """In the calling thread's mount namespace, which must be its own: make ``root`` a mount of the host's root alone."""
+    """In the calling thread's mount namespace, which must be its own: make ``root`` a mount of the
+    host's root alone.
+    """
     mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing of this reaches the host
     mount("/", root, None, MS_BIND)
 
 
 def _enter_root(root: str, binds: list[list[str]], private: list[list[str]]) -> None:
-    """Move into the private root: the host's root, its ``[source, mount point]`` binds, and fresh ``[mount point, type, options]``.
+    """Move into the private root: the host's root, its ``[source, mount point]`` binds, and fresh
+    ``[mount point, type, options]``.
 
-    pivot_root(2) in the form with one directory: the old root ends up on top of the new one, and is let go of.
+    pivot_root(2) in the form with one directory: the old root ends up on top of the new one, and is
+    let go of.
     """
     bind_root(root)
     for source, point in binds:
@@ -133,7 +141,9 @@ def _open_log(path: str) -> int:
 
 
 def _default_signals() -> None:
-    """Default handling of every signal, also of 32 and 33, which the C library keeps from its callers but which may be inherited ignored."""
+    """Default handling of every signal, also of 32 and 33, which the C library keeps from its
+    callers but which may be inherited ignored.
+    """
     call = 13 if os.uname().machine == "x86_64" else 134  # rt_sigaction
     default = ctypes.create_string_buffer(
         32
@@ -149,19 +159,22 @@ def _default_signals() -> None:
 
 
 def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
-    """The rest of the way: from here on this is the job's first process (pid 1 where it has a pid namespace)."""
+    """The rest of the way: from here on this is the job's first process (pid 1 where it has a pid
+    namespace).
+    """
     if launch["root"] is not None:
         _enter_root(launch["root"], launch["binds"], launch["private"])
     os.setsid()
-    # Opened in here: a descriptor from outside belongs to a mount that CRIU does not find in this namespace.
+    # Opened in here: a descriptor from outside belongs to a mount that CRIU does not find in this
+    # namespace.
     opened = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
     opened += [_open_log(launch[name]) for name in ("stdout", "stderr", "status")]
     os.chdir(launch["cwd"])
     os.umask(launch["umask"])
     if os.read(0, 1) != b"g":
         os._exit(0)  # the starter is gone
-    # Raised first above where they go, so that no dup2 overwrites one that is still needed. The init marks 3 and 4
-    # close-on-exec.
+    # Raised first above where they go, so that no dup2 overwrites one that is still needed. The
+    # init marks 3 and 4 close-on-exec.
     for target, source in enumerate(
         [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*opened, report)]
     ):
@@ -179,7 +192,8 @@ def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
         except OSError as error:
             if error.errno != errno.ETXTBSY:
                 raise
-            # A child that another thread of the starter forked may still hold the file open for writing, until it executes.
+            # A child that another thread of the starter forked may still hold the file open for
+            # writing, until it executes.
             time.sleep(0.01)
     raise OSError(errno.ETXTBSY, os.strerror(errno.ETXTBSY), launch["init"])
 

@@ -1,8 +1,9 @@
-"""Files that a tree sees at the paths of others; the rule: the mounts are made in the tree's own namespace, so that no other process sees them, and they
-vanish with the last process in it.
+"""Files that a tree sees at the paths of others; the rule: the mounts are made in the tree's own
+namespace, so that no other process sees them, and they vanish with the last process in it.
 
-A bind mount covers one file, by its directory entry. Its limits are the kernel's (rename(2)): a process in the namespace cannot rename or remove the file
-(EBUSY); a process outside can, and the mount vanishes with the entry.
+A bind mount covers one file, by its directory entry. Its limits are the kernel's (rename(2)): a
+process in the namespace cannot rename or remove the file (EBUSY); a process outside can, and the
+mount vanishes with the entry.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _CLONE_FS = 0x200
 
 
 def in_thread(make: Callable[[], T]) -> T:
-    """Run ``make`` in a thread that ends right after: namespaces are a thread's own, and this process must keep its own.
+    """Run ``make`` in a thread that ends right after: namespaces are a thread's own, and this
+    process must keep its own.
 
     Raises:
         OSError: What ``make`` raised; a failed step of launch.py is one, too.
@@ -56,7 +58,8 @@ def in_thread(make: Callable[[], T]) -> T:
 def new_view() -> int:
     """Give the calling thread a mount namespace like its own, for `bind`; return its descriptor.
 
-    Later mounts and unmounts outside are visible inside too (propagation ``slave``), never the other way round.
+    Later mounts and unmounts outside are visible inside too (propagation ``slave``), never the
+    other way round.
     """
     launch.unshare(launch.CLONE_NEWNS)
     launch.mount("none", "/", None, launch.MS_REC | launch.MS_SLAVE)
@@ -64,7 +67,8 @@ def new_view() -> int:
 
 
 def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
-    """Mount the files of a directory over those at the same paths below the root of a mount namespace.
+    """Mount the files of a directory over those at the same paths below the root of a mount
+    namespace.
 
     Args:
         namespace: Descriptor of the namespace.
@@ -72,7 +76,8 @@ def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
         paths: Absolute.
 
     Raises:
-        OSError: A file is missing on either side, is no regular file, is reached through a symbolic link, or the kernel refused the mount.
+        OSError: A file is missing on either side, is no regular file, is reached through a symbolic
+            link, or the kernel refused the mount.
     """
     with ExitStack() as stack:
         trees = []

@@ -1,18 +1,23 @@
-"""What a job has for itself and how CRIU is told; rule: what is not dumped with the job is named at the dump and given anew at every restore.
+"""What a job has for itself and how CRIU is told; rule: what is not dumped with the job is named at
+the dump and given anew at every restore.
 
 - pid, ipc: CRIU dumps and makes them itself.
-- network: external to CRIU (``--external net[INODE]:NAME``); a restore gets a fresh one with loopback up.
-- private root: the host's root and mounts, bound, with the job's own /proc, /dev/pts and /dev/shm. The binds are external
-  (``--external mnt[…]``); the directory of the instance is bound at `INSTANCE_MOUNT`, so that a restore gives each
-  instance its own logs there. CRIU keeps the content of the private /dev/shm in its images.
+- network: external to CRIU (``--external net[INODE]:NAME``); a restore gets a fresh one with
+  loopback up.
+- private root: the host's root and mounts, bound, with the job's own /proc, /dev/pts and /dev/shm.
+  The binds are external (``--external mnt[…]``); the directory of the instance is bound at
+  `INSTANCE_MOUNT`, so that a restore gives each instance its own logs there. CRIU keeps the content
+  of the private /dev/shm in its images.
 
-- copies: an instance may see some files as copies of its own (``restore --files-to``), which are bound over them (`icecore.host.jobs.mounts`).
-  Without a private root the tree and the CRIU that restores or dumps it share a mount namespace that differs from the host's in these binds
-  alone, so CRIU takes no notice of any mount.
-  In a private root they are external mounts, as its other binds are; those that the snapshot's images do not have yet are added to them.
+- copies: an instance may see some files as copies of its own (``restore --files-to``), which are
+  bound over them (`icecore.host.jobs.mounts`). Without a private root the tree and the CRIU that
+  restores or dumps it share a mount namespace that differs from the host's in these binds alone, so
+  CRIU takes no notice of any mount. In a private root they are external mounts, as its other binds
+  are; those that the snapshot's images do not have yet are added to them.
 
-Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a restore gives it the new
-instance's as inherited descriptors. CRIU then checks neither size nor flags: they must be opened as the job had them.
+Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a
+restore gives it the new instance's as inherited descriptors. CRIU then checks neither size nor
+flags: they must be opened as the job had them.
 """
 
 from __future__ import annotations
@@ -54,7 +59,8 @@ _INSTANCE_NAME = "icecore-instance"
 _COPY_NAME = "icecore-copy-{}"
 #: What CRIU's option syntax cannot say of a mount point.
 _UNSPEAKABLE = re.compile(r"[\]:\s]")
-# File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen mounts that another host lacks.
+# File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen
+# mounts that another host lacks.
 _NOT_BOUND = frozenset(
     (
         "autofs",
@@ -114,17 +120,20 @@ class Isolation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a snapshot keeps of how its job was started: all that a restore needs beside CRIU's images.
+    """What a snapshot keeps of how its job was started: all that a restore needs beside CRIU's
+    images.
 
     Attributes:
         name: The job's name.
         command: Its command line.
         cwd: The directory in which it was started.
         isolation: Its namespaces.
-        files: Each of `OWN_FILES` → its path in CRIU's images, which is the path that the job's processes see.
+        files: Each of `OWN_FILES` → its path in CRIU's images, which is the path that the job's
+            processes see.
         binds: The host's mount points that were bound into its private root, parents first.
         init: The init's program: a restore runs the very same bytes, whatever is installed there.
-        files_to: Directory of the instance's own copies of files, each under its whole path; empty: it has none.
+        files_to: Directory of the instance's own copies of files, each under its whole path; empty:
+            it has none.
         copies: The files, by the path at which the processes see them.
     """
 
@@ -139,9 +148,11 @@ class RunRecord:
     copies: list[str] = field(default_factory=list)
 
     def is_own(self, path: str) -> bool:
-        """Whether a path in CRIU's images is the instance's own: nothing may be read or put back at that path of the host.
+        """Whether a path in CRIU's images is the instance's own: nothing may be read or put back at
+        that path of the host.
 
-        These are `OWN_FILES`, and in a private root whatever lies on its private mounts (CRIU's images hold what is in them).
+        These are `OWN_FILES`, and in a private root whatever lies on its private mounts (CRIU's
+        images hold what is in them).
         """
         if path in self.files.values():
             return True
@@ -229,7 +240,9 @@ def init_program() -> Path:
 
 
 def own_paths(directory: Path, isolation: Isolation) -> dict[str, str]:
-    """Each of `OWN_FILES` of the instance in ``directory`` → the path under which its processes (and CRIU's images) know it."""
+    """Each of `OWN_FILES` of the instance in ``directory`` → the path under which its processes
+    (and CRIU's images) know it.
+    """
     seen = INSTANCE_MOUNT if isolation.root else str(directory)
     return {name: f"{seen}/{name}" for name in OWN_FILES}
 
@@ -237,7 +250,8 @@ def own_paths(directory: Path, isolation: Isolation) -> dict[str, str]:
 def bindable_mounts() -> list[str]:
     """The mount points of this process that a private root gets bound, parents first, without "/".
 
-    Left out: what the private root has anew, the kernel's own file systems, and paths that CRIU's option syntax cannot say.
+    Left out: what the private root has anew, the kernel's own file systems, and paths that CRIU's
+    option syntax cannot say.
     """
     found: list[str] = []
     for mount in procfs.mounts():
@@ -276,8 +290,9 @@ def make_instance_mount() -> None:
 def dump_options(pid: int, record: RunRecord) -> list[str]:
     """What `criu dump` must be told of the job whose init is ``pid``, beside ``-t pid``.
 
-    File locks are dumped, and unix sockets may lead outside (to a log daemon, say). Connections of a private network have
-    both ends inside, so they are dumped established, and nothing from outside can reach it that a lock should keep out.
+    File locks are dumped, and unix sockets may lead outside (to a log daemon, say). Connections of
+    a private network have both ends inside, so they are dumped established, and nothing from
+    outside can reach it that a lock should keep out.
     """
     options = ["--ext-unix-sk", "--file-locks"]
     if record.isolation.network:
@@ -299,7 +314,8 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
 
 
 def dump_prefix(pid: int, record: RunRecord) -> list[str]:
-    """What stands before ``criu dump``: CRIU must see the copies where the job whose init is ``pid`` sees them.
+    """What stands before ``criu dump``: CRIU must see the copies where the job whose init is
+    ``pid`` sees them.
 
     Raises:
         MissingTool: nsenter is missing.
@@ -317,7 +333,8 @@ def _nsenter() -> str:
 
 
 class RestoreNamespaces:
-    """What `criu restore` needs for one new instance of a run: open until the restore has ended (a context manager).
+    """What `criu restore` needs for one new instance of a run: open until the restore has ended (a
+    context manager).
 
     Args:
         record: From the snapshot, with the copies that the new instance gets.
@@ -325,7 +342,8 @@ class RestoreNamespaces:
         dumped: The copies that the snapshot's instance had.
 
     Attributes:
-        prefix: Command line to put before ``criu``: it enters the mount namespace in which the private root is being built.
+        prefix: Command line to put before ``criu``: it enters the mount namespace in which the
+            private root is being built.
         options: Options of ``criu restore``.
         pass_fds: Descriptors that ``criu`` must inherit under the same numbers.
 
@@ -369,14 +387,17 @@ class RestoreNamespaces:
         return fd
 
     def _in_view(self, directory: Path) -> dict[str, int]:
-        """Move the calling thread into the tree's mount namespace, and open the instance's own files there: CRIU finds files by mount."""
+        """Move the calling thread into the tree's mount namespace, and open the instance's own
+        files there: CRIU finds files by mount.
+        """
         nsenter = _nsenter()
         self._view = self._keep(new_view())
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
         return _open_own(directory)
 
     def bind_copies(self, images: Path) -> None:
-        """Put the copies over the files, or, for a private root, have CRIU do so. They are written, and CRIU does not run yet.
+        """Put the copies over the files, or, for a private root, have CRIU do so. They are written,
+        and CRIU does not run yet.
 
         Args:
             images: CRIU's images.
@@ -401,7 +422,8 @@ class RestoreNamespaces:
         make_instance_mount()
         root = directory / "root"
         root.mkdir(mode=0o700, exist_ok=True)
-        # The bind on which CRIU builds is made in a mount namespace of its own: the host never sees it, and it is gone with the last process in it.
+        # The bind on which CRIU builds is made in a mount namespace of its own: the host never sees
+        # it, and it is gone with the last process in it.
         fd = self._keep(in_thread(lambda: _new_root(str(root))))
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{fd}", "--"]
         self.options += ["--root", str(root), "--external", f"mnt[{_INSTANCE_NAME}]:{directory}"]
@@ -460,5 +482,6 @@ def _new_root(root: str) -> int:
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
 
-#: Keeps libraries off io_uring, which CRIU cannot dump: libuv (Node.js) and PyTorch's TCPStore. The kernel has no switch per process.
+#: Keeps libraries off io_uring, which CRIU cannot dump: libuv (Node.js) and PyTorch's TCPStore. The
+#: kernel has no switch per process.
 RESTORABLE_ENVIRONMENT: Mapping[str, str] = {"UV_USE_IO_URING": "0", "USE_LIBUV": "0"}

@@ -1,7 +1,8 @@
-"""The jobs of this node: where they are noted down, started and found again; rule: no job runs that is not written down, and nothing here needs a daemon.
+"""The jobs of this node: where they are noted down, started and found again; rule: no job runs that
+is not written down, and nothing here needs a daemon.
 
-``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is `state_directory`. Names are handed out
-under a lock on ``STATE/lock``.
+``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is `state_directory`. Names are handed
+out under a lock on ``STATE/lock``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def state_directory() -> Path:
-    """``$ICECORE_STATE``; where that is not set, /var/lib/icecore, or below ~/.local/state for others than root, who can only look."""
+    """``$ICECORE_STATE``; where that is not set, /var/lib/icecore, or below ~/.local/state for
+    others than root, who can only look.
+    """
     named = os.environ.get("ICECORE_STATE", "")
     if named:
         return Path(named).expanduser().absolute()
@@ -83,11 +86,15 @@ class Registry:
     # -- finding
 
     def instances(self) -> list[Job]:
-        """All instances, oldest first: running, ended, failed. Those of `damaged` are not among them."""
+        """All instances, oldest first: running, ended, failed. Those of `damaged` are not among
+        them.
+        """
         return self._look()[0]
 
     def damaged(self) -> dict[str, Damaged]:
-        """The instances of which nothing is known, because their job.json cannot be read (after a crash of the machine, say), and why."""
+        """The instances of which nothing is known, because their job.json cannot be read (after a
+        crash of the machine, say), and why.
+        """
         return self._look()[1]
 
     def _look(self) -> tuple[list[Job], dict[str, Damaged]]:
@@ -153,22 +160,26 @@ class Registry:
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
 
-        It gets no descriptors but /dev/null and its two logs, no terminal, a session of its own, default signal handling,
-        and this process's resource limits.
+        It gets no descriptors but /dev/null and its two logs, no terminal, a session of its own,
+        default signal handling, and this process's resource limits.
 
         Args:
             command: Program (looked up in the environment's PATH) and arguments.
             name: Empty: the program's, with a number where that is taken.
             isolation: Its namespaces; default pid and ipc.
             cwd: Empty: this process's.
-            environment: Default: this process's, without credentials. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
+            environment: Default: this process's, without credentials. Both get
+                `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
             umask: Default: this process's.
-            resident: Its device memory shall stay where it is in windows (`icecore.host.resident`): with the preload, and a keeper of its own.
-            keep_resident: With ``resident``: from its first snapshot on that memory shall outlive the job, unless it ends with status 0, for a restore
-                from there (`icecore.restorer.options.RestoreOptions.from_resident`). `remove` lets go of it.
+            resident: Its device memory shall stay where it is in windows (`icecore.host.resident`):
+                with the preload, and a keeper of its own.
+            keep_resident: With ``resident``: from its first snapshot on that memory shall outlive
+                the job, unless it ends with status 0, for a restore from there
+                (`icecore.restorer.options.RestoreOptions.from_resident`). `remove` lets go of it.
 
         Raises:
-            UsageError: A bad name, or one that a living job has; a program that cannot be executed; ``keep_resident`` without ``resident``.
+            UsageError: A bad name, or one that a living job has; a program that cannot be executed;
+                ``keep_resident`` without ``resident``.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
@@ -295,14 +306,17 @@ class Registry:
             raise
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
-        """Where the keepers of instances are: first of those last dumped to or restored from a snapshot, then of those with a name, and newer ones first."""
+        """Where the keepers of instances are: first of those last dumped to or restored from a
+        snapshot, then of those with a name, and newer ones first.
+        """
         jobs = self.instances()[::-1]
         jobs.sort(key=lambda job: (job.description.snapshot != snapshot, job.name != name))
         places = dict.fromkeys(_keeper_place(job) for job in jobs)
         return [place for place in places if (place / "keeper").is_socket()]
 
     def left_keepers(self, lineage: str, besides: str = "") -> set[Path]:
-        """Where the keepers are, or were, of which all instances have ended, with one of a lineage among them.
+        """Where the keepers are, or were, of which all instances have ended, with one of a lineage
+        among them.
 
         Args:
             lineage: Its id.
@@ -313,7 +327,9 @@ class Registry:
         return {_keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
 
     def kept(self, job: Job) -> int:
-        """Bytes of device memory that are kept of an instance although it has ended: for ``restore --from-resident``, until `remove`."""
+        """Bytes of device memory that are kept of an instance although it has ended: for ``restore
+        --from-resident``, until `remove`.
+        """
         with suppress(IcecoreError, OSError):
             place = _keeper_place(job)
             if (
@@ -333,7 +349,9 @@ class Registry:
         return 0
 
     def _has_last(self, job: Job) -> bool:
-        """Whether no later instance has the same keeper, as those of one snapshot have without a root of their own: what is kept is the last one's."""
+        """Whether no later instance has the same keeper, as those of one snapshot have without a
+        root of their own: what is kept is the last one's.
+        """
         same = [other for other in self.instances() if _keeper_place(other) == _keeper_place(job)]
         return not same or same[-1].instance == job.instance
 
@@ -343,8 +361,10 @@ class Registry:
         """Forget an instance that has ended, with its logs.
 
         Raises:
-            UsageError: It runs or is being started, or a restore takes the device memory that it left.
-            ResidentFailed: The keeper of its device memory does not answer; nothing is forgotten, and it can be tried again.
+            UsageError: It runs or is being started, or a restore takes the device memory that it
+                left.
+            ResidentFailed: The keeper of its device memory does not answer; nothing is forgotten,
+                and it can be tried again.
         """
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
@@ -400,7 +420,9 @@ class Registry:
             os.close(fd)
 
     def _note_down(self, wanted: Description, *, exact: bool, init: bytes) -> Job:
-        """A new instance, written down, not yet running. ``exact``: the name was asked for and gets no number."""
+        """A new instance, written down, not yet running. ``exact``: the name was asked for and gets
+        no number.
+        """
         name = wanted.name
         if exact:
             require_name(name)
@@ -434,8 +456,8 @@ class Registry:
 
 
 def _let_go(place: Path) -> None:
-    """Have a keeper let go of what it kept of processes that have ended, keep nothing of those that live (an init that is killed may leave some), and
-    remove its directory, unless somebody uses it.
+    """Have a keeper let go of what it kept of processes that have ended, keep nothing of those that
+    live (an init that is killed may leave some), and remove its directory, unless somebody uses it.
 
     Raises:
         ResidentFailed: It does not answer. Without its directory nobody could ask it any more.
@@ -478,7 +500,9 @@ def _let_go_claimed(place: Path, whose: str) -> None:
 
 
 def _keeper_place(job: Job) -> Path:
-    """Where an instance's keeper is, if it has one. Where it has no root of its own, all see one short path, which a restore finds again."""
+    """Where an instance's keeper is, if it has one. Where it has no root of its own, all see one
+    short path, which a restore finds again.
+    """
     known = job.description
     return Path(
         known.resident
@@ -521,10 +545,12 @@ def _describe(
 
 
 class Restoring:
-    """An instance that CRIU is about to restore (a context manager: left before `started`, the instance is forgotten).
+    """An instance that CRIU is about to restore (a context manager: left before `started`, the
+    instance is forgotten).
 
-    The caller puts back what the logs held (`redirected`), runs ``[*prefix, criu, "restore", …, *options]`` with ``pass_fds``,
-    and calls `started` once CRIU has made the tree. From then on the job is found, waited for and killed as any other.
+    The caller puts back what the logs held (`redirected`), runs ``[*prefix, criu, "restore", …,
+    *options]`` with ``pass_fds``, and calls `started` once CRIU has made the tree. From then on the
+    job is found, waited for and killed as any other.
 
     Attributes:
         job: The instance; it has no pid yet.
@@ -553,11 +579,14 @@ class Restoring:
 
     @property
     def redirected(self) -> dict[str, Path]:
-        """Paths in the images of files that are the instance's own → the new instance's files. Nothing else may be put at those paths."""
+        """Paths in the images of files that are the instance's own → the new instance's files.
+        Nothing else may be put at those paths.
+        """
         return {path: self.job.directory / name for name, path in self._record.files.items()}
 
     def bind_copies(self, images: Path) -> None:
-        """Put the instance's copies over the files that they are of, or have CRIU do so; they are written, and CRIU does not run yet.
+        """Put the instance's copies over the files that they are of, or have CRIU do so; they are
+        written, and CRIU does not run yet.
 
         Args:
             images: CRIU's images.
@@ -578,7 +607,8 @@ class Restoring:
         self.job = self.job.with_resident(place, keep=keep)
 
     def started(self, pid: int) -> Job:
-        """Note down the restored init, which CRIU has let go; it may have ended since, and is known as a job that has.
+        """Note down the restored init, which CRIU has let go; it may have ended since, and is known
+        as a job that has.
 
         Args:
             pid: As this machine sees it (CRIU's ``--pidfile``).

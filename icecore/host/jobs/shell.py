@@ -1,4 +1,6 @@
-"""A user's shell command; rule: it has a session of its own, and where it is not waited for to its end, all that it started ends with it."""
+"""A user's shell command; rule: it has a session of its own, and where it is not waited for to its
+end, all that it started ends with it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 _POLL_SECONDS = 0.02
-# An exception of a signal's handler may come when the shell has been started and nobody knows it yet: then it does nothing, for nobody tells it to.
+# An exception of a signal's handler may come when the shell has been started and nobody knows it
+# yet: then it does nothing, for nobody tells it to.
 _WHEN_TOLD = 'read -r icecore_told && exec /bin/sh -c "$1" </dev/null'
 #: From TERM to KILL.
 _END_SECONDS = 3.0
@@ -19,7 +22,8 @@ _END_SECONDS = 3.0
 def run_shell(command: str, environment: Mapping[str, str], *, seconds: float, output: int) -> int:
     """Run ``command`` with /bin/sh; its exit status, negative: the signal that ended it.
 
-    What it leaves running in the background runs on, unless it is given up: then its process group is ended, by TERM and soon by KILL.
+    What it leaves running in the background runs on, unless it is given up: then its process group
+    is ended, by TERM and soon by KILL.
 
     Args:
         environment: All of it.
@@ -27,7 +31,8 @@ def run_shell(command: str, environment: Mapping[str, str], *, seconds: float, o
         output: The descriptor that it writes to, on stdout and on stderr.
 
     Raises:
-        TimeoutError: It did not end in time, and was given up. So it is with every other exception that is raised meanwhile.
+        TimeoutError: It did not end in time, and was given up. So it is with every other exception
+            that is raised meanwhile.
     """
     words = ["/bin/sh", "-c", _WHEN_TOLD, "sh", command]
     told, tell = os.pipe()

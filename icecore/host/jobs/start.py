@@ -1,4 +1,6 @@
-"""Starts a job's init through launch.py and holds it back until its starter has noted it down; rule: should the starter die before, the init ends."""
+"""Starts a job's init through launch.py and holds it back until its starter has noted it down;
+rule: should the starter die before, the init ends.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ class Starting:
         if wanted.isolation.root:
             make_instance_mount()
             (wanted.directory / "root").mkdir(mode=0o700, exist_ok=True)
-        # -I -S: whatever the user's PYTHON… variables and site packages hold, this program does not load it; names are bytes as in this process.
+        # -I -S: whatever the user's PYTHON… variables and site packages hold, this program does not
+        # load it; names are bytes as in this process.
         self._launcher = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", launch.__file__],
             stdin=subprocess.PIPE,

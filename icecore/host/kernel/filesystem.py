@@ -1,6 +1,8 @@
-"""File system calls that Python lacks: resolution without symbolic links, exchange of two names, and access as another user.
+"""File system calls that Python lacks: resolution without symbolic links, exchange of two names,
+and access as another user.
 
-The rule: a name is resolved below a directory descriptor, and a thread acts as another user only within `acting_as`.
+The rule: a name is resolved below a directory descriptor, and a thread acts as another user only
+within `acting_as`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from contextlib import contextmanager
 
 from icecore.host.kernel import libc
 
-#: openat2(2): no symbolic link in any component, no jump through /proc/PID/fd and the like, and the start directory is the root.
+#: openat2(2): no symbolic link in any component, no jump through /proc/PID/fd and the like, and the
+#: start directory is the root.
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
@@ -24,7 +27,8 @@ RENAME_EXCHANGE = 2
 
 _OPENAT2 = 437  # the same on every architecture
 _SETGROUPS = {"x86_64": 116, "aarch64": 159}
-#: A rename beside the lookup makes the kernel ask for another try; it ends this only where somebody renames all the time.
+#: A rename beside the lookup makes the kernel ask for another try; it ends this only where somebody
+#: renames all the time.
 _TRIES = 100
 _NO_CHANGE = 0xFFFFFFFF
 
@@ -49,7 +53,8 @@ class _OpenHow(ctypes.Structure):
 
 
 def open_confined(directory: int, path: str, flags: int) -> int:
-    """Open ``path`` below a directory, without following any symbolic link (openat2(2)); the descriptor is close-on-exec.
+    """Open ``path`` below a directory, without following any symbolic link (openat2(2)); the
+    descriptor is close-on-exec.
 
     With ``O_PATH | O_NOFOLLOW`` a symbolic link as the last component is opened itself.
 
@@ -85,7 +90,8 @@ def rename(directory: int, old: str, new: str, flags: int = 0) -> None:
 def acting_as(user: int, group: int, groups: Sequence[int]) -> Iterator[None]:
     """Access files as another user while the block runs, in this thread only (setfsuid(2)).
 
-    Call it in a thread that no Python signal handler interrupts: any but the main one. Processes without root's rights act as themselves.
+    Call it in a thread that no Python signal handler interrupts: any but the main one. Processes
+    without root's rights act as themselves.
 
     Args:
         groups: Supplementary groups.

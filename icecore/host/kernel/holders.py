@@ -1,8 +1,11 @@
-"""Finds the processes that have a file open; the rule: the kernel says whether any has, /proc only says which.
+"""Finds the processes that have a file open; the rule: the kernel says whether any has, /proc only
+says which.
 
-A write lease (fcntl(2), F_SETLEASE) is granted only on a file that no other process has open, and a read lease only on one that no process has open for
-writing. Mappings count, and so do processes in other mount and pid namespaces, which a search through /proc may miss. So a file without a holder costs a few
-microseconds, and only one with a holder costs the search. Where a file system has no leases, the search alone answers.
+A write lease (fcntl(2), F_SETLEASE) is granted only on a file that no other process has open, and a
+read lease only on one that no process has open for writing. Mappings count, and so do processes in
+other mount and pid namespaces, which a search through /proc may miss. So a file without a holder
+costs a few microseconds, and only one with a holder costs the search. Where a file system has no
+leases, the search alone answers.
 
 The answer holds for one moment: it misses a process that opens a file later.
 """
@@ -42,7 +45,8 @@ class Holder:
     """A process that has a file open.
 
     Attributes:
-        pid: As this process sees it; 0: a holder that this process cannot see (another pid namespace, the kernel's own file server).
+        pid: As this process sees it; 0: a holder that this process cannot see (another pid
+            namespace, the kernel's own file server).
         name: The name of its program.
         writes: Whether it has the file open for writing, or mapped so.
     """
@@ -66,7 +70,8 @@ def find_holders(
 
     Args:
         files: Name → descriptor (O_PATH will do) of the file.
-        patience: Seconds to wait for ending processes to close a file. Those that still have it open then count.
+        patience: Seconds to wait for ending processes to close a file. Those that still have it
+            open then count.
 
     Returns:
         Name → holders, writers first; names without a holder are left out.
@@ -103,7 +108,8 @@ def _state(descriptor: int) -> str:
     except OSError:
         return "unknown"
     try:
-        # If a process opens the file while we have the lease, the kernel sends this signal; SIGIO, its choice, would end this process.
+        # If a process opens the file while we have the lease, the kernel sends this signal; SIGIO,
+        # its choice, would end this process.
         fcntl.fcntl(probe, fcntl.F_SETSIG, signal.SIGURG)
         for lease, state in ((fcntl.F_WRLCK, "free"), (fcntl.F_RDLCK, "read")):
             try:
@@ -122,7 +128,9 @@ def _state(descriptor: int) -> str:
 
 
 def _search(ids: Mapping[str, FileId], states: Mapping[str, str]) -> dict[str, set[Holder]]:
-    """Search all processes: their descriptors, and their mappings if descriptors do not explain the kernel's answer."""
+    """Search all processes: their descriptors, and their mappings if descriptors do not explain the
+    kernel's answer.
+    """
     wanted: dict[FileId, list[str]] = {}
     for name, key in ids.items():
         wanted.setdefault(key, []).append(name)
@@ -191,7 +199,9 @@ def _flags(pid: int, number: str) -> int:
 def _look_at_mappings(
     pid: int, writers: dict[FileId, dict[int, bool]], wanted: set[FileId]
 ) -> None:
-    """Lines are chosen by inode, and what is mapped there is asked then: some file systems show other device numbers in ``maps`` than in stat(2)."""
+    """Lines are chosen by inode, and what is mapped there is asked then: some file systems show
+    other device numbers in ``maps`` than in stat(2).
+    """
     with suppress(OSError):
         with open(f"/proc/{pid}/maps", "rb") as file:
             text = file.read()
@@ -228,9 +238,11 @@ def _name(pid: int) -> str:
 
 
 def _is_ending(holder: Holder) -> bool:
-    """Return whether it has been killed: its files are closed after its memory is freed, which takes a while for a large process.
+    """Return whether it has been killed: its files are closed after its memory is freed, which
+    takes a while for a large process.
 
-    For an invisible holder this is unknown; most often it is a process that ended between the kernel's answer and the search.
+    For an invisible holder this is unknown; most often it is a process that ended between the
+    kernel's answer and the search.
     """
     pid = holder.pid
     try:

@@ -1,5 +1,6 @@
-"""The system calls that Python does not offer, typed once for ctypes; rule: every call here releases the GIL and
-leaves its errno in ``ctypes.get_errno``."""
+"""The system calls that Python does not offer, typed once for ctypes; rule: every call here
+releases the GIL and leaves its errno in ``ctypes.get_errno``.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _libc.statfs.restype = ctypes.c_int
 #: File systems without a disk: tmpfs, ramfs, hugetlbfs (statfs(2)).
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
-#: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as integers; bytes read, or
-#: -1.
+#: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as
+#: integers; bytes read, or -1.
 process_vm_readv = _libc.process_vm_readv
 #: The same in the other direction.
 process_vm_writev = _libc.process_vm_writev
@@ -60,7 +61,8 @@ def in_memory(path: str) -> bool:
 
 
 def madvise(address: int, length: int, advice: int) -> None:
-    """Advise the kernel about ``length`` bytes of this process's memory at ``address`` (madvise(2)).
+    """Advise the kernel about ``length`` bytes of this process's memory at ``address``
+    (madvise(2)).
 
     Raises:
         OSError: The kernel does not know the advice, or the range is not mapped.

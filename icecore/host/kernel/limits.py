@@ -1,5 +1,6 @@
-"""What this machine allows: capabilities, kernel version, descriptor, pipe, memory and space limits; rule: read anew
-at every call, and never changed but where the name says so."""
+"""What this machine allows: capabilities, kernel version, descriptor, pipe, memory and space
+limits; rule: read anew at every call, and never changed but where the name says so.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from icecore.host.kernel import procfs
 
 PAGE = 4096
 
-#: The most pages that CRIU puts into one pipe: it asks for 819 (criu/include/page-pipe.h, PIPE_MAX_SIZE) and Linux
-#: rounds up to a power of two.
+#: The most pages that CRIU puts into one pipe: it asks for 819 (criu/include/page-pipe.h,
+#: PIPE_MAX_SIZE) and Linux rounds up to a power of two.
 CRIU_PIPE_PAGES = 1024
-#: Descriptors that CRIU has besides its page pipes, with room to spare: its log and images, and a few a process.
+#: Descriptors that CRIU has besides its page pipes, with room to spare: its log and images, and a
+#: few a process.
 CRIU_DESCRIPTORS = 64
 CRIU_DESCRIPTORS_PER_PROCESS = 16
 
@@ -33,7 +35,9 @@ _CAPABILITIES = tuple(f"CAP_{name}" for name in _NAMES.split())
 
 
 def capabilities(pid: int | None = None) -> frozenset[str]:
-    """The effective capabilities of a process (default: this thread) by name, e.g. "CAP_SYS_PTRACE"."""
+    """The effective capabilities of a process (default: this thread) by name, e.g.
+    "CAP_SYS_PTRACE".
+    """
     bits = int(procfs.status_fields("thread-self" if pid is None else pid)["CapEff"][0], 16)
     return frozenset(name for number, name in enumerate(_CAPABILITIES) if bits >> number & 1)
 
@@ -64,16 +68,18 @@ def pipe_capacity() -> int:
     most = CRIU_PIPE_PAGES * PAGE
     if "CAP_SYS_RESOURCE" in capabilities():
         return most
-    # It doubles a pipe until that is refused, so the limit counts as the power of two at or below it.
+    # It doubles a pipe until that is refused, so the limit counts as the power of two at or below
+    # it.
     return min(most, 1 << (pipe_max_size().bit_length() - 1))
 
 
 def pipe_need(size: int, processes: int = 1) -> int:
-    """Descriptors that CRIU's lazy dump needs to hold references to ``size`` bytes of private memory in pipes.
+    """Descriptors that CRIU's lazy dump needs to hold references to ``size`` bytes of private
+    memory in pipes.
 
-    Two a pipe, pipes filled to the brim but for the last of each process (criu/page-pipe.c: pages that may be
-    restored lazily and the others never
-    share one). At 1 MiB a pipe 16 GiB need 32 000, at 4 MiB, which is all that CRIU uses, 8 000.
+    Two a pipe, pipes filled to the brim but for the last of each process (criu/page-pipe.c: pages
+    that may be restored lazily and the others never share one). At 1 MiB a pipe 16 GiB need 32 000,
+    at 4 MiB, which is all that CRIU uses, 8 000.
 
     Args:
         size: Bytes of resident private memory of the whole tree.
@@ -86,9 +92,9 @@ def pipe_need(size: int, processes: int = 1) -> int:
 def descriptor_limit() -> int:
     """Descriptors that a CRIU started from here can have.
 
-    CRIU sets its limit to fs.nr_open, which needs CAP_SYS_RESOURCE where the hard limit is lower; if that fails it
-    keeps what it was started with:
-    the hard limit, if `raise_descriptor_limit` was called before.
+    CRIU sets its limit to fs.nr_open, which needs CAP_SYS_RESOURCE where the hard limit is lower;
+    if that fails it keeps what it was started with: the hard limit, if `raise_descriptor_limit` was
+    called before.
     """
     most = _sysctl("fs.nr_open") or 1 << 20
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -98,7 +104,9 @@ def descriptor_limit() -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Set this process's soft limit on descriptors to its hard limit, for itself and whom it starts; returns it."""
+    """Set this process's soft limit on descriptors to its hard limit, for itself and whom it
+    starts; returns it.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
@@ -107,8 +115,9 @@ def raise_descriptor_limit() -> int:
 def threads_for(most: int) -> int:
     """A thread for each core, but no more than ``most``.
 
-    Between its calls into C every thread needs the interpreter's lock, and is woken for it by the one before: past some number the waking costs more
-    than another thread brings (docs/benchmarks.md, "Many cores").
+    Between its calls into C every thread needs the interpreter's lock, and is woken for it by the
+    one before: past some number the waking costs more than another thread brings
+    (docs/benchmarks.md, "Many cores").
     """
     return min(most, os.cpu_count() or 1)
 
@@ -137,15 +146,19 @@ def huge_page_bytes() -> int:
 
 
 def overcommits() -> bool:
-    """Whether memory can be mapped that may turn out not to be there (vm.overcommit_memory is not 2)."""
+    """Whether memory can be mapped that may turn out not to be there (vm.overcommit_memory is not
+    2).
+    """
     return _sysctl("vm.overcommit_memory") != 2
 
 
 def free_huge_bytes() -> int:
-    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact, which takes longer than it gains (proc(5), buddyinfo).
+    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact,
+    which takes longer than it gains (proc(5), buddyinfo).
 
-    What counts as free and is in no list of free pieces belongs to it: memory that a virtual machine has not accepted or taken into use yet, which it does in
-    pieces as large, when it is asked for.
+    What counts as free and is in no list of free pieces belongs to it: memory that a virtual
+    machine has not accepted or taken into use yet, which it does in pieces as large, when it is
+    asked for.
     """
     order = (huge_page_bytes() // PAGE).bit_length() - 1
     if order < 0:
@@ -164,7 +177,9 @@ def free_huge_bytes() -> int:
 
 
 def memory_available() -> int:
-    """Bytes that can be taken without swapping (MemAvailable), or that the cgroup leaves, whichever is less."""
+    """Bytes that can be taken without swapping (MemAvailable), or that the cgroup leaves, whichever
+    is less.
+    """
     found = re.search(
         r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
     )

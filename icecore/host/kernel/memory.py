@@ -1,5 +1,6 @@
-"""Another process's memory, read in place into reused buffers; rule: a read gives all the bytes that were asked for,
-or raises."""
+"""Another process's memory, read in place into reused buffers; rule: a read gives all the bytes
+that were asked for, or raises.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class CellTable:
         origin: For each cell, where its region's cell 0 begins.
         cell: For each cell, its number counted from there.
         first: For each cell, its first iovec.
-        count: For each cell, how many iovecs it has (at most 128 after merging, so always one call).
+        count: For each cell, how many iovecs it has (at most 128 after merging, so always one
+            call).
         size: For each cell, its bytes.
     """
 
@@ -65,8 +67,8 @@ class CellTable:
         return self.iovecs.ctypes.data + self.first * IOVEC.itemsize
 
     def bitmaps(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
-        """Page bitmaps (n × 32 bytes, least significant bit first) of cells ``start`` to ``stop``: which pages the
-        iovecs cover.
+        """Page bitmaps (n × 32 bytes, least significant bit first) of cells ``start`` to ``stop``:
+        which pages the iovecs cover.
         """
         stop = len(self) if stop is None else stop
         if stop <= start:
@@ -80,7 +82,8 @@ class CellTable:
         position = cells * CELL_PAGES + page.astype(np.int64) % CELL_PAGES
         pages = self.iovecs["length"][low:high].astype(np.int64) // PAGE
         edges = np.zeros((stop - start) * CELL_PAGES + 1, np.int8)
-        # Two runs may touch at a cell's bound, so ends and starts meet at one place: add.at adds both.
+        # Two runs may touch at a cell's bound, so ends and starts meet at one place: add.at adds
+        # both.
         np.add.at(edges, position, 1)
         np.add.at(edges, position + pages, -1)
         covered = np.cumsum(edges[:-1], dtype=np.int8).view(np.bool_)
@@ -144,8 +147,8 @@ def address_of(data: memoryview) -> int:
 
 
 class HugeBuffer:
-    """Anonymous memory on huge pages, faulted in once and then reused: first touch of small pages runs at an eighth
-    of that speed.
+    """Anonymous memory on huge pages, faulted in once and then reused: first touch of small pages
+    runs at an eighth of that speed.
 
     Args:
         size: Bytes; rounded up to whole huge pages inside, exposed as asked.
@@ -199,7 +202,8 @@ class HugeBuffer:
 
 
 class BufferPool:
-    """At most ``count`` equal buffers, made when first needed and reused; whoever finds none waits. Thread-safe.
+    """At most ``count`` equal buffers, made when first needed and reused; whoever finds none waits.
+    Thread-safe.
 
     Args:
         size: Bytes of each buffer.
@@ -287,8 +291,8 @@ class Destination(Protocol):
 
 
 class RemoteReader:
-    """Reads the memory of one process by process_vm_readv, PROT_NONE pages through /proc/PID/mem. Thread-safe: no
-    state changes but the open file.
+    """Reads the memory of one process by process_vm_readv, PROT_NONE pages through /proc/PID/mem.
+    Thread-safe: no state changes but the open file.
 
     Args:
         pid: The process; it may run or stand still. Needs CAP_SYS_PTRACE or the same user.
@@ -336,7 +340,9 @@ class RemoteReader:
             self._read_slowly(iovecs, count, buffer, size)
 
     def read(self, start: int, length: int) -> bytearray:
-        """``length`` bytes at ``start``. For small things; `read_into` is the fast way. Raises as that does."""
+        """``length`` bytes at ``start``. For small things; `read_into` is the fast way. Raises as
+        that does.
+        """
         if length <= 0:
             return bytearray()
         data = bytearray(length)
@@ -354,7 +360,9 @@ class RemoteReader:
         return data
 
     def _read_slowly(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
-        """The extents again, each through process_vm_readv if that can read it, else through /proc/PID/mem."""
+        """The extents again, each through process_vm_readv if that can read it, else through
+        /proc/PID/mem.
+        """
         if size > buffer.size:
             raise ValueError(f"{size} bytes do not fit into a buffer of {buffer.size}")
         self._check_failure()
@@ -375,7 +383,9 @@ class RemoteReader:
             at += length
 
     def _check_failure(self) -> None:
-        """Raise unless the process is there and may be read: then a page kept process_vm_readv from going on."""
+        """Raise unless the process is there and may be read: then a page kept process_vm_readv from
+        going on.
+        """
         probe = libc.process_vm_readv(self.pid, 0, 0, 0, 0, 0)
         if probe == 0 and os.path.exists(f"/proc/{self.pid}/mem"):
             return

@@ -1,5 +1,6 @@
-"""Which pages of a process are there, for millions of pages at once: /proc/PID/pagemap and its PAGEMAP_SCAN; rule:
-the answer is numpy, never a Python object a page."""
+"""Which pages of a process are there, for millions of pages at once: /proc/PID/pagemap and its
+PAGEMAP_SCAN; rule: the answer is numpy, never a Python object a page.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ class Pagemap:
         os.close(self._file)
 
     def entries(self, start: int, end: int) -> npt.NDArray[np.uint64]:
-        """The 64-bit pagemap entry (proc_pid_pagemap(5)) of each page from ``start`` to ``end``; without
-        CAP_SYS_ADMIN frame numbers are 0.
+        """The 64-bit pagemap entry (proc_pid_pagemap(5)) of each page from ``start`` to ``end``;
+        without CAP_SYS_ADMIN frame numbers are 0.
         """
         first, pages = start // PAGE, (end - start) // PAGE
         out = np.empty(pages, np.uint64)
@@ -103,7 +104,8 @@ class Pagemap:
         while done < pages * 8:
             got = os.preadv(self._file, [view[done : done + _BATCH * 8]], first * 8 + done)
             if got == 0:
-                # Past the top of the address space, or of a process that has ended: nothing is there.
+                # Past the top of the address space, or of a process that has ended: nothing is
+                # there.
                 out[done // 8 :] = 0
                 break
             done += got
@@ -117,8 +119,8 @@ class Pagemap:
         any_of: int = SCAN_PRESENT | SCAN_SWAPPED,
         wanted: int = SCAN_FILE | SCAN_ZERO_FRAME,
     ) -> npt.NDArray[np.void]:
-        """The runs of pages with any of some categories, by PAGEMAP_SCAN (Linux 6.7): it skips what is not mapped and
-        merges what is alike.
+        """The runs of pages with any of some categories, by PAGEMAP_SCAN (Linux 6.7): it skips what
+        is not mapped and merges what is alike.
 
         Args:
             start: First address, page-aligned.
@@ -157,16 +159,17 @@ class Pagemap:
             if count == 0:
                 break
             batches.append(out[:count].copy())
-            # Linux 6.18 leaves an old walk_end behind when the walk came to its end: going on there would tell runs
-            # twice.
+            # Linux 6.18 leaves an old walk_end behind when the walk came to its end: going on there
+            # would tell runs twice.
             start = max(argument.walk_end, int(out["end"][count - 1]))
             if count == len(out) and len(out) < _BATCH:
                 out = np.empty(_BATCH, PAGE_RUN)
         return np.concatenate(batches) if batches else np.empty(0, PAGE_RUN)
 
     def contents(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """The runs of pages that hold something: neither absent, nor the kernel's shared page of zeros, nor guard pages. (Before Linux 6.7 nothing tells that
-        page from others, and all that are there count.)
+        """The runs of pages that hold something: neither absent, nor the kernel's shared page of
+        zeros, nor guard pages. (Before Linux 6.7 nothing tells that page from others, and all that
+        are there count.)
 
         Returns:
             PAGE_RUN records in address order.
@@ -195,7 +198,9 @@ class Pagemap:
         return np.concatenate(found)
 
     def guards(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """The runs of guard pages (madvise(2), MADV_GUARD_INSTALL), as PAGE_RUN records; none where the kernel does not tell (`guards_told`)."""
+        """The runs of guard pages (madvise(2), MADV_GUARD_INSTALL), as PAGE_RUN records; none where
+        the kernel does not tell (`guards_told`).
+        """
         return (
             self.runs(start, end, any_of=SCAN_GUARD, wanted=SCAN_GUARD)
             if guards_told()
@@ -203,7 +208,9 @@ class Pagemap:
         )
 
     def present(self, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """For each page from ``start`` to ``end``, whether it has content: in memory or swapped out."""
+        """For each page from ``start`` to ``end``, whether it has content: in memory or swapped
+        out.
+        """
         try:
             runs = self.runs(start, end, wanted=0)
         except OSError as error:
@@ -220,14 +227,16 @@ class Pagemap:
 
 
 def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
-    """`Pagemap.contents` of a process in many ranges of addresses at once: a walk takes 12 ms a GiB of small pages.
+    """`Pagemap.contents` of a process in many ranges of addresses at once: a walk takes 12 ms a GiB
+    of small pages.
 
     Args:
         ranges: (start, end), ascending, disjoint.
         threads: How many ask at once.
 
     Returns:
-        PAGE_RUN records in address order, of pages in and between the ranges; neighbours that are alike are joined.
+        PAGE_RUN records in address order, of pages in and between the ranges; neighbours that are
+        alike are joined.
 
     Raises:
         NotFound: There is no such process.
@@ -243,9 +252,12 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges and what lies between them, but for wide gaps, in pieces that hold about as much of the ranges each."""
+    """The ranges and what lies between them, but for wide gaps, in pieces that hold about as much
+    of the ranges each.
+    """
     pieces = []
-    # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call, and nothing else.
+    # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call,
+    # and nothing else.
     most = max(_PIECE, sum(end - start for start, end in ranges) // _PIECES // PAGE * PAGE)
     size = 0
     begin = ranges[0][0] if ranges else 0

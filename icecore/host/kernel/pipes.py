@@ -1,7 +1,8 @@
-"""The pipes of another process, held open from here too; its rule: what lies in them is freed when this process lets go, not when the other one does.
+"""The pipes of another process, held open from here too; its rule: what lies in them is freed when
+this process lets go, not when the other one does.
 
-CRIU takes the private memory of a tree that it sees into pipes, and closes them before it lets the tree go: freeing page after page takes 7 to 18 ms
-a GiB, in which the tree stands still.
+CRIU takes the private memory of a tree that it sees into pipes, and closes them before it lets the
+tree go: freeing page after page takes 7 to 18 ms a GiB, in which the tree stands still.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ _ROOM = 1 << 15
 
 
 def make_room() -> None:
-    """Have a table for many descriptors now: in a process with threads each time it grows takes milliseconds."""
+    """Have a table for many descriptors now: in a process with threads each time it grows takes
+    milliseconds.
+    """
     with suppress(OSError, ValueError):  # as many are not allowed
         os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _ROOM))
 
 
 class HeldPipes:
-    """Those that a process has open now, but for those that this one has open already. Where the right to it (pidfd_getfd(2)) or descriptors are
-    missing, fewer are held, or none.
+    """Those that a process has open now, but for those that this one has open already. Where the
+    right to it (pidfd_getfd(2)) or descriptors are missing, fewer are held, or none.
 
     Args:
         pid: A child of this process.

@@ -1,4 +1,6 @@
-"""What /proc tells about processes; rule: a process that is gone is `NotFound`, never a half-filled answer."""
+"""What /proc tells about processes; rule: a process that is gone is `NotFound`, never a half-filled
+answer.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ _PF_EXITING = 0x00000004
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One line of /proc/PID/maps. ``protection`` are PROT_ bits, ``flags`` MAP_SHARED or MAP_PRIVATE, ``device`` is
-    (major, minor).
+    """One line of /proc/PID/maps. ``protection`` are PROT_ bits, ``flags`` MAP_SHARED or
+    MAP_PRIVATE, ``device`` is (major, minor).
 
-    ``vm_flags`` are the two-letter VmFlags of smaps where they were asked for ("lo" locked, "ht" hugetlb, "gd" grows
-    down, …).
+    ``vm_flags`` are the two-letter VmFlags of smaps where they were asked for ("lo" locked, "ht"
+    hugetlb, "gd" grows down, …).
     """
 
     start: int
@@ -49,7 +51,9 @@ class Mapping:
 
     @property
     def anonymous(self) -> bool:
-        """Whether it is private memory of no file, but for stacks and what the kernel put there: heaps, arenas, threads' stacks."""
+        """Whether it is private memory of no file, but for stacks and what the kernel put there:
+        heaps, arenas, threads' stacks.
+        """
         return (
             self.private
             and self.inode == 0
@@ -59,8 +63,8 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What /proc/PID/status and stat say. Memory in bytes; ``start_time`` in clock ticks after boot; ``own_pid`` as
-    seen in its own pid namespace.
+    """What /proc/PID/status and stat say. Memory in bytes; ``start_time`` in clock ticks after
+    boot; ``own_pid`` as seen in its own pid namespace.
     """
 
     pid: int
@@ -93,8 +97,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2) flags, ``inode`` and
-    ``device`` of what is open.
+    """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2)
+    flags, ``inode`` and ``device`` of what is open.
     """
 
     number: int
@@ -129,7 +133,9 @@ def exists(pid: int) -> bool:
 
 
 def _stat_fields(pid: int, thread: str = "") -> tuple[str, list[str]]:
-    """The name, and the fields of stat from the third (state) on; the name may itself hold blanks and parentheses."""
+    """The name, and the fields of stat from the third (state) on; the name may itself hold blanks
+    and parentheses.
+    """
     with _process(pid), open(f"/proc/{pid}/{thread}stat", "rb") as file:
         text = file.read().decode(errors="surrogateescape")
     opening, closing = text.index("("), text.rindex(")")
@@ -137,7 +143,9 @@ def _stat_fields(pid: int, thread: str = "") -> tuple[str, list[str]]:
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks after boot: with the pid it names a process for good."""
+    """When the process started, in clock ticks after boot: with the pid it names a process for
+    good.
+    """
     return int(_stat_fields(pid)[1][19])
 
 
@@ -158,7 +166,9 @@ def is_zombie(pid: int) -> bool:
 
 
 def is_over(pid: int) -> bool:
-    """Whether none of its threads runs the program again: each has ended, or is about to. It may still be waited for, or wait itself for others' end."""
+    """Whether none of its threads runs the program again: each has ended, or is about to. It may
+    still be waited for, or wait itself for others' end.
+    """
 
     def ends(thread: int) -> bool:
         try:
@@ -175,7 +185,8 @@ def is_over(pid: int) -> bool:
 def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]]:
     """Return /proc/PID/status, or a thread's: the words of each field but the name, by key.
 
-    The name is the process's own choice. Only a newline ends a line: of what Python counts as line ends too, a name may hold any.
+    The name is the process's own choice. Only a newline ends a line: of what Python counts as line
+    ends too, a name may hold any.
     """
     path = f"/proc/{pid}/task/{thread}/status" if thread else f"/proc/{pid}/status"
     with _process(pid), open(path, "rb") as file:
@@ -225,8 +236,8 @@ def threads(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of a process, of whichever thread, in the order in which each thread made them. Zombies
-    count.
+    """The direct children of a process, of whichever thread, in the order in which each thread made
+    them. Zombies count.
     """
     found: list[int] = []
     for thread in threads(pid):
@@ -279,7 +290,9 @@ def _path(raw: bytes) -> str:
 
 
 def _exact(pid: int, mapping: Mapping) -> Mapping:
-    """Return a mapping with its path as the file has it: maps write a newline like the four characters that a name may hold as well."""
+    """Return a mapping with its path as the file has it: maps write a newline like the four
+    characters that a name may hold as well.
+    """
     if "\n" not in mapping.path:
         return mapping
     try:
@@ -310,7 +323,8 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
 
     Args:
         pid: The process. A zombie and a kernel thread have none.
-        vm_flags: Whether to read the VmFlags too, from smaps, which costs a walk through all page tables.
+        vm_flags: Whether to read the VmFlags too, from smaps, which costs a walk through all page
+            tables.
     """
     with _process(pid), open(f"/proc/{pid}/{'smaps' if vm_flags else 'maps'}", "rb") as file:
         data = file.read()
@@ -339,7 +353,8 @@ def parse_maps(text: bytes) -> list[Mapping]:
 def appeared(
     before: Sequence[Mapping], after: Sequence[Mapping], protection: int = PROT_READ
 ) -> list[tuple[int, int]]:
-    """Private anonymous memory that a process did not have before: start and end of each piece. The driver puts device memory into such.
+    """Private anonymous memory that a process did not have before: start and end of each piece. The
+    driver puts device memory into such.
 
     Args:
         before, after: In address order.
@@ -406,7 +421,9 @@ def descriptors(pid: int) -> list[Descriptor]:
 
 
 def namespaces(pid: int) -> dict[str, int]:
-    """The inode numbers of a process's namespaces by kind ("net", "pid", "mnt", …): equal numbers are one namespace."""
+    """The inode numbers of a process's namespaces by kind ("net", "pid", "mnt", …): equal numbers
+    are one namespace.
+    """
     with _process(pid):
         found = {}
         for kind in os.listdir(f"/proc/{pid}/ns"):
@@ -427,7 +444,9 @@ def command_line(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/PID/mountinfo: the mount's id, where it is, and the type of its file system."""
+    """One line of /proc/PID/mountinfo: the mount's id, where it is, and the type of its file
+    system.
+    """
 
     id: int
     point: str

@@ -1,6 +1,8 @@
-"""Threads of other processes, stopped by ptrace(2); its rule: a tracer is a thread, so all of it happens in one that ends soon (`apart`).
+"""Threads of other processes, stopped by ptrace(2); its rule: a tracer is a thread, so all of it
+happens in one that ends soon (`apart`).
 
-A thread of ours that ends lets go of all that it traces, also of one that has not stopped yet: that could not be detached from, and would stand for ever.
+A thread of ours that ends lets go of all that it traces, also of one that has not stopped yet: that
+could not be detached from, and would stand for ever.
 """
 
 from __future__ import annotations
@@ -39,14 +41,18 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 class Stop(NamedTuple):
-    """Why a thread stands: the signal that is about to be delivered (``event`` 0), or with which a stop is reported."""
+    """Why a thread stands: the signal that is about to be delivered (``event`` 0), or with which a
+    stop is reported.
+    """
 
     signal: int
     event: int
 
     @property
     def trap(self) -> bool:
-        """It was interrupted, or its process is stopped by a signal: in the kernel's handling of signals, from where interrupted calls are restarted."""
+        """It was interrupted, or its process is stopped by a signal: in the kernel's handling of
+        signals, from where interrupted calls are restarted.
+        """
         return self.event == _EVENT_STOP
 
     @property
@@ -67,10 +73,12 @@ def apart(work: Callable[[], T]) -> T:
 
 @contextmanager
 def standing(thread: int, seconds: float) -> Iterator[int]:
-    """Stop a thread, and let it go on afterwards. For the calling thread alone, and so is all below, within.
+    """Stop a thread, and let it go on afterwards. For the calling thread alone, and so is all
+    below, within.
 
     Yields:
-        SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand, because it has ended, has another tracer, or takes longer.
+        SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand,
+        because it has ended, has another tracer, or takes longer.
     """
     if not request(_SEIZE, thread, 0, _OPTION_SYSGOOD):
         yield 0
@@ -82,7 +90,9 @@ def standing(thread: int, seconds: float) -> Iterator[int]:
 
 
 def request(what: int, thread: int, address: int = 0, data: object = None) -> bool:
-    """A request that answers nothing; False: the thread has ended, does not stand, or the kernel refuses."""
+    """A request that answers nothing; False: the thread has ended, does not stand, or the kernel
+    refuses.
+    """
     return ask(what, thread, address, data) >= 0
 
 
@@ -160,7 +170,9 @@ def system_call(thread: int) -> SystemCall | None:
 
 
 def mask_of(thread: int) -> int | None:
-    """The signals that a thread that stands blocks, or will again when a call that changed that returns; None: it has ended."""
+    """The signals that a thread that stands blocks, or will again when a call that changed that
+    returns; None: it has ended.
+    """
     mask = ctypes.c_uint64()
     return mask.value if request(_GETSIGMASK, thread, 8, ctypes.addressof(mask)) else None
 
@@ -172,7 +184,9 @@ def set_mask(thread: int, mask: int) -> bool:
 
 
 def registers(thread: int) -> bytes:
-    """All general registers of a thread that stands, as the kernel lays them out (struct user_regs_struct); empty: it has ended."""
+    """All general registers of a thread that stands, as the kernel lays them out (struct
+    user_regs_struct); empty: it has ended.
+    """
     buffer = ctypes.create_string_buffer(_REGISTERS_BYTES)
     vector = _Vector(ctypes.addressof(buffer), len(buffer))
     return (
@@ -190,7 +204,9 @@ def set_registers(thread: int, values: bytes) -> bool:
 
 
 def signals_pending(thread: int, first: int, count: int) -> list[bytes]:
-    """Up to ``count`` of the signals that wait for a thread that stands, from the ``first`` on, as siginfo_t."""
+    """Up to ``count`` of the signals that wait for a thread that stands, from the ``first`` on, as
+    siginfo_t.
+    """
     size = 128
     found = ctypes.create_string_buffer(size * count)
     which = ctypes.create_string_buffer(struct.pack("QIi", first, 0, count))

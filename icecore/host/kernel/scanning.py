@@ -1,4 +1,6 @@
-"""Cells of a process read and fingerprinted without the interpreter (scan_cells.c); rule: the fingerprints are xxhash's own, or this is not used."""
+"""Cells of a process read and fingerprinted without the interpreter (scan_cells.c); rule: the
+fingerprints are xxhash's own, or this is not used.
+"""
 
 from __future__ import annotations
 
@@ -100,13 +102,15 @@ class NativeScan:
         self._call = _library().scan_cells
 
     def until(self, start: int, stop: int, slot: int) -> tuple[int, int]:
-        """Scan cells from ``start`` to ``stop``, up to one that is not known or cannot be read at once.
+        """Scan cells from ``start`` to ``stop``, up to one that is not known or cannot be read at
+        once.
 
         Args:
             slot: Address of room for a cell, and for its bitmap before that.
 
         Returns:
-            That cell, or ``stop``; and why: CHANGED (its bytes are in the slot, its fingerprint is written), NOT_READ, or ALL_KNOWN.
+            That cell, or ``stop``; and why: CHANGED (its bytes are in the slot, its fingerprint is
+            written), NOT_READ, or ALL_KNOWN.
         """
         why = ctypes.c_int64()
         return self._call(self._address, start, stop, slot, ctypes.addressof(why)), why.value

@@ -1,7 +1,9 @@
-"""Sockets that a job names; rule: a socket gets no data before its owner is known, and no link redirects to another.
+"""Sockets that a job names; rule: a socket gets no data before its owner is known, and no link
+redirects to another.
 
-A process may have forged its environment, and the contents of the directory that it names there. So a directory is opened below the root of the
-process that named it, without links; a socket is opened before it is connected to, so that both are the same; and the kernel tells which process listens
+A process may have forged its environment, and the contents of the directory that it names there. So
+a directory is opened below the root of the process that named it, without links; a socket is opened
+before it is connected to, so that both are the same; and the kernel tells which process listens
 there (SO_PEERCRED).
 """
 
@@ -28,7 +30,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_directory(path: Path) -> int:
-    """Open a directory (O_PATH); one that is named by way of a process, ``/proc/PID/root/…``, below that root and without following links.
+    """Open a directory (O_PATH); one that is named by way of a process, ``/proc/PID/root/…``, below
+    that root and without following links.
 
     Raises:
         OSError: There is none; ELOOP: a link is on the way.
@@ -76,10 +79,12 @@ def connect(connection: socket.socket, path: Path, *, pid: int | None) -> None:
 
     Args:
         path: Where it is.
-        pid: The process that must be listening there, as this machine sees it; None: a process of root's or of this user's, in a directory of theirs.
+        pid: The process that must be listening there, as this machine sees it; None: a process of
+            root's or of this user's, in a directory of theirs.
 
     Raises:
-        PermissionError: Another process listens there, or another user could have put the socket there.
+        PermissionError: Another process listens there, or another user could have put the socket
+            there.
         OSError: As connect(2).
     """
     directory = open_directory(path.parent)

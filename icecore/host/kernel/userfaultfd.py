@@ -1,5 +1,6 @@
-"""userfaultfd(2): filling another process's missing pages and hearing how its address space changes; rule: a
-placement never blocks and never goes on after the map changed."""
+"""userfaultfd(2): filling another process's missing pages and hearing how its address space
+changes; rule: a placement never blocks and never goes on after the map changed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ EVENT_FEATURES = (
 
 REGISTER_MISSING = 1 << 0
 REGISTER_WRITE_PROTECT = 1 << 1
-#: Of a file in memory: also who touches a page that the file has and the process has not yet is reported (Linux 5.14).
+#: Of a file in memory: also who touches a page that the file has and the process has not yet is
+#: reported (Linux 5.14).
 REGISTER_MINOR = 1 << 2
 
 COPY_DONT_WAKE = 1 << 0
@@ -102,8 +104,8 @@ class _WriteProtectArgument(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A thread waits for the page at ``address`` (page-aligned). ``thread`` is its id where FEATURE_THREAD_ID was
-    asked for, else 0.
+    """A thread waits for the page at ``address`` (page-aligned). ``thread`` is its id where
+    FEATURE_THREAD_ID was asked for, else 0.
     """
 
     address: int
@@ -113,8 +115,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """The process forked: ``descriptor`` is the child's own userfaultfd (owned by whoever read the event), with the
-    parent's registrations.
+    """The process forked: ``descriptor`` is the child's own userfaultfd (owned by whoever read the
+    event), with the parent's registrations.
     """
 
     descriptor: int
@@ -122,9 +124,11 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """``length`` bytes moved from ``source`` to ``target``: what was missing at the one is now missing at the other.
+    """``length`` bytes moved from ``source`` to ``target``: what was missing at the one is now
+    missing at the other.
 
-    An `Unmap` of the source follows (unless MREMAP_DONTUNMAP), which must find nothing left there to drop.
+    An `Unmap` of the source follows (unless MREMAP_DONTUNMAP), which must find nothing left there
+    to drop.
     """
 
     source: int
@@ -134,7 +138,9 @@ class Remap:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """The process discarded ``start`` to ``end`` (madvise DONTNEED, REMOVE): still registered, and zero from now on."""
+    """The process discarded ``start`` to ``end`` (madvise DONTNEED, REMOVE): still registered, and
+    zero from now on.
+    """
 
     start: int
     end: int
@@ -156,8 +162,8 @@ class Stop(enum.Enum):
 
     #: All of the range was gone through.
     DONE = "done"
-    #: The address space is changing (EAGAIN): read the pending events, look the address up again, go on after
-    #: ``advanced``.
+    #: The address space is changing (EAGAIN): read the pending events, look the address up again,
+    #: go on after ``advanced``.
     CHANGED = "changed"
     #: The process is gone (ESRCH).
     DEAD = "dead"
@@ -167,9 +173,8 @@ class Stop(enum.Enum):
 class Placed:
     """What a placement did.
 
-    ``advanced`` bytes of the range were settled: ``filled`` now, ``present`` before (a fault was served first),
-    ``unmapped`` are no longer
-    registered there.
+    ``advanced`` bytes of the range were settled: ``filled`` now, ``present`` before (a fault was
+    served first), ``unmapped`` are no longer registered there.
     """
 
     stop: Stop
@@ -180,14 +185,16 @@ class Placed:
 
 
 def create(*, features: int = EVENT_FEATURES, nonblocking: bool = True) -> int:
-    """A userfaultfd for this process, its interface agreed upon: through the system call, else /dev/userfaultfd.
+    """A userfaultfd for this process, its interface agreed upon: through the system call, else
+    /dev/userfaultfd.
 
     Args:
         features: FEATURE_ bits that must be there.
         nonblocking: Whether reads return at once when nothing happened.
 
     Raises:
-        OSError: No permission (CAP_SYS_PTRACE, or access to /dev/userfaultfd), or the kernel lacks a feature.
+        OSError: No permission (CAP_SYS_PTRACE, or access to /dev/userfaultfd), or the kernel lacks
+            a feature.
     """
     flags = os.O_CLOEXEC | (os.O_NONBLOCK if nonblocking else 0)
     uffd = libc.syscall(_SYSCALL[platform.machine()], flags)
@@ -208,7 +215,9 @@ def create(*, features: int = EVENT_FEATURES, nonblocking: bool = True) -> int:
 
 
 def register(uffd: int, start: int, length: int, mode: int = REGISTER_MISSING) -> None:
-    """Have faults of ``length`` bytes from ``start`` (both page-aligned) reported instead of filled with zeros."""
+    """Have faults of ``length`` bytes from ``start`` (both page-aligned) reported instead of filled
+    with zeros.
+    """
     argument = _RegisterArgument(start, length, mode, 0)
     if libc.ioctl(uffd, _IOC_REGISTER, ctypes.addressof(argument)):
         raise libc.last_error(f"UFFDIO_REGISTER at {start:#x}")
@@ -222,7 +231,9 @@ def unregister(uffd: int, start: int, length: int) -> None:
 
 
 def wake(uffd: int, start: int, length: int) -> None:
-    """Wake the threads that wait for a page of the range; each looks again and reports anew if it is still missing."""
+    """Wake the threads that wait for a page of the range; each looks again and reports anew if it
+    is still missing.
+    """
     argument = _RangeArgument(start, length)
     if libc.ioctl(uffd, _IOC_WAKE, ctypes.addressof(argument)):
         raise libc.last_error(f"UFFDIO_WAKE at {start:#x}")
@@ -236,12 +247,12 @@ def write_protect(uffd: int, start: int, length: int, mode: int = WRITE_PROTECT)
 
 
 def copy(uffd: int, destination: int, source: int, length: int, mode: int = 0) -> tuple[int, int]:
-    """One UFFDIO_COPY: ``length`` bytes (whole pages) of this process's memory at ``source`` become the pages at
-    ``destination``.
+    """One UFFDIO_COPY: ``length`` bytes (whole pages) of this process's memory at ``source`` become
+    the pages at ``destination``.
 
     Returns:
-        Bytes done, and the errno (0 when all was done). EAGAIN with bytes done says only that something stopped it
-        there: ask again from there.
+        Bytes done, and the errno (0 when all was done). EAGAIN with bytes done says only that
+        something stopped it there: ask again from there.
     """
     argument = _CopyArgument(destination, source, length, mode, 0)
     if libc.ioctl(uffd, _IOC_COPY, ctypes.addressof(argument)) == 0:
@@ -258,11 +269,11 @@ def zero(uffd: int, start: int, length: int, mode: int = 0) -> tuple[int, int]:
 
 
 def place(uffd: int, destination: int, source: int, length: int) -> Placed:
-    """Fill ``length`` bytes at ``destination`` from this process's memory at ``source``, passing over pages that are
-    already there or unmapped.
+    """Fill ``length`` bytes at ``destination`` from this process's memory at ``source``, passing
+    over pages that are already there or unmapped.
 
-    Must run while nobody reads events of this descriptor (the read lock of its map): only then may it go on after a
-    partial copy.
+    Must run while nobody reads events of this descriptor (the read lock of its map): only then may
+    it go on after a partial copy.
 
     Args:
         uffd: The userfaultfd of the process to fill.
@@ -271,8 +282,8 @@ def place(uffd: int, destination: int, source: int, length: int) -> Placed:
         length: Bytes, whole pages.
 
     Raises:
-        OSError: Anything but a page that exists (EEXIST), a range that is changing (EAGAIN), unmapped (ENOENT), or a
-            dead process (ESRCH).
+        OSError: Anything but a page that exists (EEXIST), a range that is changing (EAGAIN),
+            unmapped (ENOENT), or a dead process (ESRCH).
     """
     return _settle(uffd, destination, source, length)
 
@@ -302,9 +313,9 @@ def _settle(uffd: int, destination: int, source: int | None, length: int) -> Pla
             advanced += PAGE
             present += PAGE
         elif error == errno.ENOENT:
-            # Either nothing is registered here any more, or the range now spans two VMAs (the process may mprotect a
-            # part
-            # of it, of which no event tells): narrow down until it fits into one, or a single page is known to be gone.
+            # Either nothing is registered here any more, or the range now spans two VMAs (the
+            # process may mprotect a part of it, of which no event tells): narrow down until it fits
+            # into one, or a single page is known to be gone.
             if size == PAGE:
                 advanced += PAGE
                 unmapped += PAGE
@@ -320,11 +331,11 @@ def _settle(uffd: int, destination: int, source: int | None, length: int) -> Pla
 
 
 def read_events(uffd: int, maximum: int = 64) -> list[Event]:
-    """The events that wait on a descriptor, oldest first, at most ``maximum``; empty when there are none and it is
-    non-blocking.
+    """The events that wait on a descriptor, oldest first, at most ``maximum``; empty when there are
+    none and it is non-blocking.
 
-    For faults the kernel reports the address rounded down to a page. A `Fork` hands over a descriptor that the caller
-    must close.
+    For faults the kernel reports the address rounded down to a page. A `Fork` hands over a
+    descriptor that the caller must close.
     """
     try:
         data = os.read(uffd, _MESSAGE.size * maximum)

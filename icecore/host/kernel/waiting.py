@@ -1,4 +1,6 @@
-"""Waiting for descriptors; rule: of any number, where select(2) takes none from 1024 on, and a snapshot of device memory may keep thousands open."""
+"""Waiting for descriptors; rule: of any number, where select(2) takes none from 1024 on, and a
+snapshot of device memory may keep thousands open.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What a dump or a restore asks of processes with resident memory, and of their keeper; rule: every call is answered within its time or raises.
+"""What a dump or a restore asks of processes with resident memory, and of their keeper; rule: every
+call is answered within its time or raises.
 
-The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own: `Agent.park` with patience, lock, `Agent.park`, unlock, `Agent.unmap`, lock,
-checkpoint, …, restore, unlock, `Agent.map`, `Agent.go` (see `icecore.host.resident.window`).
+The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own: `Agent.park` with
+patience, lock, `Agent.park`, unlock, `Agent.unmap`, lock, checkpoint, …, restore, unlock,
+`Agent.map`, `Agent.go` (see `icecore.host.resident.window`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ T = TypeVar("T")
 
 _ANSWER_SECONDS = 10.0
 _LEASE_SECONDS = 30.0
-#: In which a job whose process broke off comes to its end: torchrun gives the others 30 s to end by themselves.
+#: In which a job whose process broke off comes to its end: torchrun gives the others 30 s to end by
+#: themselves.
 _KEPT_SECONDS = 60.0
 #: For a whole list; one of hundreds of thousands of allocations takes a second or two.
 _LIST_SECONDS = 30.0
@@ -112,13 +115,15 @@ class _Speaker:
 
 
 class Agent(_Speaker):
-    """The agent of one process. Each call is a connection of its own, so that none is open when the process is checkpointed.
+    """The agent of one process. Each call is a connection of its own, so that none is open when the
+    process is checkpointed.
 
     Args:
         directory: ``ICECORE_RESIDENT`` of the process, as this machine sees it.
         pid: The process, as it knows itself (in its own pid namespace).
-        tracee: The same as this machine sees it: who else listens there is not spoken to, and no thread of any other process is reached.
-            Default: ``pid``, and any process of this user may listen.
+        tracee: The same as this machine sees it: who else listens there is not spoken to, and no
+            thread of any other process is reached. Default: ``pid``, and any process of this user
+            may listen.
     """
 
     def __init__(self, directory: Path, pid: int, tracee: int | None = None) -> None:
@@ -154,12 +159,15 @@ class Agent(_Speaker):
     ) -> int:
         """Make every thread but the agent's and the driver's stand still; their number.
 
-        A thread that is inside one of the preload's own calls is parked as it leaves it, which `unmap` waits for.
+        A thread that is inside one of the preload's own calls is parked as it leaves it, which
+        `unmap` waits for.
 
         Args:
             seconds: After this time all run again, and the call fails.
-            patience: Seconds for threads to come out of the driver's calls; who does not runs on until this is called again. 0: all, wherever they are.
-            lease: Seconds after this or any later call, without another, after which the process goes back to running by itself.
+            patience: Seconds for threads to come out of the driver's calls; who does not runs on
+                until this is called again. 0: all, wherever they are.
+            lease: Seconds after this or any later call, without another, after which the process
+                goes back to running by itself.
         """
         until = time.monotonic() + seconds
         while True:
@@ -189,11 +197,13 @@ class Agent(_Speaker):
                 )
 
     def unmap(self, seconds: float = 10.0) -> int:
-        """Take the memory of a parked process away, once the keeper has all of it; bytes. On failure the process runs, with its memory.
+        """Take the memory of a parked process away, once the keeper has all of it; bytes. On
+        failure the process runs, with its memory.
 
         Raises:
-            ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without it; lock, park, unlock and try again.
-                EMFILE: it may not have as many descriptors as its memory would come back with.
+            ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without
+                it; lock, park, unlock and try again. EMFILE: it may not have as many descriptors as
+                its memory would come back with.
         """
         answer = self._ask(Message(Operation.AGENT_UNMAP, nanoseconds=_ns(seconds)), seconds)
         if answer.result == EMFILE and answer.count:
@@ -213,10 +223,12 @@ class Agent(_Speaker):
         """Give it its memory back.
 
         Args:
-            descriptors: A descriptor by the identity of each allocation; None: the process gets them from its keeper.
+            descriptors: A descriptor by the identity of each allocation; None: the process gets
+                them from its keeper.
 
         Raises:
-            ResidentFailed: Also with the code EALREADY: it was given descriptors, and runs: with what the keeper had, because its lease has ended.
+            ResidentFailed: Also with the code EALREADY: it was given descriptors, and runs: with
+                what the keeper had, because its lease has ended.
         """
         given = descriptors or {}
 
@@ -257,8 +269,9 @@ class Agent(_Speaker):
         self._ask(Message(Operation.AGENT_LEASE, lease=_ns(lease)))
 
     def refresh(self) -> None:
-        """Hand every descriptor to the keeper anew: needed after the driver has checkpointed and restored the process with its memory mapped,
-        because it restores into other memory."""
+        """Hand every descriptor to the keeper anew: needed after the driver has checkpointed and
+        restored the process with its memory mapped, because it restores into other memory.
+        """
         answer = self._ask(Message(Operation.AGENT_REFRESH), 60.0)
         if answer.result:
             raise ResidentFailed(
@@ -266,11 +279,13 @@ class Agent(_Speaker):
             )
 
     def look(self, seconds: float) -> None:
-        """For so long, 10 s at most, somebody will have parts of its memory mapped although it runs: what it frees meanwhile may not be free at once,
-        and an allocation that finds none waits. 0: no more.
+        """For so long, 10 s at most, somebody will have parts of its memory mapped although it
+        runs: what it frees meanwhile may not be free at once, and an allocation that finds none
+        waits. 0: no more.
 
         Raises:
-            ResidentFailed: Also with the code EINVAL: its preload is older, and its allocations would fail.
+            ResidentFailed: Also with the code EINVAL: its preload is older, and its allocations
+                would fail.
         """
         answer = self._ask(Message(Operation.AGENT_LOOK, nanoseconds=_ns(seconds)))
         if answer.result:
@@ -291,7 +306,9 @@ class Agent(_Speaker):
         return self._spoken(ask)
 
     def _as_seen_here(self, threads: Sequence[int]) -> list[int]:
-        """Thread ids of the process's own namespace as ids of this one; of the process alone, whatever it says of others."""
+        """Thread ids of the process's own namespace as ids of this one; of the process alone,
+        whatever it says of others.
+        """
         wanted, found = set(threads), []
         for name in os.listdir(f"/proc/{self._tracee}/task"):
             try:
@@ -338,7 +355,9 @@ class Keeper(_Speaker):
         return self.directory / "keeper"
 
     def processes(self) -> list[HeldProcess]:
-        """All that it holds something of, or is connected to. Raises as all calls here: ``NotFound`` (no keeper), `ResidentFailed`."""
+        """All that it holds something of, or is connected to. Raises as all calls here:
+        ``NotFound`` (no keeper), `ResidentFailed`.
+        """
 
         def ask() -> list[HeldProcess]:
             with _connected(self._path, _ANSWER_SECONDS) as connection:
@@ -395,7 +414,9 @@ class Keeper(_Speaker):
         return sorted(self._spoken(ask), key=lambda pair: pair[0].address)
 
     def fetch(self, token: bytes, identities: Sequence[int]) -> dict[int, int]:
-        """Duplicates of some of its descriptors by identity, the caller's to close. What it does not hold (any more) is left out."""
+        """Duplicates of some of its descriptors by identity, the caller's to close. What it does
+        not hold (any more) is left out.
+        """
 
         def ask() -> dict[int, int]:
             found: dict[int, int] = {}
@@ -420,7 +441,9 @@ class Keeper(_Speaker):
         return self._spoken(ask)
 
     def put(self, allocation: Allocation, descriptor: int) -> None:
-        """Have it hold a descriptor (of which the caller keeps its own) for a process that will come back."""
+        """Have it hold a descriptor (of which the caller keeps its own) for a process that will
+        come back.
+        """
         self._ask(
             Message(
                 Operation.KEEPER_PUT,
@@ -445,12 +468,15 @@ class Keeper(_Speaker):
         self._ask(Message(Operation.KEEPER_FORGET, token=token), good=(0, ENOENT))
 
     def keep(self, token: bytes, init: int, status: Path, seconds: float = _KEPT_SECONDS) -> None:
-        """From now on the memory of a process outlives it, unless its job ends well; no error where it has ended already.
+        """From now on the memory of a process outlives it, unless its job ends well; no error where
+        it has ended already.
 
         Args:
             init: The job's init, as this machine sees it. Its end is the job's.
-            status: In this file it writes how the command ended (`icecore.host.jobs.job`). ``exited 0`` is well.
-            seconds: Where the process ends and the job runs on, its memory is let go of after this time at the latest.
+            status: In this file it writes how the command ended (`icecore.host.jobs.job`). ``exited
+                0`` is well.
+            seconds: Where the process ends and the job runs on, its memory is let go of after this
+                time at the latest.
 
         Raises:
             ResidentFailed: Also with the code EINVAL: the keeper is older.
@@ -463,11 +489,15 @@ class Keeper(_Speaker):
             os.close(file)
 
     def unkeep(self, token: bytes) -> None:
-        """Its memory ends with the process after all; no error where that has ended already, or the keeper is older and keeps nothing."""
+        """Its memory ends with the process after all; no error where that has ended already, or the
+        keeper is older and keeps nothing.
+        """
         self._ask(Message(Operation.KEEPER_KEEP, token=token), good=(0, ENOENT, EINVAL))
 
     def drop(self, token: bytes, identities: Sequence[int]) -> None:
-        """Let go of some of what it holds of a process that has ended; no error where it does not hold them."""
+        """Let go of some of what it holds of a process that has ended; no error where it does not
+        hold them.
+        """
         for identity in identities:
             self._ask(
                 Message(Operation.KEEPER_DROP, token=token, identity=identity), good=(0, ENOENT)
@@ -507,7 +537,9 @@ def _connected(path: Path, seconds: float, pid: int | None = None) -> Iterator[s
 
 
 def _until(connection: socket.socket, end: Operation) -> Iterator[tuple[Message, int]]:
-    """Yield a list's messages: in its time as a whole, and no more than any process has allocations."""
+    """Yield a list's messages: in its time as a whole, and no more than any process has
+    allocations.
+    """
     over = time.monotonic() + _LIST_SECONDS
     for _ in range(_MOST_LISTED):
         message, descriptor = receive(connection)

@@ -1,7 +1,9 @@
-"""Which changed cells are copied where within the window; a pure function: no device is touched, and what does not fit is said, not dropped.
+"""Which changed cells are copied where within the window; a pure function: no device is touched,
+and what does not fit is said, not dropped.
 
-A copy on the device runs at its memory's speed, one to pinned host memory at the bus's, twenty to forty times slower: spare device memory is filled first,
-with what lies in the longest runs, so that few copies move much.
+A copy on the device runs at its memory's speed, one to pinned host memory at the bus's, twenty to
+forty times slower: spare device memory is filled first, with what lies in the longest runs, so that
+few copies move much.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def divide(cells: int, short: Mapping[str, int]) -> dict[str, int]:
-    """Each device's part of the host's cells: what it is short of, or its share of that where there are too few; what is left over evenly.
+    """Each device's part of the host's cells: what it is short of, or its share of that where there
+    are too few; what is left over evenly.
 
     Args:
         cells: How many there are.
@@ -102,7 +105,9 @@ def pinned_bytes(
 
 
 class Foreseen(NamedTuple):
-    """Where copies will go if all of some memory has changed: bytes by device, on it and in the host's memory, and those for which there is no room."""
+    """Where copies will go if all of some memory has changed: bytes by device, on it and in the
+    host's memory, and those for which there is no room.
+    """
 
     device: Mapping[str, int]
     host: Mapping[str, int]

@@ -1,6 +1,8 @@
-"""Device memory through the NVIDIA driver, for the worker; rule: each GPU has its primary context, whose calls one thread makes, and another those for digests.
+"""Device memory through the NVIDIA driver, for the worker; rule: each GPU has its primary context,
+whose calls one thread makes, and another those for digests.
 
-Memory is mapped as the processes have it (virtual memory management with POSIX descriptors), so that nothing moves to be looked at.
+Memory is mapped as the processes have it (virtual memory management with POSIX descriptors), so
+that nothing moves to be looked at.
 """
 
 from __future__ import annotations

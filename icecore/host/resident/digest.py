@@ -1,9 +1,10 @@
-"""Chunk ids of device memory, computed on the device: BLAKE3 of cells of 1 MiB whose pages are all there; rule: the kernel is the same function as
-`icecore.store.format.chunk.chunk_id`, bit for bit.
+"""Chunk ids of device memory, computed on the device: BLAKE3 of cells of 1 MiB whose pages are all
+there; rule: the kernel is the same function as `icecore.store.format.chunk.chunk_id`, bit for bit.
 
-The input is the cell's page bitmap (32 bytes, all set) and its bytes: 1024 chunks of BLAKE3's, of which the first begins with the bitmap, and one of
-32 bytes. A thread takes four chunks; then each level of their tree is made by as many threads as it has nodes, in shared memory. So what a
-restore has put on a GPU is verified where it arrived, and no core of the host reads it once more.
+The input is the cell's page bitmap (32 bytes, all set) and its bytes: 1024 chunks of BLAKE3's, of
+which the first begins with the bitmap, and one of 32 bytes. A thread takes four chunks; then each
+level of their tree is made by as many threads as it has nodes, in shared memory. So what a restore
+has put on a GPU is verified where it arrived, and no core of the host reads it once more.
 
 Source: "BLAKE3: one function, fast everywhere", sections 2.1 to 2.4.
 """
@@ -21,7 +22,8 @@ BYTES = 32
 #: What is hashed before a cell: its page bitmap, all set.
 BITMAP = b"\xff" * 32
 
-#: CUDA C++ for NVRTC. ``digest<<<cells, 256>>>(addresses, key, out)``: ``key`` is eight words, ``out`` eight words for each cell.
+#: CUDA C++ for NVRTC. ``digest<<<cells, 256>>>(addresses, key, out)``: ``key`` is eight words,
+#: ``out`` eight words for each cell.
 KERNEL_SOURCE = r"""
 typedef unsigned int u32;
 #ifndef DEVICE

@@ -1,4 +1,6 @@
-"""Device memory that is files on tmpfs, one directory for each GPU, for tests without a GPU; rule: the same bytes as the processes of the fake libcuda see."""
+"""Device memory that is files on tmpfs, one directory for each GPU, for tests without a GPU; rule:
+the same bytes as the processes of the fake libcuda see.
+"""
 
 from __future__ import annotations
 

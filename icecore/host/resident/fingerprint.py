@@ -1,8 +1,10 @@
-"""Fingerprints of device memory, computed on the device: 128 bits for each cell of 1 MiB; rule: kernel and reference are the same function, word for word.
+"""Fingerprints of device memory, computed on the device: 128 bits for each cell of 1 MiB; rule:
+kernel and reference are the same function, word for word.
 
-256 threads take a cell, each every 256th 16-byte vector of it, so that neighbours read neighbouring addresses. A step is a bijection of its state for any
-word, and of the word for any state: where only one thread's words of one half changed, the fingerprint has changed for certain. The seed is the lineage's
-secret; this is no cryptographic hash, and chunks are named by BLAKE3 all the same.
+256 threads take a cell, each every 256th 16-byte vector of it, so that neighbours read neighbouring
+addresses. A step is a bijection of its state for any word, and of the word for any state: where
+only one thread's words of one half changed, the fingerprint has changed for certain. The seed is
+the lineage's secret; this is no cryptographic hash, and chunks are named by BLAKE3 all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ CELL = 1 << 20
 THREADS = 256
 _MASK = (1 << 64) - 1
 
-#: CUDA C++ for NVRTC. ``fingerprint<<<cells, 256>>>(addresses, seed, out)``: ``out`` is two words for each cell, zeroed before.
+#: CUDA C++ for NVRTC. ``fingerprint<<<cells, 256>>>(addresses, seed, out)``: ``out`` is two words
+#: for each cell, zeroed before.
 KERNEL_SOURCE = r"""
 typedef unsigned long long u64;
 #ifndef DEVICE
@@ -134,7 +137,8 @@ def changed(before: Words | None, now: Words) -> npt.NDArray[np.bool_]:
     """Which cells are not as they were; all of them where nothing is known.
 
     Args:
-        before, now: u64[cells, 2]; ``before`` may be shorter or longer, where the allocation is another.
+        before, now: u64[cells, 2]; ``before`` may be shorter or longer, where the allocation is
+            another.
     """
     found = np.ones(len(now), np.bool_)
     if before is not None:

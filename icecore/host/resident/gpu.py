@@ -1,5 +1,6 @@
-"""What the worker has of one GPU: memory that is mapped from others or made for them, spare memory, and copies between all of it and the host region; rule:
-what there is no room for is said."""
+"""What the worker has of one GPU: memory that is mapped from others or made for them, spare memory,
+and copies between all of it and the host region; rule: what there is no room for is said.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from icecore.host.resident.copyplan import To, plan_copies
 from icecore.host.resident.fingerprint import CELL
 from icecore.host.resident.memory import Addresses, DeviceMemory, MemoryFailed, Piece
 
-#: What `Gpu.stage` answers for a cell for which there was no room; else the place in the host region, or, from here on, in spare device memory.
+#: What `Gpu.stage` answers for a cell for which there was no room; else the place in the host
+#: region, or, from here on, in spare device memory.
 NOWHERE, ON_DEVICE = -1, 1 << 62
 #: The number of the spare memory.
 SPARE = -1
@@ -23,12 +25,16 @@ _SHARE, _LEFT = 0.5, 256 << 20
 
 
 def spare_room(free: int) -> int:
-    """Bytes of device memory that copies may take where so much is free: the job goes on while they are there."""
+    """Bytes of device memory that copies may take where so much is free: the job goes on while they
+    are there.
+    """
     return max(0, int(free * _SHARE) - _LEFT) // CELL * CELL
 
 
 class Gpu:
-    """One GPU: its memory, and what is mapped of the jobs'. All but the constructor and digests is called by its thread."""
+    """One GPU: its memory, and what is mapped of the jobs'. All but the constructor and digests is
+    called by its thread.
+    """
 
     def __init__(self, connect: Callable[[], DeviceMemory], host: Callable[[], int]) -> None:
         self._connect = connect
@@ -90,7 +96,9 @@ class Gpu:
         host_size: int,
         spare_size: int,
     ) -> npt.NDArray[np.int64]:
-        """Copy the masked cells of these to where there is room, with so much spare device memory at most; for each such cell its place."""
+        """Copy the masked cells of these to where there is room, with so much spare device memory
+        at most; for each such cell its place.
+        """
         counts = [self._held[handle][1] // CELL for handle in handles]
         bounds = np.cumsum([0, *counts])
         wanted = int(mask.sum()) * CELL
@@ -120,7 +128,9 @@ class Gpu:
         return place[mask]
 
     def _take(self, room: int) -> tuple[int, int]:
-        """Spare device memory; less where the device has it only in pieces, or somebody else was faster."""
+        """Spare device memory; less where the device has it only in pieces, or somebody else was
+        faster.
+        """
         self._give()
         while room:
             try:

@@ -1,8 +1,11 @@
-"""The thread that makes a GPU's calls in the worker; rule: the bus does not rest while there are cells to place.
+"""The thread that makes a GPU's calls in the worker; rule: the bus does not rest while there are
+cells to place.
 
-Cells go to their places in two lanes: while those of one are on their way the other's begin. Whoever has many of them has a socket to this thread
-(`icecore.restorer.place.stager`), so that no other thread of the interpreter has to be woken for them: each message is 64-bit numbers, the caller's for the
-request and then (allocation, offset, place in the host region) of each cell; the answer is the request's number and, where it failed, why.
+Cells go to their places in two lanes: while those of one are on their way the other's begin.
+Whoever has many of them has a socket to this thread (`icecore.restorer.place.stager`), so that no
+other thread of the interpreter has to be woken for them: each message is 64-bit numbers, the
+caller's for the request and then (allocation, offset, place in the host region) of each cell; the
+answer is the request's number and, where it failed, why.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class Item(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Cells to place, (allocation, offset) each, from where; ``tell`` is called with why that failed, or nothing."""
+    """Cells to place, (allocation, offset) each, from where; ``tell`` is called with why that
+    failed, or nothing.
+    """
 
     cells: list[tuple[int, int]]
     places: list[int]
@@ -75,7 +80,9 @@ class GpuThread(threading.Thread):
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
-        """Until the process ends; which it does where this thread cannot go on, because others wait for its answers."""
+        """Until the process ends; which it does where this thread cannot go on, because others wait
+        for its answers.
+        """
         try:
             while True:
                 self._turn()

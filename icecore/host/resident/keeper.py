@@ -1,4 +1,6 @@
-"""Starts and claims keepers, finds the preload; rule: a keeper outlives whoever started it, and ends once its directory and its processes are gone."""
+"""Starts and claims keepers, finds the preload; rule: a keeper outlives whoever started it, and
+ends once its directory and its processes are gone.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,17 @@ def _built(name: str) -> Path:
 
 
 def environment(directory: str, before: Mapping[str, str]) -> dict[str, str]:
-    """What a job's environment needs: the preload, and the directory as the job sees it; whatever else is preloaded stays."""
+    """What a job's environment needs: the preload, and the directory as the job sees it; whatever
+    else is preloaded stays.
+    """
     preloads = [str(preload_path()), *(word for word in (before.get("LD_PRELOAD"),) if word)]
     return {"LD_PRELOAD": ":".join(preloads), VARIABLE: directory}
 
 
 @contextmanager
 def claimed(directory: Path) -> Iterator[bool]:
-    """Whether nobody else has claimed what the keeper of a directory has kept; then nobody else can, within: to take it, or to let go of it.
+    """Whether nobody else has claimed what the keeper of a directory has kept; then nobody else
+    can, within: to take it, or to let go of it.
 
     Raises:
         OSError: There is no such directory.
@@ -78,7 +83,8 @@ def make_place(directory: Path) -> None:
 
 
 def start_keeper(directory: Path) -> Keeper:
-    """Start the keeper of a directory, or find the one that runs. It belongs to nobody: it is no child that has to be waited for.
+    """Start the keeper of a directory, or find the one that runs. It belongs to nobody: it is no
+    child that has to be waited for.
 
     Raises:
         MissingTool: It was not built, or does not start.
@@ -92,10 +98,22 @@ def start_keeper(directory: Path) -> Keeper:
     program = keeper_path()
     # Through a shell that ends at once, so that the keeper is the init's child, not ours.
     done = subprocess.run(
-        ["/bin/sh", "-c", '"$0" "$1" >/dev/null 2>&1 </dev/null & echo $!', str(program), str(directory / "keeper")],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=_START_SECONDS, start_new_session=True,
-        check=False, cwd="/",
-    )  # fmt: skip
+        [
+            "/bin/sh",
+            "-c",
+            '"$0" "$1" >/dev/null 2>&1 </dev/null & echo $!',
+            str(program),
+            str(directory / "keeper"),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=_START_SECONDS,
+        start_new_session=True,
+        check=False,
+        cwd="/",
+    )
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         try:

@@ -1,4 +1,6 @@
-"""Kernels of which each block takes a cell, compiled by NVRTC for the GPU that is there; rule: what one needs is there before the first launch that matters."""
+"""Kernels of which each block takes a cell, compiled by NVRTC for the GPU that is there; rule: what
+one needs is there before the first launch that matters.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def _compiled(source: str, architecture: str) -> bytes:
 
 
 class CellKernel:
-    """``name<<<cells, threads>>>(addresses, value, out)``; its calls are made by one thread, in which the GPU's context is current.
+    """``name<<<cells, threads>>>(addresses, value, out)``; its calls are made by one thread, in
+    which the GPU's context is current.
 
     Args:
         cuda: The driver.
@@ -89,11 +92,14 @@ class CellKernel:
             "cuModuleGetFunction", call("cuModuleLoadData", self._cubin.ctypes.data), name.encode()
         )
         self._stream = call("cuStreamCreate", cuda.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        #: Device memory for arguments and results; it grows, because freeing some would wait for all copies that are under way.
+        #: Device memory for arguments and results; it grows, because freeing some would wait for
+        #: all copies that are under way.
         self._room = (0, 0)
 
     def reserve(self, cells: int, head: int = 0) -> None:
-        """Have device memory for so many cells, and so many bytes of a value, now rather than when there may be none left."""
+        """Have device memory for so many cells, and so many bytes of a value, now rather than when
+        there may be none left.
+        """
         self._have(head + 8 * cells, self._out_bytes * cells)
 
     def run(self, cells: Addresses, value: int | bytes) -> npt.NDArray[np.uint8]:
@@ -101,7 +107,8 @@ class CellKernel:
 
         Args:
             cells: u64[n]: their addresses.
-            value: A number, or bytes of which the kernel gets the address (a multiple of 8 of them).
+            value: A number, or bytes of which the kernel gets the address (a multiple of 8 of
+                them).
         """
         call, stream = self._cuda.call, self._stream
         found = np.zeros((len(cells), self._out_bytes), np.uint8)

@@ -1,6 +1,8 @@
-"""Device memory as the worker uses it: mapped, fingerprinted, copied; rule: addresses of all kinds are plain numbers, and a call ends when its work has.
+"""Device memory as the worker uses it: mapped, fingerprinted, copied; rule: addresses of all kinds
+are plain numbers, and a call ends when its work has.
 
-Two back ends: the driver (`icecore.host.resident.cuda_memory`), and one whose device memory is files (`icecore.host.resident.fake_memory`).
+Two back ends: the driver (`icecore.host.resident.cuda_memory`), and one whose device memory is
+files (`icecore.host.resident.fake_memory`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ Addresses = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Piece:
-    """One copy: bytes from an address to another, of device memory or of pinned host memory; ``stream``: pieces of another one may go at the same time."""
+    """One copy: bytes from an address to another, of device memory or of pinned host memory;
+    ``stream``: pieces of another one may go at the same time.
+    """
 
     to: int
     source: int
@@ -38,7 +42,9 @@ class DeviceMemory(Protocol):
         """Map what a descriptor holds (which stays the caller's); its address."""
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """New memory, zeroed and mapped, that can be exported: its address, and a descriptor that is the caller's."""
+        """New memory, zeroed and mapped, that can be exported: its address, and a descriptor that
+        is the caller's.
+        """
 
     def unmap(self, address: int) -> None:
         """Let go of what `map` or `allocate` gave; whoever has a descriptor keeps it."""
@@ -74,7 +80,9 @@ class DeviceMemory(Protocol):
         """Until all copies of a lane are done."""
 
     def prepare_digests(self) -> None:
-        """Have all ready that `digests` needs. Another thread than the other calls' makes these two."""
+        """Have all ready that `digests` needs. Another thread than the other calls' makes these
+        two.
+        """
 
     def digests(self, cells: Addresses, key: bytes) -> Digests:
         """u8[n, 32]: of the cells at these addresses (`icecore.host.resident.digest`)."""

@@ -1,4 +1,6 @@
-"""The packets between preload, keeper and their clients, as ``protocol.h`` has them; rule: what cannot be understood is an error, never skipped."""
+"""The packets between preload, keeper and their clients, as ``protocol.h`` has them; rule: what
+cannot be understood is an error, never skipped.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 VERSION = 2
-#: What older processes speak (out of older snapshots), and their keepers: they know nothing of shared memory, else it is the same.
+#: What older processes speak (out of older snapshots), and their keepers: they know nothing of
+#: shared memory, else it is the same.
 OLDEST_VERSION = 1
-#: In the environment of a process: the directory in which ``keeper`` is the keeper's socket and ``agent-PID`` a process's own.
+#: In the environment of a process: the directory in which ``keeper`` is the keeper's socket and
+#: ``agent-PID`` a process's own.
 VARIABLE = "ICECORE_RESIDENT"
 
 _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
@@ -138,18 +142,23 @@ class Counts:
 
     Attributes:
         resident: Allocations with a descriptor: a window does not move them.
-        small, pool, managed, foreign: Allocations left to the driver: under 2 MiB; stream-ordered; managed; others.
+        small, pool, managed, foreign: Allocations left to the driver: under 2 MiB; stream-ordered;
+            managed; others.
         deferred: Freed in a stream capture, to be released after it.
         allocations, frees, out_of_memory, ipc_refused: How often since the process began.
         unheld: Resident ones that the keeper does not hold now.
         windows, cancelled: How often the memory was taken away; how often that was given up.
         captured: Allocations left to the driver because a stream was being captured.
-        handles, imported: What the application manages itself: made by cuMemCreate (also among the resident), imported from another process; live ones.
+        handles, imported: What the application manages itself: made by cuMemCreate (also among the
+            resident), imported from another process; live ones.
         exports: How often it was exported.
-        unparkable: What was shared with other processes in a way that no window can take away; what was once stays counted.
+        unparkable: What was shared with other processes in a way that no window can take away; what
+            was once stays counted.
         multicast: Multicast objects, which no window can take away either; likewise.
-        ipc_exports: How often memory that stayed with the driver was exported or opened by CUDA's legacy IPC; of resident memory that is among `exports`.
-        spare: Released by the application, and kept for the next that it allocates. A window gives them back.
+        ipc_exports: How often memory that stayed with the driver was exported or opened by CUDA's
+            legacy IPC; of resident memory that is among `exports`.
+        spare: Released by the application, and kept for the next that it allocates. A window gives
+            them back.
         recycled: Allocations that got such a one.
     """
 
@@ -195,7 +204,9 @@ class Counts:
 
     @property
     def left(self) -> dict[str, int]:
-        """What stayed with the driver, by these names: bytes that are live, and how often it was for other reasons; without zeros."""
+        """What stayed with the driver, by these names: bytes that are live, and how often it was
+        for other reasons; without zeros.
+        """
         return {name: some for name in _LEFT if (some := int(getattr(self, name)))}
 
 
@@ -205,13 +216,15 @@ class Allocation:
 
     Attributes:
         identity: Names it within its process.
-        address: The device address that it keeps; of what the application manages itself, the handle as it knows it (no address: above 2^60).
+        address: The device address that it keeps; of what the application manages itself, the
+            handle as it knows it (no address: above 2^60).
         size: Bytes that are mapped; a multiple of the granularity.
         requested: Bytes that the application asked for.
         device: The UUID of its GPU, ``GPU-…``.
         ordinal: Its GPU as the process counts them.
         token: Its process's.
-        imported: Its process has it from another one, which allocated it: both descriptors are one open file. ``size`` is what is mapped of it.
+        imported: Its process has it from another one, which allocated it: both descriptors are one
+            open file. ``size`` is what is mapped of it.
         exported: Others may have it from this one.
     """
 
@@ -234,10 +247,16 @@ class Allocation:
     def of(cls, message: Message) -> Allocation:
         """As a packet has it."""
         return cls(
-            message.identity, message.address, message.size, message.requested,
-            f"GPU-{uuid.UUID(bytes=message.device)}", message.ordinal, message.token,
-            bool(message.flags & _IMPORTED), bool(message.flags & _EXPORTED),
-        )  # fmt: skip
+            message.identity,
+            message.address,
+            message.size,
+            message.requested,
+            f"GPU-{uuid.UUID(bytes=message.device)}",
+            message.ordinal,
+            message.token,
+            bool(message.flags & _IMPORTED),
+            bool(message.flags & _EXPORTED),
+        )
 
 
 def explain(result: int) -> str:

@@ -1,7 +1,9 @@
-"""Which of several processes' resident allocations are one memory; rule: it is one memory where its descriptors are one open file, which the kernel tells.
+"""Which of several processes' resident allocations are one memory; rule: it is one memory where its
+descriptors are one open file, which the kernel tells.
 
-A descriptor says nothing else: all of the driver's are of one device file. Whoever exports memory gives away duplicates of one descriptor, and whoever imports
-it keeps that (``handles.c``), so that all that come from the keeper of one memory are duplicates of each other.
+A descriptor says nothing else: all of the driver's are of one device file. Whoever exports memory
+gives away duplicates of one descriptor, and whoever imports it keeps that (``handles.c``), so that
+all that come from the keeper of one memory are duplicates of each other.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Shares:
 def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
     """Sort out what processes have.
 
-    Memory is its creator's. Where that has let go of it, it is that importer's who has most of it mapped.
+    Memory is its creator's. Where that has let go of it, it is that importer's who has most of it
+    mapped.
 
     Args:
         taken: By process: its allocations, with a descriptor of each in this process.

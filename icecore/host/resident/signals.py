@@ -1,9 +1,13 @@
-"""Threads that block the signal with which a process is parked; rule: each gets its own mask back as it goes on, whoever dies meanwhile.
+"""Threads that block the signal with which a process is parked; rule: each gets its own mask back
+as it goes on, whoever dies meanwhile.
 
-The C library lets nobody block that signal; runtimes that make system calls of their own do, and it does so itself for a moment. From outside, ptrace(2)
-changes a thread's mask while it stands still. The signal that is sent just before carries the mask that the thread had, which its handler puts back. All
-other signals are blocked until then: the handler must interrupt what the thread was doing, not the handler of another signal, which would return to a mask
-of its own. For the same reason there is never a second one: they come in the order in which they were sent, but handlers return in the other.
+The C library lets nobody block that signal; runtimes that make system calls of their own do, and it
+does so itself for a moment. From outside, ptrace(2) changes a thread's mask while it stands still.
+The signal that is sent just before carries the mask that the thread had, which its handler puts
+back. All other signals are blocked until then: the handler must interrupt what the thread was
+doing, not the handler of another signal, which would return to a mask of its own. For the same
+reason there is never a second one: they come in the order in which they were sent, but handlers
+return in the other.
 """
 
 from __future__ import annotations
@@ -23,15 +27,19 @@ _STOP_SECONDS = 1.0
 
 
 def reach(pid: int, threads: Iterable[int], number: int) -> list[int]:
-    """Let signal ``number`` through to threads of process ``pid``, once, and send it; returns those that could not be reached.
+    """Let signal ``number`` through to threads of process ``pid``, once, and send it; returns those
+    that could not be reached.
 
-    The caller must be allowed to trace the process; a thread that ended meanwhile counts as reached.
+    The caller must be allowed to trace the process; a thread that ended meanwhile counts as
+    reached.
     """
     return ptrace.apart(lambda: [thread for thread in threads if not _reach(pid, thread, number)])
 
 
 def _is_pending(thread: int, number: int) -> bool:
-    """Whether a signal with a mask waits already: the thread has not come to run since, or is still in the handler of one without."""
+    """Whether a signal with a mask waits already: the thread has not come to run since, or is still
+    in the handler of one without.
+    """
     first = 0
     while True:
         some = ptrace.signals_pending(thread, first, _AT_ONCE)

@@ -1,6 +1,8 @@
-"""All processes of a job that have resident memory, through one window; rule: either all of them stand with their memory taken away, or all run with it.
+"""All processes of a job that have resident memory, through one window; rule: either all of them
+stand with their memory taken away, or all run with it.
 
-While they stand, duplicates of their descriptors are held here, so that not even the keeper's death loses memory.
+While they stand, duplicates of their descriptors are held here, so that not even the keeper's death
+loses memory.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from icecore.host.resident.window import Try, may_be_tried_again, tries
 
 T = TypeVar("T")
 
-#: The driver's lock of processes, with its limit in seconds; raises where it failed, and then none is locked.
+#: The driver's lock of processes, with its limit in seconds; raises where it failed, and then none
+#: is locked.
 LockAll = Callable[[Collection[int], float], None]
 #: The driver's unlock of processes; raises where it failed.
 UnlockAll = Callable[[Collection[int]], None]
 
 
 class ResidentTree:
-    """The processes of a job that have resident memory (a context manager: left while they stand, it gives them their memory back).
+    """The processes of a job that have resident memory (a context manager: left while they stand,
+    it gives them their memory back).
 
     Args:
         directory: ``ICECORE_RESIDENT`` of the job, as this machine sees it.
@@ -63,7 +67,9 @@ class ResidentTree:
 
     @property
     def driver_bytes(self) -> int:
-        """What it leaves for the driver, of these processes and through these calls: contexts, code and NCCL's own buffers are not seen here."""
+        """What it leaves for the driver, of these processes and through these calls: contexts, code
+        and NCCL's own buffers are not seen here.
+        """
         return sum(report.counts.driver_bytes for report in self.reports.values())
 
     def take_away(
@@ -118,7 +124,8 @@ class ResidentTree:
         """Map the memory of all again, and let them run once all have it; the driver's lock is off.
 
         Raises:
-            ResidentFailed: A process did not get it; it and all others stand still, and this may be called again.
+            ResidentFailed: A process did not get it; it and all others stand still, and this may be
+                called again.
         """
         self._each(lambda pid, agent: self._map(pid, agent, seconds))
         self._each(lambda _, agent: agent.go())
@@ -184,7 +191,9 @@ class ResidentTree:
             agent.map({one.identity: fd for one, fd in self.taken[pid]}, seconds)
 
     def _each(self, call: Callable[[int, Agent], T]) -> dict[int, T]:
-        """Call for all at once; the first error once all have been answered, one that is not EAGAIN before others."""
+        """Call for all at once; the first error once all have been answered, one that is not EAGAIN
+        before others.
+        """
         if not self._agents:
             return {}
         with ThreadPoolExecutor(len(self._agents), "resident") as pool:

@@ -1,8 +1,11 @@
-"""Around the driver's checkpoint: memory taken away and given back; rule: left by an exception, the process runs with its memory.
+"""Around the driver's checkpoint: memory taken away and given back; rule: left by an exception, the
+process runs with its memory.
 
-The threads are parked first, but only outside of the driver, as far as their stacks tell. Then the driver's own lock has few calls to wait for, if any, and
-what was submitted comes to its end; the other way round it may never be had, because under threads that never rest there is always one within. With the lock
-on, the rest is parked. Where it is not had within a short time, somebody is parked who holds it up: all go on, and another moment is tried.
+The threads are parked first, but only outside of the driver, as far as their stacks tell. Then the
+driver's own lock has few calls to wait for, if any, and what was submitted comes to its end; the
+other way round it may never be had, because under threads that never rest there is always one
+within. With the lock on, the rest is parked. Where it is not had within a short time, somebody is
+parked who holds it up: all go on, and another moment is tried.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Try:
     """One attempt's limits, in seconds.
 
     Attributes:
-        patience: For threads to come out of the driver before its lock is asked for; 0: it is asked for while all run.
+        patience: For threads to come out of the driver before its lock is asked for; 0: it is asked
+            for while all run.
         lock: For the driver's lock.
         left: For all else.
     """
@@ -39,9 +43,11 @@ class Try:
 
 
 def tries(seconds: float) -> Iterator[Try]:
-    """Attempts, each more patient than the one before, with growing and uneven pauses: ranks that wait for each other meet at other points.
+    """Attempts, each more patient than the one before, with growing and uneven pauses: ranks that
+    wait for each other meet at other points.
 
-    In every second one the lock comes first: of threads that hardly ever leave the driver it is had sooner in this way.
+    In every second one the lock comes first: of threads that hardly ever leave the driver it is had
+    sooner in this way.
     """
     until = time.monotonic() + seconds
     patience, lock, pause = _FIRST_PATIENCE, _FIRST_LOCK, _PAUSE_SECONDS
@@ -55,7 +61,9 @@ def tries(seconds: float) -> Iterator[Try]:
 
 
 def may_be_tried_again(error: BaseException) -> bool:
-    """Whether another moment may be better: a thread held the allocator's lock, or the driver up, or a stream is being captured."""
+    """Whether another moment may be better: a thread held the allocator's lock, or the driver up,
+    or a stream is being captured.
+    """
     return isinstance(error, LockTimeout) or (
         isinstance(error, ResidentFailed) and error.code == EAGAIN
     )
@@ -69,10 +77,12 @@ def take_away(
     seconds: float = 20.0,
     lease: float = 30.0,
 ) -> int:
-    """Park a running process and take its resident memory away; bytes. The driver's lock is off before and after.
+    """Park a running process and take its resident memory away; bytes. The driver's lock is off
+    before and after.
 
     Args:
-        lock, unlock: The driver's, for this process; ``lock`` is told its limit in seconds and raises `LockTimeout`.
+        lock, unlock: The driver's, for this process; ``lock`` is told its limit in seconds and
+            raises `LockTimeout`.
         seconds: After this time it is given up.
         lease: See `Agent.park`.
 

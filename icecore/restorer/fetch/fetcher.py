@@ -1,8 +1,10 @@
-"""Cells from the store to whoever wants their bytes: read, decoded, verified, by several threads, faults first.
+"""Cells from the store to whoever wants their bytes: read, decoded, verified, by several threads,
+faults first.
 
-The rule: a sink is handed verified bytes only, and a buffer belongs to one worker at a time. Two ways to read: storage
-with direct reads is read by the workers themselves, into a buffer that each reuses; for all other storage an event loop
-keeps many ranges in flight, bounded by the budget, and the workers take what has arrived.
+The rule: a sink is handed verified bytes only, and a buffer belongs to one worker at a time. Two
+ways to read: storage with direct reads is read by the workers themselves, into a buffer that each
+reuses; for all other storage an event loop keeps many ranges in flight, bounded by the budget, and
+the workers take what has arrived.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.runtime.pool import Scratch
 
 _MAX_IN_FLIGHT = 32
-#: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
+#: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16
+#: cores).
 PLACE_THREADS = 6
 #: Threads for faults alone, at most.
 _FAULT_THREADS = 4
@@ -78,7 +81,8 @@ Through = Callable[[Placer, Sequence[Batch]], Sequence[int]]
 
 @dataclass
 class Spent:
-    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage (what placers do counts as placing).
+    """What the workers did so far: bytes read and produced, and their threads' seconds in each
+    stage (what placers do counts as placing).
 
     ``redone``: cells that a placer could not have, and that were therefore read here.
     """
@@ -99,8 +103,10 @@ class Spent:
 
 @dataclass(frozen=True)
 class Limits:
-    """``threads`` that decode; ``budget`` bytes of fetched and not yet used ranges; ``attempts`` a read; ``stall``
-    seconds after which a read that gives nothing has failed. ``shelf``: buffers of fetchers that follow each other."""
+    """``threads`` that decode; ``budget`` bytes of fetched and not yet used ranges; ``attempts`` a
+    read; ``stall`` seconds after which a read that gives nothing has failed. ``shelf``: buffers of
+    fetchers that follow each other.
+    """
 
     threads: int
     budget: int
@@ -119,8 +125,9 @@ class _Buffers:
 
 
 class Shelf:
-    """Keeps the buffers of workers that have ended for those of the next fetcher: their first touch costs more than to
-    read a small file. Thread-safe."""
+    """Keeps the buffers of workers that have ended for those of the next fetcher: their first touch
+    costs more than to read a small file. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._free: list[_Buffers] = []
@@ -202,7 +209,8 @@ class Fetcher:
         cells: int = ROOM_CELLS,
         batches: int = 1,
     ) -> None:
-        """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`.
+        """Have processes do what the workers would, one for each worker; for storage with direct
+        reads, before `start`.
 
         While its placer loads, a worker does its work itself, as far as more threads help.
 
@@ -218,7 +226,8 @@ class Fetcher:
         )
 
     def start(self, order: Sequence[int], *, opened: bool = True, faulting: int = 1) -> None:
-        """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes).
+        """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as
+        the budget goes).
 
         Args:
             faulting: Processes that wait for urgent rows.
@@ -240,7 +249,8 @@ class Fetcher:
             for number, placer in enumerate(placers)
         ]
         if not opened:
-            # A fault need not wait until a worker has placed what it is at, nor for another process's.
+            # A fault need not wait until a worker has placed what it is at, nor for another
+            # process's.
             workers += [
                 (f"faults-{number}", True, None, True)
                 for number in range(min(faulting, _FAULT_THREADS))
@@ -322,7 +332,7 @@ class Fetcher:
         self._fetching.add(fetching)
         fetching.add_done_callback(self._fetching.discard)
 
-    # -- workers ------------------------------------------------------------------------------------------------------
+    # -- workers
 
     def _work(self, only_urgent: bool, placer: Placer | None, meanwhile: bool) -> None:
         spent = Spent()
@@ -431,7 +441,8 @@ class Fetcher:
     def _deliver_through(
         self, placer: Placer | None, batches: Sequence[Batch], scratch: _Buffers, spent: Spent
     ) -> bool:
-        """Have a placer deliver batches. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
+        """Have a placer deliver batches. What it cannot have is delivered from here, where there
+        are other replicas, and errors with a name.
 
         Returns:
             Whether the placer lives.
@@ -468,7 +479,9 @@ class Fetcher:
         return placer is not None
 
     def _sound(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
-        """The cell's verified bytes; where what was read is damaged, from the first other replica that has them sound."""
+        """The cell's verified bytes; where what was read is damaged, from the first other replica
+        that has them sound.
+        """
         try:
             return self._decode(cell, stored, scratch)
         except Damaged as error:
@@ -527,7 +540,7 @@ class Fetcher:
                     time.sleep(pause)
                     pause *= 2
 
-    # -- the event loop's side ----------------------------------------------------------------------------------------
+    # -- the event loop's side
 
     async def _fetch_planned(self, rows: int) -> None:
         """Keep ranges in flight: as many as there are buffers in the budget."""

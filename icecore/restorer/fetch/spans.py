@@ -1,6 +1,8 @@
-"""Placers that fill a file, kept busy by one thread; its rule: a row is there because who put it there has said so, or it is left over.
+"""Placers that fill a file, kept busy by one thread; its rule: a row is there because who put it
+there has said so, or it is left over.
 
-One thread for all of them: as many as there are placers would keep each other, and whoever writes images and asks the driver, from the interpreter.
+One thread for all of them: as many as there are placers would keep each other, and whoever writes
+images and asks the driver, from the interpreter.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def hand_out(
         patience: Seconds that one may take for an answer.
 
     Returns:
-        Rows that are left over: those that could not be had, or whose placer has ended; all that were not brought yet, once it is stopped.
+        Rows that are left over: those that could not be had, or whose placer has ended; all that
+        were not brought yet, once it is stopped.
 
     Raises:
         RestoreFailed: One does not answer.

@@ -1,6 +1,8 @@
-"""Finds running processes that have a job's files open; the rule: no process's output is replaced, cut or shared unless the options ask for it.
+"""Finds running processes that have a job's files open; the rule: no process's output is replaced,
+cut or shared unless the options ask for it.
 
-Readers cause a warning only: a file is replaced under its name, so a process that reads the old one loses no byte of it.
+Readers cause a warning only: a file is replaced under its name, so a process that reads the old one
+loses no byte of it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Conflict:
-    """A file that the restored job writes, or that the restore writes, and that running processes have open.
+    """A file that the restored job writes, or that the restore writes, and that running processes
+    have open.
 
     Attributes:
         file: The file's path as the job sees it.
@@ -52,11 +55,13 @@ def find_conflicts(
     """Look for running processes that have the files open.
 
     Args:
-        manifest: The snapshot's: files that the job had open for writing count even if they do not change.
+        manifest: The snapshot's: files that the job had open for writing count even if they do not
+            change.
         actions: What would be done to files.
         mode: As in the options; ``auto`` is refused beside writers.
         root: What the paths of files without an action are relative to.
-        skip: Files without an action that are the instance's own, by the path at which it sees them.
+        skip: Files without an action that are the instance's own, by the path at which it sees
+            them.
         directory: Where the instance's copies are; empty: it has none.
         copies: Whether it could have copies.
     """

@@ -1,5 +1,6 @@
-"""The files that an instance gets as its own copies (``--files-to``); the rule: the files at the original paths are only read, and covered for the instance
-alone (`icecore.host.jobs.mounts`)."""
+"""The files that an instance gets as its own copies (``--files-to``); the rule: the files at the
+original paths are only read, and covered for the instance alone (`icecore.host.jobs.mounts`).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Copies:
     Attributes:
         directory: Holds each under its whole path; empty: there are none.
         paths: The files, by the path at which the instance sees them.
-        plan: What to do in the directory, and which problems prevent it. Its files have their paths there.
+        plan: What to do in the directory, and which problems prevent it. Its files have their paths
+            there.
     """
 
     directory: str
@@ -41,7 +43,9 @@ class Copies:
     plan: FilePlan
 
     def own_path(self, path: str) -> str:
-        """Return the path at which the instance sees a file of `plan`; other paths, also those of other files in `directory`, are returned as they are."""
+        """Return the path at which the instance sees a file of `plan`; other paths, also those of
+        other files in `directory`, are returned as they are.
+        """
         own = path.removeprefix(self.directory)
         return own if own in self.paths else path
 
@@ -76,7 +80,8 @@ def plan_copies(
 ) -> Copies:
     """Decide which files are copies, and compare what is there with the snapshot.
 
-    An instance that has copies keeps them in their directory at every restore of its own snapshots, unless the options name another.
+    An instance that has copies keeps them in their directory at every restore of its own snapshots,
+    unless the options name another.
 
     Args:
         manifest: The snapshot's.
@@ -135,7 +140,8 @@ def plan_copies(
 def require_all_covered(
     images: Path, copies: Copies, manifest: Manifest, record: RunRecord
 ) -> None:
-    """Refuse copies where the job has a file open for writing under a second name as well, which no copy covers.
+    """Refuse copies where the job has a file open for writing under a second name as well, which no
+    copy covers.
 
     Args:
         images: CRIU's images.
@@ -180,7 +186,8 @@ def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifes
 
 
 def make_directory(directory: str) -> bool:
-    """Make the directory of copies where it is missing; only its owner may look into it. Returns whether it was made.
+    """Make the directory of copies where it is missing; only its owner may look into it. Returns
+    whether it was made.
 
     Raises:
         RestoreRefused: It cannot be made, or others could change what is in it.
@@ -213,7 +220,9 @@ def remove_empty(directory: str) -> None:
 
 
 def _problems_of_directory(directory: str) -> list[Problem]:
-    """Return why copies cannot be in a directory: root writes them, and no other user may redirect it."""
+    """Return why copies cannot be in a directory: root writes them, and no other user may redirect
+    it.
+    """
     if os.path.realpath(directory) != directory:
         return [Problem(directory, "its path leads through a symbolic link", _ANOTHER)]
     path = ""
@@ -227,7 +236,8 @@ def _problems_of_directory(directory: str) -> list[Problem]:
             return [Problem(path, f"cannot examine it: {error.strerror}", _ANOTHER)]
         if not stat.S_ISDIR(now.st_mode):
             return [Problem(path, "it is no directory", _ANOTHER)]
-        # In a sticky directory users cannot move files of others; the last directory holds the copies.
+        # In a sticky directory users cannot move files of others; the last directory holds the
+        # copies.
         moves = now.st_mode & 0o022 and not (now.st_mode & stat.S_ISVTX and path != directory)
         if now.st_uid not in (0, os.geteuid()) or moves:
             return [
@@ -241,7 +251,9 @@ def _problems_of_directory(directory: str) -> list[Problem]:
 
 
 def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
-    """Return why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
+    """Return why a file cannot have a copy. ``stored``: the files whose content is needed and
+    there; None: the copies exist.
+    """
     if file.links:
         return [
             Problem(

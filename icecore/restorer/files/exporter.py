@@ -1,5 +1,6 @@
-"""A snapshot written as an image directory that plain ``criu restore`` takes, so that nobody depends on icecore to get
-a process back. Its rule: the directory is complete or it is not there."""
+"""A snapshot written as an image directory that plain ``criu restore`` takes, so that nobody
+depends on icecore to get a process back. Its rule: the directory is complete or it is not there.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ _BUDGET = 256 << 20
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote: bytes of image and page files, how many of them, and the paths of open files whose content lies
-    under `OPEN_FILES` and must be put in place before ``criu restore``."""
+    """What an export wrote: bytes of image and page files, how many of them, and the paths of open
+    files whose content lies under `OPEN_FILES` and must be put in place before ``criu restore``.
+    """
 
     directory: Path
     bytes: int
@@ -61,7 +63,8 @@ def export(
         snapshot: Its id.
         directory: Is made; if it is there it must be empty.
         threads: Threads that decode; 0: one a core, six at most.
-        register: Keep what is read from being collected meanwhile; without, for repositories that cannot be written to.
+        register: Keep what is read from being collected meanwhile; without, for repositories that
+            cannot be written to.
         emit: Gets ``export.*`` events.
 
     Raises:

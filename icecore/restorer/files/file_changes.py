@@ -1,7 +1,9 @@
-"""Changes of a job's files, made, undone and finished; the rule: replaced files are kept until `finish`, and each step checks the actual files.
+"""Changes of a job's files, made, undone and finished; the rule: replaced files are kept until
+`finish`, and each step checks the actual files.
 
-Undoing and finishing may be repeated, and begun again by another process (`icecore.restorer.files.file_recovery`): which of two files has which name says
-how far a change got. Files that another process put there meanwhile stay unchanged and are reported.
+Undoing and finishing may be repeated, and begun again by another process
+(`icecore.restorer.files.file_recovery`): which of two files has which name says how far a change
+got. Files that another process put there meanwhile stay unchanged and are reported.
 """
 
 from __future__ import annotations
@@ -110,7 +112,9 @@ def _put(files: JobFiles, located: Located) -> None:
 
 
 def _put_in_steps(files: JobFiles, located: Located) -> None:
-    """As `_put`, for file systems that cannot exchange names: the old file has a second name meanwhile."""
+    """As `_put`, for file systems that cannot exchange names: the old file has a second name
+    meanwhile.
+    """
     change, place = located.change, located.place
     assert change.old is not None
     descriptor = files.open_path(place, change.old)
@@ -151,7 +155,9 @@ def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) ->
 
 
 def _save(journal: FileJournal, change: Change, descriptor: int, about: os.stat_result) -> None:
-    """Save a file's content from byte ``change.size`` on, with its time. It has its name once it is complete."""
+    """Save a file's content from byte ``change.size`` on, with its time. It has its name once it is
+    complete.
+    """
     whole = journal.saved(change.saved)
     part = whole.with_name(f"{whole.name}.part")
     out = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -174,7 +180,7 @@ def _copy(source: int, start: int, target: int, position: int) -> None:
             position, view = position + written, view[written:]
 
 
-# -- undoing ----------------------------------------------------------------------------------------------------------
+# -- undoing
 
 
 def undo(
@@ -279,7 +285,9 @@ def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: l
 
 
 def _begins_alike(descriptor: int, start: int, saved: int) -> bool:
-    """Return whether all bytes from ``start`` on match the beginning of the saved content: then an undo was interrupted, or none was begun."""
+    """Return whether all bytes from ``start`` on match the beginning of the saved content: then an
+    undo was interrupted, or none was begun.
+    """
     position = 0
     while piece := os.pread(descriptor, _COPY_BYTES, start + position):
         if os.pread(saved, len(piece), position) != piece:
@@ -288,11 +296,13 @@ def _begins_alike(descriptor: int, start: int, saved: int) -> bool:
     return True
 
 
-# -- finishing --------------------------------------------------------------------------------------------------------
+# -- finishing
 
 
 def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
-    """Remove what was replaced: the job runs, and the files are its own. Returns what could not be removed, a sentence each."""
+    """Remove what was replaced: the job runs, and the files are its own. Returns what could not be
+    removed, a sentence each.
+    """
     left: list[str] = []
     try:
         journal.note_ran()
@@ -313,7 +323,9 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
 
 
 def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
-    """Leave what was replaced where it is: nobody knows whether the job ran. Returns a sentence for each file whose original is left."""
+    """Leave what was replaced where it is: nobody knows whether the job ran. Returns a sentence for
+    each file whose original is left.
+    """
     left: list[str] = []
     for located in changes:
         change = located.change

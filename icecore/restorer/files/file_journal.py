@@ -1,9 +1,11 @@
-"""Records what a restore changes among a job's files before it does; the rule: the record on disk decides whether to undo or to finish.
+"""Records what a restore changes among a job's files before it does; the rule: the record on disk
+decides whether to undo or to finish.
 
-``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``, contents that were saved before a file is
-changed in place, ``keep`` from just before the job is let go, and ``ran`` once it runs. Without ``keep`` the changes are undone, with
-``ran`` they are finished; between the two nobody knows whether the job wrote to its files, so the new files stay and what they replaced
-is kept. The directory belongs to root, and no other user may write there.
+``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``,
+contents that were saved before a file is changed in place, ``keep`` from just before the job is let
+go, and ``ran`` once it runs. Without ``keep`` the changes are undone, with ``ran`` they are
+finished; between the two nobody knows whether the job wrote to its files, so the new files stay and
+what they replaced is kept. The directory belongs to root, and no other user may write there.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ _FORMAT = 1
 class Change(msgspec.Struct, frozen=True):
     """One change of one name. Paths are bytes, as the kernel has them.
 
-    ``put``: ``temporary`` gets the place ``path`` (``old`` None: where there was nothing). ``rewrite``: ``path`` keeps its inode ``old``
-    and gets the content of ``temporary``. ``truncate``: ``path`` is cut to ``size`` bytes. ``link``: ``path`` becomes another name of ``new``,
-    which is found at ``source``.
+    ``put``: ``temporary`` gets the place ``path`` (``old`` None: where there was nothing).
+    ``rewrite``: ``path`` keeps its inode ``old`` and gets the content of ``temporary``.
+    ``truncate``: ``path`` is cut to ``size`` bytes. ``link``: ``path`` becomes another name of
+    ``new``, which is found at ``source``.
 
     Attributes:
         user, group: Whom the file belongs to.
         directory: Which directory ``path`` and ``temporary`` lie in.
         new: The file that was prepared; None: it was not created yet.
-        saved: Name in the journal's directory of the old content from byte ``size`` on, for changes in place.
+        saved: Name in the journal's directory of the old content from byte ``size`` on, for changes
+            in place.
     """
 
     kind: Literal["put", "rewrite", "truncate", "link"]
@@ -57,7 +61,9 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A directory that was missing. ``inode`` None: it was not made yet, or its maker ended before recording it."""
+    """A directory that was missing. ``inode`` None: it was not made yet, or its maker ended before
+    recording it.
+    """
 
     path: bytes
     user: int
@@ -66,7 +72,9 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """All that a restore changes. ``boot`` is the machine's boot id: device numbers are compared within one boot only."""
+    """All that a restore changes. ``boot`` is the machine's boot id: device numbers are compared
+    within one boot only.
+    """
 
     format: int
     snapshot: str
@@ -186,7 +194,9 @@ class FileJournal:
         return self.folder / name
 
     def remove(self) -> None:
-        """Forget the restore: nothing is left to undo or to finish. If that fails, the next command tries again."""
+        """Forget the restore: nothing is left to undo or to finish. If that fails, the next command
+        tries again.
+        """
         with suppress(OSError):
             (self.folder / _JOURNAL).unlink(
                 missing_ok=True
@@ -198,7 +208,8 @@ class FileJournal:
         """Keep the saved content for the user, but not the journal; return where it is.
 
         Args:
-            left: What was left, a sentence each. They are written there: the guard of a killed restore has nobody to tell.
+            left: What was left, a sentence each. They are written there: the guard of a killed
+                restore has nobody to tell.
         """
         place = self.folder.with_name(self.folder.name + _KEPT)
         try:

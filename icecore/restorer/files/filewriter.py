@@ -1,7 +1,8 @@
-"""Cells into files: open files that are put back, CRIU's image files, and the page images rebuilt from memory cells.
+"""Cells into files: open files that are put back, CRIU's image files, and the page images rebuilt
+from memory cells.
 
-The rule: a file is written under the name it was begun with, hole by hole as sparse as it was, and is `finished` only
-when every one of its rows was written.
+The rule: a file is written under the name it was begun with, hole by hole as sparse as it was, and
+is `finished` only when every one of its rows was written.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ class FileTarget:
     """One file to be written from cells.
 
     Attributes:
-        path: Where; it must not exist, unless ``existing``. With ``descriptor`` only a name for messages.
+        path: Where; it must not exist, unless ``existing``. With ``descriptor`` only a name for
+            messages.
         size: Bytes it has in the end.
         cells: Cells whose data pages go into it.
-        layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in a page image.
+        layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in
+            a page image.
         within: u1[n, 32], with a layout: the pages that it covers.
         mode: Permission bits.
         existing: The file is there, empty and perhaps open: it is filled in place.
-        descriptor: The file is open for writing, and its maker closes it. None: it is opened by its path.
+        descriptor: The file is open for writing, and its maker closes it. None: it is opened by its
+            path.
     """
 
     path: str
@@ -92,7 +96,9 @@ class FileWriter:
                 os.close(descriptor)
 
     def order(self) -> list[int]:
-        """All rows, the files side by side: two threads that write into one file wait for each other."""
+        """All rows, the files side by side: two threads that write into one file wait for each
+        other.
+        """
         first = 0
         parts = []
         for count in self._counts:

@@ -1,9 +1,11 @@
-"""Checks the files that CRIU opened for a held tree; the rule: the tree runs only if all of them were checked.
+"""Checks the files that CRIU opened for a held tree; the rule: the tree runs only if all of them
+were checked.
 
-CRIU opens files by their paths, as root. A user who controls a directory of such a path can redirect it between the check and CRIU's opening;
-the job would get another user's file.
-Each file that the images have CRIU open for a process, as a descriptor or for a mapping, is compared by its
-inode. What a path looks like now exempts nothing: a link can lead to /proc/PID/mem, and to a file without a name through /proc/PID/fd.
+CRIU opens files by their paths, as root. A user who controls a directory of such a path can
+redirect it between the check and CRIU's opening; the job would get another user's file. Each file
+that the images have CRIU open for a process, as a descriptor or for a mapping, is compared by its
+inode. What a path looks like now exempts nothing: a link can lead to /proc/PID/mem, and to a file
+without a name through /proc/PID/fd.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def require_files(
         root: Pid of the tree's root.
         images: CRIU's images.
         own: Beginnings of paths where the instance has file systems of its own.
-        given: Recorded paths whose files CRIU inherits instead of opening them. Those that its plugin replaces are added.
+        given: Recorded paths whose files CRIU inherits instead of opening them. Those that its
+            plugin replaces are added.
 
     Raises:
         RestoreFailed: One is not.

@@ -1,7 +1,8 @@
-"""CRIU's image directory rebuilt from a snapshot: the image files as they were, the page images from memory cells.
+"""CRIU's image directory rebuilt from a snapshot: the image files as they were, the page images
+from memory cells.
 
-The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd or lies in a file that CRIU maps is not, and every
-page of every pagemap is in exactly one of the three.
+The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd or lies in
+a file that CRIU maps is not, and every page of every pagemap is in exactly one of the three.
 """
 
 from __future__ import annotations
@@ -57,11 +58,13 @@ from icecore.store.format.manifest import Manifest, Space
 from icecore.store.snapshot.reader import SnapshotReader
 
 _NAME = re.compile(r"[A-Za-z0-9_.+:-]{1,200}\Z")
-#: Page images are made from cells, never stored; the file of device memory has a name that CRIU is given.
+#: Page images are made from cells, never stored; the file of device memory has a name that CRIU is
+#: given.
 _MADE_HERE = re.compile(r"pages-\d+\.img\Z|icecore-device-memory\Z")
 _READERS = 16
 _MADV_WIPEONFORK = 18
-#: Mappings with less between them keep their distance in the file, so that no cell is in two places of it.
+#: Mappings with less between them keep their distance in the file, so that no cell is in two places
+#: of it.
 _NEAR = 1 << 30
 _TOP = 1 << 57
 #: By how much a mapping's huge pages may exceed its bytes.
@@ -112,8 +115,9 @@ class FiledMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """How the snapshot's memory is brought back: ``page_images`` to be written, what CRIU maps from a file of ``size`` bytes, named `FILE_NAME`, and the rest
-    lazily."""
+    """How the snapshot's memory is brought back: ``page_images`` to be written, what CRIU maps from
+    a file of ``size`` bytes, named `FILE_NAME`, and the rest lazily.
+    """
 
     page_images: list[FileTarget]
     lazy: list[LazyMemory]
@@ -127,7 +131,8 @@ def read_spaces(
     """The cells of many spaces.
 
     Args:
-        parallel: Whether a read has to wait for something far away, so that several should wait at once.
+        parallel: Whether a read has to wait for something far away, so that several should wait at
+            once.
     """
 
     def read(space: Space) -> SpaceCells:
@@ -204,9 +209,11 @@ def plan_memory(
         folder: Holds the pagemap images; they are rewritten where they say something else.
         memory: The process and shared spaces with their cells.
         version: Of the CRIU that will read the pagemaps.
-        lazily: Whether pages that can come through userfaultfd do; else all go into the page images.
-        temporary: Image id of a process → where its device memory lies, (start, end) in address order, which the driver takes away again. Large mappings of
-            that come from a file; then the mm images say so.
+        lazily: Whether pages that can come through userfaultfd do; else all go into the page
+            images.
+        temporary: Image id of a process → where its device memory lies, (start, end) in address
+            order, which the driver takes away again. Large mappings of that come from a file; then
+            the mm images say so.
 
     Raises:
         Damaged: A pagemap is missing or names pages that the snapshot does not hold.
@@ -279,13 +286,16 @@ def plan_memory(
                 )
             )
     for part, (vmas, pieces) in zip(filed, mapped, strict=True):
-        # A file for each: of two processes with a mapping of one file at the same place CRIU lets the younger inherit the other's, whatever part of it that is.
+        # A file for each: of two processes with a mapping of one file at the same place CRIU lets
+        # the younger inherit the other's, whatever part of it that is.
         map_file(folder, part.process, vmas, pieces, add_file(folder, FILE_NAME))
     return Memory(images, lazy, filed, position)
 
 
 def device_ranges(space: Space) -> list[tuple[int, int]]:
-    """Where device memory is, (start, end) in address order; a VMA of it may have been cut into many regions."""
+    """Where device memory is, (start, end) in address order; a VMA of it may have been cut into
+    many regions.
+    """
     found: list[tuple[int, int]] = []
     for region in space.regions:
         if region.kind == "device" and found and found[-1][1] == region.start:
@@ -306,7 +316,8 @@ def within(cells: SpaceCells, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[
 
 
 def lay_out(ranges: Sequence[tuple[int, int]], position: int) -> tuple[dict[int, int], int]:
-    """Where mappings go in a file: at places that are to 2 MiB as their addresses are, so that they can be of huge pages.
+    """Where mappings go in a file: at places that are to 2 MiB as their addresses are, so that they
+    can be of huge pages.
 
     Args:
         ranges: (start, end) in address order.
@@ -341,7 +352,9 @@ def _filed(
 
 
 def huge_pages(low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
-    """The ranges (start, end) in address order, of whole huge pages, of which cells (u8[n], u8[n], ascending) have a part."""
+    """The ranges (start, end) in address order, of whole huge pages, of which cells (u8[n], u8[n],
+    ascending) have a part.
+    """
     found: list[tuple[int, int]] = []
     starts, ends = (
         low // np.uint64(HUGE_PAGE) * np.uint64(HUGE_PAGE),
@@ -411,9 +424,11 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
 def mappable(
     vmas: Vmas, temporary: Sequence[tuple[int, int]], entries: Entries
 ) -> list[tuple[int, int]]:
-    """What of ``temporary``, (start, end) in address order, could as well be private mappings of a file, in pieces of `SMALLEST` bytes at least.
+    """What of ``temporary``, (start, end) in address order, could as well be private mappings of a
+    file, in pieces of `SMALLEST` bytes at least.
 
-    A piece ends where its VMA does, but need not be all of one: the kernel makes one VMA of the driver's mapping and what it happens to lie beside.
+    A piece ends where its VMA does, but need not be all of one: the kernel makes one VMA of the
+    driver's mapping and what it happens to lie beside.
     """
     kind = MAP_PRIVATE | MAP_ANONYMOUS
     fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (

@@ -1,18 +1,27 @@
-"""Every write to a job's file; the rule: it goes through a checked directory descriptor and the file's own descriptor, as the file's owner.
+"""Every write to a job's file; the rule: it goes through a checked directory descriptor and the
+file's own descriptor, as the file's owner.
 
 Public surface:
 
-- `JobFiles(root)`: a context manager; resolves paths like `JobPaths` and runs every change in a thread of its own.
-- `JobFiles.locate(path)`, `JobFiles.directory(path)`: where a path lies (`Place`, `Directory`), links refused unless root alone could make them.
-- `JobFiles.make_directories(path, owner)`: the missing directories of a path, made as the owner; returns what it made (`MadeDirectory`).
-- `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the start; its descriptor.
+- `JobFiles(root)`: a context manager; resolves paths like `JobPaths` and runs every change in a
+  thread of its own.
+- `JobFiles.locate(path)`, `JobFiles.directory(path)`: where a path lies (`Place`, `Directory`),
+  links refused unless root alone could make them.
+- `JobFiles.make_directories(path, owner)`: the missing directories of a path, made as the owner;
+  returns what it made (`MadeDirectory`).
+- `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the
+  start; its descriptor.
 - `JobFiles.open_path(place, known)`: an O_PATH descriptor of the file ``known`` at a place.
-- `JobFiles.open_inode(place, known, owner, flags)`: the file at a place, if it is that very regular file and belongs to that owner.
-- `JobFiles.settle(descriptor, file)`: owner, mode without set-ID bits, and time of a file that was created.
-- `JobFiles.exchange`, `place_new`, `rename`, `link`, `unlink`, `rmdir`: names, within checked directories.
+- `JobFiles.open_inode(place, known, owner, flags)`: the file at a place, if it is that very regular
+  file and belongs to that owner.
+- `JobFiles.settle(descriptor, file)`: owner, mode without set-ID bits, and time of a file that was
+  created.
+- `JobFiles.exchange`, `place_new`, `rename`, `link`, `unlink`, `rmdir`: names, within checked
+  directories.
 
-Whose rights count: names are changed as the file's owner. What the owner may not do, root does only in a directory where
-root alone can make names; in any other directory it is refused. So users gain nothing from names in their own directories.
+Whose rights count: names are changed as the file's owner. What the owner may not do, root does only
+in a directory where root alone can make names; in any other directory it is refused. So users gain
+nothing from names in their own directories.
 """
 
 from __future__ import annotations
@@ -75,7 +84,8 @@ class JobFiles:
 
     def __init__(self, root: str = "") -> None:
         self._paths = JobPaths(root)
-        # Python runs signal handlers in the main thread only: none can come between taking a user's identity and giving it back.
+        # Python runs signal handlers in the main thread only: none can come between taking a user's
+        # identity and giving it back.
         self._thread = ThreadPoolExecutor(1, "job-files")
 
     def close(self) -> None:
@@ -94,7 +104,7 @@ class JobFiles:
     ) -> None:
         self.close()
 
-    # -- places -------------------------------------------------------------------------------------------------------
+    # -- places
 
     def directory(self, path: str) -> Directory:
         """As `JobPaths.directory`."""
@@ -105,10 +115,12 @@ class JobFiles:
         return self._do(lambda: self._paths.locate(path))
 
     def make_directories(self, path: str, owner: Owner, mode: int = 0o755) -> list[MadeDirectory]:
-        """Make the directory ``path`` and its missing parents, for ``owner``; returns those made, outermost first.
+        """Make the directory ``path`` and its missing parents, for ``owner``; returns those made,
+        outermost first.
 
         Raises:
-            PathRefused: A component is an untrusted link, or another user's directory appeared where one was made.
+            PathRefused: A component is an untrusted link, or another user's directory appeared
+                where one was made.
             OSError: The owner may not, or as mkdir(2).
         """
         return self._do(lambda: self._make_directories(path, owner, mode))
@@ -148,10 +160,11 @@ class JobFiles:
             )
         return [*made, MadeDirectory(place, inode_of(about))]
 
-    # -- files --------------------------------------------------------------------------------------------------------
+    # -- files
 
     def create(self, place: Place, owner: Owner) -> int:
-        """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for reading and writing.
+        """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for
+        reading and writing.
 
         Raises:
             OSError: FileExistsError: the name is taken, by whatever. Others as open(2).
@@ -187,7 +200,8 @@ class JobFiles:
         return self._do(lambda: _open_inode(place, known, owner, flags))
 
     def open_path(self, place: Place, known: Inode) -> int:
-        """Return an O_PATH descriptor of the file ``known`` at a place, whatever it is: to be linked, not to be read or written.
+        """Return an O_PATH descriptor of the file ``known`` at a place, whatever it is: to be
+        linked, not to be read or written.
 
         Raises:
             PathRefused: It is another file.
@@ -195,7 +209,9 @@ class JobFiles:
         return self._do(lambda: _open_path(place, known))
 
     def settle(self, descriptor: int, file: OpenFile) -> bool:
-        """Give a file that was created its recorded owner, mode and times; returns whether set-ID bits were left out."""
+        """Give a file that was created its recorded owner, mode and times; returns whether set-ID
+        bits were left out.
+        """
         return self._do(lambda: self._settle(descriptor, file))
 
     @staticmethod
@@ -216,7 +232,7 @@ class JobFiles:
             rest()
         return bool(file.mode & ~_MODES)
 
-    # -- names --------------------------------------------------------------------------------------------------------
+    # -- names
 
     def exchange(self, directory: Directory, one: str, other: str, owner: Owner) -> None:
         """Exchange two names of one directory in one step.
@@ -271,7 +287,9 @@ class JobFiles:
         self._do(lambda: self._as_allowed(place.directory, owner, work))
 
     def unlink(self, place: Place, known: Inode | None, owner: Owner) -> bool:
-        """Remove a name if it is the file ``known`` (None: whatever has it); returns whether it was."""
+        """Remove a name if it is the file ``known`` (None: whatever has it); returns whether it
+        was.
+        """
         return self._do(lambda: self._unlink(place, known, owner))
 
     def _unlink(self, place: Place, known: Inode | None, owner: Owner) -> bool:
@@ -294,7 +312,9 @@ class JobFiles:
         return True
 
     def rmdir(self, made: MadeDirectory, owner: Owner) -> bool:
-        """Remove a directory that was made, if it is still that one and empty; returns whether it was."""
+        """Remove a directory that was made, if it is still that one and empty; returns whether it
+        was.
+        """
 
         def work() -> bool:
             about = made.place.stat()
@@ -312,7 +332,7 @@ class JobFiles:
 
         return self._do(work)
 
-    # -- rights -------------------------------------------------------------------------------------------------------
+    # -- rights
 
     def _do(self, work: Callable[[], Result]) -> Result:
         return self._thread.submit(work).result()
@@ -346,7 +366,9 @@ def _groups(owner: Owner) -> list[int]:
 
 
 def _give(descriptor: int, owner: Owner) -> None:
-    """Set the owner of a file that was created, where the directory or root's rights made it another."""
+    """Set the owner of a file that was created, where the directory or root's rights made it
+    another.
+    """
     about = os.fstat(descriptor)
     if (about.st_uid, about.st_gid) != owner:
         os.fchown(descriptor, *owner)

@@ -1,8 +1,10 @@
-"""Where a job's file lies: its path resolved to a directory descriptor and a name; the rule: a symbolic link is followed only where root alone could make it.
+"""Where a job's file lies: its path resolved to a directory descriptor and a name; the rule: a
+symbolic link is followed only where root alone could make it.
 
-The kernel shows paths of open files resolved, so on the machine of the snapshot no component is a link. On another machine
-the administrator may have made one (/var/run, a /home on another disk). Such a link is followed if it belongs to root and every
-directory on the way to it belongs to root and is not writable by others: no other user can make, move or replace it. Any other link is
+The kernel shows paths of open files resolved, so on the machine of the snapshot no component is a
+link. On another machine the administrator may have made one (/var/run, a /home on another disk).
+Such a link is followed if it belongs to root and every directory on the way to it belongs to root
+and is not writable by others: no other user can make, move or replace it. Any other link is
 refused, because its maker chooses where root writes.
 """
 

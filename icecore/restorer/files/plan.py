@@ -1,4 +1,6 @@
-"""Which open files a restore has to put back, and what stands in the way; the rule: nothing is changed here (`icecore.restorer.files.put_back` does that)."""
+"""Which open files a restore has to put back, and what stands in the way; the rule: nothing is
+changed here (`icecore.restorer.files.put_back` does that).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ class Action:
     """What happens to one file.
 
     Attributes:
-        kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its content in place (another name of it is
-            still there), or ``truncate`` it to its recorded size.
+        kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its
+            content in place (another name of it is still there), or ``truncate`` it to its recorded
+            size.
         file: What the snapshot recorded.
         size, mtime_ns: What is there now; None for ``create``.
     """
@@ -53,7 +56,8 @@ class FilePlan:
 
     Attributes:
         untouched: The files that stay as they are: the job must be given these and no others.
-        exposed: Whether others than root can change where some path leads, until CRIU has opened it.
+        exposed: Whether others than root can change where some path leads, until CRIU has opened
+            it.
     """
 
     actions: list[Action]
@@ -167,7 +171,9 @@ def _plan_one(
 
 
 def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
-    """Whether somebody may have put another user's file at the path, for the job to get what that user alone may do."""
+    """Whether somebody may have put another user's file at the path, for the job to get what that
+    user alone may do.
+    """
     unknown = not file.inode  # of imported images
     if unknown or now.st_uid == file.user or paths.guarded(os.path.dirname(file.path)):
         return False
@@ -175,7 +181,9 @@ def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
 
 
 def same_inode(locate: Callable[[str], Place], file: OpenFile) -> str:
-    """Return another name under which the very file is still there: its names must go on meaning one file. Empty: there is none."""
+    """Return another name under which the very file is still there: its names must go on meaning
+    one file. Empty: there is none.
+    """
     for name in file.links:
         with suppress(OSError, PathRefused):
             about = locate(name).stat()

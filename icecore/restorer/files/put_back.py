@@ -1,5 +1,7 @@
-"""Puts open files back as they were when the snapshot was taken; the rule: a file is replaced as a whole, under its name, so that a process with the old
-one open keeps it, and until the job runs everything can be undone."""
+"""Puts open files back as they were when the snapshot was taken; the rule: a file is replaced as a
+whole, under its name, so that a process with the old one open keeps it, and until the job runs
+everything can be undone.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,13 @@ class _Prepared:
 
 
 class PutBack:
-    """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and `finish`, or `abandon`.
+    """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and
+    `finish`, or `abandon`.
 
-    The job's files do not change before `exchange`. `abandon` undoes all changes until the job is let go. If the restorer dies before
-    `hand_over`, its guard or the next command undoes them (`icecore.restorer.files.file_recovery`); between `hand_over` and `finish` they leave
-    the new files and keep what those replaced. No journal is made if there is nothing to do.
+    The job's files do not change before `exchange`. `abandon` undoes all changes until the job is
+    let go. If the restorer dies before `hand_over`, its guard or the next command undoes them
+    (`icecore.restorer.files.file_recovery`); between `hand_over` and `finish` they leave the new
+    files and keep what those replaced. No journal is made if there is nothing to do.
 
     Args:
         actions: From `plan_files`.
@@ -84,10 +88,11 @@ class PutBack:
         """Whether there is anything to do."""
         return bool(self._actions)
 
-    # -- before -------------------------------------------------------------------------------------------------------
+    # -- before
 
     def prepare(self) -> None:
-        """Record the changes, make missing directories, and create an empty file beside each one that will be written.
+        """Record the changes, make missing directories, and create an empty file beside each one
+        that will be written.
 
         Raises:
             RestoreFailed: A directory or file cannot be made.
@@ -222,7 +227,7 @@ class PutBack:
                 )
                 self._links.append(Located(link, files.locate(file.path)))
 
-    # -- during -------------------------------------------------------------------------------------------------------
+    # -- during
 
     def exchange(self) -> list[str]:
         """Give the written files their owner, mode, times and place; cut those that only grew.
@@ -231,7 +236,8 @@ class PutBack:
             The files that had a set-ID bit, which is not put back.
 
         Raises:
-            RestoreFailed: A file was replaced meanwhile, or cannot be put back; `abandon` undoes the others.
+            RestoreFailed: A file was replaced meanwhile, or cannot be put back; `abandon` undoes
+                the others.
         """
         if self._files is None or self.journal is None or self._sealing is None:
             return []
@@ -266,10 +272,12 @@ class PutBack:
             if (known := change.old if change.saved else change.new) is not None
         )
 
-    # -- after --------------------------------------------------------------------------------------------------------
+    # -- after
 
     def finish(self) -> list[str]:
-        """Remove what was replaced; returns what could not be removed, a sentence each. May be called twice."""
+        """Remove what was replaced; returns what could not be removed, a sentence each. May be
+        called twice.
+        """
         if self._files is None or self.journal is None:
             return []
         left = finish(self._files, self.journal, self._located)
@@ -284,11 +292,13 @@ class PutBack:
         """The restore failed: undo everything, unless the job may have run. May be called twice.
 
         Args:
-            went: The job was let go: it may have run and written to its files. What they were before is left and named.
+            went: The job was let go: it may have run and written to its files. What they were
+                before is left and named.
             ran: It certainly ran: as `finish`.
 
         Returns:
-            What could not be undone or removed, and where what was replaced is left, a sentence each.
+            What could not be undone or removed, and where what was replaced is left, a sentence
+            each.
         """
         if self._handed_over and ran:
             return self.finish()

@@ -1,4 +1,6 @@
-"""Checks for room before files are written; rule: the bytes in the cells count, not the sizes in a manifest."""
+"""Checks for room before files are written; rule: the bytes in the cells count, not the sizes in a
+manifest.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The lazy-pages daemon: one thread that hears the guard and the kernel, and keeps every member's map true.
+"""The lazy-pages daemon: one thread that hears the guard and the kernel, and keeps every member's
+map true.
 
-The rule: the write lock of a member's map is taken *before* its events are read and released after they are applied.
-Faults are answered at once: absent memory with zeros, the snapshot's pages by asking for their cell before all others.
+The rule: the write lock of a member's map is taken *before* its events are read and released after
+they are applied. Faults are answered at once: absent memory with zeros, the snapshot's pages by
+asking for their cell before all others.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _FEW = 64
 
 
 def parse_events(data: bytes, children: list[int]) -> list[Event]:
-    """The events that another process read from a userfaultfd (struct uffd_msg, linux/userfaultfd.h).
+    """The events that another process read from a userfaultfd (struct uffd_msg,
+    linux/userfaultfd.h).
 
     Args:
         data: The messages.
@@ -109,10 +112,11 @@ class Daemon:
         self._shared: SharedLock | None = None
         self._numbers: Mapping[int, int] = {}
 
-    # -- for other threads --------------------------------------------------------------------------------------------
+    # -- for other threads
 
     def share(self, lock: SharedLock, numbers: Mapping[int, int]) -> None:
-        """Placers of other processes place under this lock, as long as a family's flag is not set. To be told before `start`.
+        """Placers of other processes place under this lock, as long as a family's flag is not set.
+        To be told before `start`.
 
         Args:
             numbers: CRIU's id of a process → its family's flag.
@@ -172,7 +176,8 @@ class Daemon:
             self._shared = None
 
     def check_unmapped(self, family: Family, member: Member, address: int) -> None:
-        """The kernel will not take a page at ``address``; that is right only if the process has nothing there.
+        """The kernel will not take a page at ``address``; that is right only if the process has
+        nothing there.
 
         Raises:
             RestoreFailed: It has: going on would let it find zeros.
@@ -196,7 +201,7 @@ class Daemon:
         with suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"\0")
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the thread
 
     def _serve(self) -> None:
         try:
@@ -269,8 +274,8 @@ class Daemon:
                 cure=MORE_DESCRIPTORS,
             )
         descriptor, keep = message.descriptors[0], message.number("keep")
-        # A process without missing memory is served too: CRIU registers its memory all the same, so that absent pages
-        # would be waited for.
+        # A process without missing memory is served too: CRIU registers its memory all the same, so
+        # that absent pages would be waited for.
         family = self._families.get(process)
         if (
             family is None
@@ -291,10 +296,14 @@ class Daemon:
         self._guard.close_descriptor(member.keep)
 
     def _forget_dead(self) -> None:
-        """Let go of children that have ended, or execute something else by now: the kernel tells of neither, and a job that forks now and then would
-        come to the limit on descriptors. Looked for whenever there are twice as many as the last time, so that it costs next to nothing a fork."""
+        """Let go of children that have ended, or execute something else by now: the kernel tells of
+        neither, and a job that forks now and then would come to the limit on descriptors. Looked
+        for whenever there are twice as many as the last time, so that it costs next to nothing a
+        fork.
+        """
         for family, member in list(self._by_descriptor.values()):
-            # The processes that CRIU restored stay: they are no more than there were, and placers know them as the first of their families.
+            # The processes that CRIU restored stay: they are no more than there were, and placers
+            # know them as the first of their families.
             if member.forked and member.dead():
                 with member.lock.writing():
                     self._forget(member)
@@ -319,7 +328,9 @@ class Daemon:
             yield
 
     def _apply_events(self, family: Family, member: Member, faults: list[Fault]) -> int:
-        """Read and apply what waits on one descriptor; the write lock is held. Returns how many events there were."""
+        """Read and apply what waits on one descriptor; the write lock is held. Returns how many
+        events there were.
+        """
         message = self._guard.read_events(member.keep, _ANSWER_SECONDS)
         if "error" in message.about:
             cure = MORE_DESCRIPTORS if message.about.get("errno") == errno.EMFILE else ""
@@ -347,8 +358,9 @@ class Daemon:
                 case Remap(source, target, length):
                     member.map.remap(source, target, length)
                 case Unmap(start, end) | Remove(start, end):
-                    # A discarded range stays registered: giving it back to the kernel would split the VMA, and a
-                    # process that then moves it as the one mapping that it made would fail.
+                    # A discarded range stays registered: giving it back to the kernel would split
+                    # the VMA, and a process that then moves it as the one mapping that it made
+                    # would fail.
                     member.map.remove(start, end)
         return len(events)
 
@@ -374,8 +386,10 @@ class Daemon:
             self._again.append((family, member, fault))
 
     def _close_all(self) -> None:
-        """Close the descriptors of all members; each is complete, whatever the events that still wait may say: a child
-        that was forked before its parent's last placement is a member by now or becomes one here."""
+        """Close the descriptors of all members; each is complete, whatever the events that still
+        wait may say: a child that was forked before its parent's last placement is a member by now
+        or becomes one here.
+        """
         deadline = time.monotonic() + _ANSWER_SECONDS
         while self._by_descriptor:
             for family, member in list(self._by_descriptor.values()):

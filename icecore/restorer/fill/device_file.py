@@ -1,9 +1,12 @@
-"""Device memory on its way to the driver, through a file in memory that CRIU maps where the driver had left it; its rule: no page is seen before it is there.
+"""Device memory on its way to the driver, through a file in memory that CRIU maps where the driver
+had left it; its rule: no page is seen before it is there.
 
-It is fetched into the file from the restore's beginning on: that needs no process. The file is of huge pages, where userfaultfd could place small ones only,
-and to unmap it frees nothing; so the driver, which unmaps all at the end of its work, does not do that page by page. What is not there yet when CRIU holds
-the tree is registered with userfaultfd: the driver, which reads from the lowest address on, waits in a page fault where it overtakes the fetching, which goes
-in the same order; what is there is given back to the kernel from the lowest address on.
+It is fetched into the file from the restore's beginning on: that needs no process. The file is of
+huge pages, where userfaultfd could place small ones only, and to unmap it frees nothing; so the
+driver, which unmaps all at the end of its work, does not do that page by page. What is not there
+yet when CRIU holds the tree is registered with userfaultfd: the driver, which reads from the lowest
+address on, waits in a page fault where it overtakes the fetching, which goes in the same order;
+what is there is given back to the kernel from the lowest address on.
 """
 
 from __future__ import annotations
@@ -107,7 +110,9 @@ class _Process:
     def _each(
         self, member: Member, start: int, end: int, call: Callable[[int, int, int], object]
     ) -> None:
-        """A call (userfaultfd, start, length) for each of the mappings' parts between two addresses."""
+        """A call (userfaultfd, start, length) for each of the mappings' parts between two
+        addresses.
+        """
         with member.lock.reading():
             for first, last in self.ranges:
                 low, high = max(first, start), min(last, end)
@@ -140,7 +145,8 @@ class DeviceFile:
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
-        placers: Processes that do it, not begun, and this object's now; without any threads of this one do.
+        placers: Processes that do it, not begun, and this object's now; without any threads of this
+            one do.
 
     Attributes:
         descriptor: Of the file, for CRIU.
@@ -245,11 +251,13 @@ class DeviceFile:
         with self._running:
             try:
                 if self._placers is not None:
-                    # Nobody waits for it yet: more threads of this interpreter, which has the images to write and CRIU to start, would only delay those.
+                    # Nobody waits for it yet: more threads of this interpreter, which has the
+                    # images to write and CRIU to start, would only delay those.
                     rows = self._hand_out(self._placers, progress)
                 else:
                     self._fetcher.progress = progress
-                # What they could not have is delivered from here, where there are other replicas, and errors with a name.
+                # What they could not have is delivered from here, where there are other replicas,
+                # and errors with a name.
                 self._fetcher.start(rows)
                 self._fetcher.wait()
             except BaseException as error:
@@ -296,7 +304,8 @@ class DeviceFile:
     def attach(
         self, member: Callable[[int], Member], failed: Callable[[BaseException], None]
     ) -> None:
-        """CRIU holds the tree, and the file is mapped: from now on the processes may read what is there, and wait for the rest.
+        """CRIU holds the tree, and the file is mapped: from now on the processes may read what is
+        there, and wait for the rest.
 
         Args:
             member: CRIU's id of a process → its address space.

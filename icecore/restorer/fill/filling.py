@@ -1,5 +1,7 @@
-"""The lazily restored memory of a whole tree: its families, the fetcher that fills them, and the daemon that hears what
-they wait for. The rule: when this says that everything is resident, every descriptor is closed and no page is missing."""
+"""The lazily restored memory of a whole tree: its families, the fetcher that fills them, and the
+daemon that hears what they wait for. The rule: when this says that everything is resident, every
+descriptor is closed and no page is missing.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,9 @@ class Filling:
         self._fetcher.stop()
 
     def kill_placers(self) -> None:
-        """The tree is to die. One that hangs holds the lock that the daemon and the threads may be waiting for."""
+        """The tree is to die. One that hangs holds the lock that the daemon and the threads may be
+        waiting for.
+        """
         if self._placers is not None:
             self._placers.kill()
 
@@ -172,7 +176,8 @@ class Filling:
             self._device_file.fail(error)
 
     def attach_device_file(self) -> None:
-        """CRIU holds the tree, in which nothing has run yet: it may read what is in the file of device memory, and waits for the rest.
+        """CRIU holds the tree, in which nothing has run yet: it may read what is in the file of
+        device memory, and waits for the rest.
 
         Raises:
             RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
@@ -193,7 +198,9 @@ class Filling:
                 family.file_unmapped()
 
     def has_device_memory(self) -> bool:
-        """Whether all device memory is there: whoever reads it waits for nothing any more. Thread-safe."""
+        """Whether all device memory is there: whoever reads it waits for nothing any more.
+        Thread-safe.
+        """
         with self._looking:
             while self._device_left and not self._needed(self._device_left[-1]):
                 self._device_left.pop()
@@ -206,12 +213,16 @@ class Filling:
         raise RestoreFailed(_NO_USERFAULTFD.format(process))
 
     def touched(self) -> list[tuple[int, int]]:
-        """(process, `Family.address` of the cell) in the order in which the tree first asked for them."""
+        """(process, `Family.address` of the cell) in the order in which the tree first asked for
+        them.
+        """
         families = {family.process: family for family in self._families}
         return [(process, families[process].address(row)) for process, row in self.daemon.touched]
 
     def rows_at(self, addresses: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The inverse of `touched`: those (process, cell) that this snapshot has at (process, address)."""
+        """The inverse of `touched`: those (process, cell) that this snapshot has at (process,
+        address).
+        """
         families = {family.process: family for family in self._families}
         found = []
         for process, address in addresses:
@@ -222,7 +233,9 @@ class Filling:
         return found
 
     def _order(self, first: Sequence[tuple[int, int]]) -> list[int]:
-        """Device memory before the host's, because the driver moves it on; but little host memory first, because the driver needs some of it before."""
+        """Device memory before the host's, because the driver moves it on; but little host memory
+        first, because the driver needs some of it before.
+        """
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
         device, host = [], []

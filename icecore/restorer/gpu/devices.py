@@ -1,7 +1,9 @@
-"""The device memory of a restore, which the driver moves on; its rule: all go on together, or none does.
+"""The device memory of a restore, which the driver moves on; its rule: all go on together, or none
+does.
 
-CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it. The driver moves memory on while that is still being
-fetched: it reads from the lowest address on, and waits in a page fault where it overtakes the fetching, which goes in the same order.
+CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it.
+The driver moves memory on while that is still being fetched: it reads from the lowest address on,
+and waits in a page fault where it overtakes the fetching, which goes in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _POLL_SECONDS = 0.2
 
 
 class Devices:
-    """The GPU processes of one restore. CUDA begins to be initialised in the helper, which takes a while, when this is made.
+    """The GPU processes of one restore. CUDA begins to be initialised in the helper, which takes a
+    while, when this is made.
 
     Args:
         plan: Who they are, and which GPUs they get.

@@ -1,4 +1,6 @@
-"""Which GPU each process of a snapshot gets on this machine. Pure but for NVML; the rule: a GPU is replaced by one of the same type and at least its memory."""
+"""Which GPU each process of a snapshot gets on this machine. Pure but for NVML; the rule: a GPU is
+replaced by one of the same type and at least its memory.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
     """What a snapshot says of GPUs.
 
     Returns:
-        The driver's version, the GPUs, those that each process (by image id) had open, and the bytes used on each.
+        The driver's version, the GPUs, those that each process (by image id) had open, and the
+        bytes used on each.
 
     Raises:
         Damaged: It makes no sense.
@@ -82,7 +85,8 @@ def _bytes(value: object) -> int:
 
 
 def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
-    """Image id of a process → where the driver had device memory in it, (start, end) in address order, as far as it takes that away again.
+    """Image id of a process → where the driver had device memory in it, (start, end) in address
+    order, as far as it takes that away again.
 
     Raises:
         Damaged: It makes no sense.
@@ -107,12 +111,15 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
 
 
 def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named, the used ones and the others.
+    """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named,
+    the used ones and the others.
 
-    Those in ``wanted`` go where they are sent, the others stay where they are if they can, or get one that is left, used ones first.
+    Those in ``wanted`` go where they are sent, the others stay where they are if they can, or get
+    one that is left, used ones first.
 
     Args:
-        wanted: What ``--gpu-map`` says: UUIDs, their beginnings, or numbers (old: in the snapshot's order; new: in this machine's).
+        wanted: What ``--gpu-map`` says: UUIDs, their beginnings, or numbers (old: in the snapshot's
+            order; new: in this machine's).
 
     Raises:
         RestoreRefused: That cannot be done.

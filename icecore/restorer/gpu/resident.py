@@ -1,10 +1,14 @@
-"""Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the processes up, then mapped by them; the rule: a process
-runs once all of its memory is there and verified, or it does not run.
+"""Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the
+processes up, then mapped by them; the rule: a process runs once all of its memory is there and
+verified, or it does not run.
 
-It comes through `icecore.restorer.gpu.resident_filling`, with placers where the repository is a directory and there are cores for them.
+It comes through `icecore.restorer.gpu.resident_filling`, with placers where the repository is a
+directory and there are cores for them.
 
-With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended: its fingerprints are compared with the snapshot's, and only
-cells that differ are fetched. What the keeper holds beside what the snapshot has is let go of first; what it does not hold is new, and fetched.
+With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended:
+its fingerprints are compared with the snapshot's, and only cells that differ are fetched. What the
+keeper holds beside what the snapshot has is let go of first; what it does not hold is new, and
+fetched.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
 _POLL_SECONDS = 0.2
-#: How often processes that wait for their memory are told to go on waiting, and how long they do without being told.
+#: How often processes that wait for their memory are told to go on waiting, and how long they do
+#: without being told.
 _HOLD_SECONDS = 2.0
 _LEASE_SECONDS = 60.0
 #: That the worker is there once its work is done.
@@ -68,7 +73,9 @@ _LINGER_SECONDS = 0.3
 
 @dataclass
 class _Piece:
-    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of it; ``held``: it has been there before."""
+    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of
+    it; ``held``: it has been there before.
+    """
 
     process: int
     about: Recorded
@@ -79,13 +86,15 @@ class _Piece:
 
 
 class Resident:
-    """The resident memory of one restore; it begins to come when this is made. Close it in the end, once `map` is done or the tree is dead.
+    """The resident memory of one restore; it begins to come when this is made. Close it in the end,
+    once `map` is done or the tree is dead.
 
     Args:
         repository, loop, reader: Where the snapshot is.
         limits: Threads, memory, patience.
         gpus: Which GPU each process gets.
-        place: The directory of keeper and agents, as this machine sees it; made where it is missing.
+        place: The directory of keeper and agents, as this machine sees it; made where it is
+            missing.
         held: The directory of the keeper that has the memory; None: nobody has.
         placers: Starts processes that place so many bytes, if they pay.
         word: Shows in the worker's command line.
@@ -148,7 +157,8 @@ class Resident:
             self._region = None
 
     def map(self, pids: Mapping[int, int], failure: Callable[[], BaseException | None]) -> None:
-        """Wait until all is there, and have each process map it and run. The driver has unlocked them.
+        """Wait until all is there, and have each process map it and run. The driver has unlocked
+        them.
 
         Args:
             pids: Image id → pid here.
@@ -163,7 +173,8 @@ class Resident:
             if time.monotonic() - held > _HOLD_SECONDS:
                 held = time.monotonic()
                 for agent in agents.values():
-                    # Else a process would take what its keeper has of its memory, filled or not, and run. Who cannot be asked now is asked again.
+                    # Else a process would take what its keeper has of its memory, filled or not,
+                    # and run. Who cannot be asked now is asked again.
                     with suppress(IcecoreError):
                         agent.hold(_LEASE_SECONDS)
             self._thread.join(_POLL_SECONDS)
@@ -201,7 +212,9 @@ class Resident:
     # -- within
 
     def _descriptors(self, image: int) -> dict[int, int]:
-        """What a process maps, by its identities: of memory that several have, each gets a duplicate of one descriptor, as it was."""
+        """What a process maps, by its identities: of memory that several have, each gets a
+        duplicate of one descriptor, as it was.
+        """
         found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
         own = {
             identity: descriptor
@@ -226,14 +239,16 @@ class Resident:
         if self._holder is not None:
             self._take(self._holder)
             return
-        # What it kept of these would be mapped, were the restore to take longer than an agent waits.
+        # What it kept of these would be mapped, were the restore to take longer than an agent
+        # waits.
         tokens = {process.token for process in self._processes.values()}
         for known in keeper.processes():
             if known.token in tokens and not known.alive:
                 keeper.forget(known.token)
 
     def _take(self, keeper: Keeper) -> None:
-        """Descriptors of what the keeper holds; what else it holds of processes that have ended it lets go of.
+        """Descriptors of what the keeper holds; what else it holds of processes that have ended it
+        lets go of.
 
         Raises:
             RestoreRefused: It does not hold memory where it shall be.

@@ -1,7 +1,9 @@
-"""Cells on their way from the store to GPUs, through pinned memory that a GPU worker copies from; the rule: what is there is verified.
+"""Cells on their way from the store to GPUs, through pinned memory that a GPU worker copies from;
+the rule: what is there is verified.
 
-Placers read and decode cells into their own parts of that memory; what has all its pages is verified where it arrived, by digest
-(`icecore.host.resident.digest`), and fetched again by this process where it is another. Without placers the fetcher's threads do all of it.
+Placers read and decode cells into their own parts of that memory; what has all its pages is
+verified where it arrived, by digest (`icecore.host.resident.digest`), and fetched again by this
+process where it is another. Without placers the fetcher's threads do all of it.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ class Filling:
         self._look_again()
 
     def _look_again(self) -> None:
-        """What a placer had staged that was lost may have arrived after what was fetched in its place: nobody has verified that.
+        """What a placer had staged that was lost may have arrived after what was fetched in its
+        place: nobody has verified that.
 
         Raises:
             RestoreFailed: It is other than in the snapshot.
@@ -147,7 +150,8 @@ class Filling:
         """Have placers stage cells, and the worker copy them from there; before `run`.
 
         Args:
-            digests: What `Worker.prepare_digests` gave: until they have ended, and where a GPU cannot make them, the placers verify.
+            digests: What `Worker.prepare_digests` gave: until they have ended, and where a GPU
+                cannot make them, the placers verify.
             key: The repository's chunk key.
         """
         placers.begin()
@@ -161,7 +165,8 @@ class Filling:
                 with suppress(PlacerLost):  # who asks it first is told
                     placer.share(region, self._region.descriptor, gpus)
         self._digests = digests
-        # Few large requests: this process does little then. Not so large that one placer works while the others have no more.
+        # Few large requests: this process does little then. Not so large that one placer works
+        # while the others have no more.
         share = len(self._wanted.records) // (len(placers.all) * _TURNS * STAGED_CELLS)
         batches = max(1, min(STAGED_PARTS, share))
         self._key = key
@@ -212,7 +217,9 @@ class Filling:
         return through
 
     def _other(self, rows: Sequence[int], key: bytes) -> set[int]:
-        """Which of these cells, if all of their pages are there, are on their GPU other than in the snapshot."""
+        """Which of these cells, if all of their pages are there, are on their GPU other than in the
+        snapshot.
+        """
         records, devices, device, handle, offset = self._wanted
         found: set[int] = set()
         for number, name in enumerate(devices):

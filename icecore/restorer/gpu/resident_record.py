@@ -1,4 +1,6 @@
-"""What a snapshot says of resident device memory; rule: what makes no sense is refused before anything is started."""
+"""What a snapshot says of resident device memory; rule: what makes no sense is refused before
+anything is started.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class RecordedProcess:
 
     Attributes:
         token: Names it through checkpoint and restore.
-        imports: Allocations that are the memory of others: its identity for each → (image id, identity there).
+        imports: Allocations that are the memory of others: its identity for each → (image id,
+            identity there).
     """
 
     token: bytes
@@ -42,7 +45,8 @@ class RecordedProcess:
 
 
 def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
-    """What a snapshot says of resident memory: the directory as the job has it, and each process by image id.
+    """What a snapshot says of resident memory: the directory as the job has it, and each process by
+    image id.
 
     Raises:
         Damaged: It makes no sense.
@@ -97,7 +101,9 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
-    """What the preloads of its processes had left to the driver (docs/format.md); nothing where it does not say, or makes no sense: nothing depends on it."""
+    """What the preloads of its processes had left to the driver (docs/format.md); nothing where it
+    does not say, or makes no sense: nothing depends on it.
+    """
     total: Counter[str] = Counter()
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         for about in json.loads(manifest.extra["resident"])["processes"].values():
@@ -106,12 +112,16 @@ def left_to_driver(manifest: Manifest) -> dict[str, int]:
 
 
 def outlives(manifest: Manifest) -> bool:
-    """Whether resident memory is to outlive the job where it breaks off; of a manifest that `recorded` has understood."""
+    """Whether resident memory is to outlive the job where it breaks off; of a manifest that
+    `recorded` has understood.
+    """
     return bool(json.loads(manifest.extra.get("resident", "{}")).get("outlives"))
 
 
 def resident_bytes(manifest: Manifest) -> int:
-    """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
+    """What the processes have mapped of it: it goes neither into host memory nor through page
+    faults.
+    """
     return sum(
         region.length
         for space in manifest.spaces

@@ -1,5 +1,6 @@
-"""The restorer's side of its guard process (`icecore.restorer.guard.guard_process`): it starts CRIU there, hears of its
-tasks, and asks for events. One thread receives; any thread may send."""
+"""The restorer's side of its guard process (`icecore.restorer.guard.guard_process`): it starts CRIU
+there, hears of its tasks, and asks for events. One thread receives; any thread may send.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ class Message:
     """What the guard said.
 
     Attributes:
-        say: ``ready``, ``started`` (CRIU runs), ``task`` (a process and its userfaultfd), ``restored`` (CRIU built the
-            tree), ``ended`` (CRIU ended), ``exited`` (a process of the tree ended), ``events`` or ``killed``.
+        say: ``ready``, ``started`` (CRIU runs), ``task`` (a process and its userfaultfd),
+            ``restored`` (CRIU built the tree), ``ended`` (CRIU ended), ``exited`` (a process of the
+            tree ended), ``events`` or ``killed``.
         about: The fields of the message.
         data: The raw events of ``events``.
         descriptors: Descriptors that came with it; whoever takes the message owns them.
@@ -55,8 +57,10 @@ class Guard:
 
     Args:
         workdir: CRIU's working directory on tmpfs.
-        temporary: The directory that the guard removes when it has to kill the tree because the restorer died.
-        lock: Descriptor that the guard inherits, because it says that ``temporary`` is in use (`icecore.host.workdir`); -1: there is none.
+        temporary: The directory that the guard removes when it has to kill the tree because the
+            restorer died.
+        lock: Descriptor that the guard inherits, because it says that ``temporary`` is in use
+            (`icecore.host.workdir`); -1: there is none.
     """
 
     def __init__(self, workdir: str, temporary: str, *, lock: int = -1) -> None:
@@ -100,7 +104,9 @@ class Guard:
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here, and has ``environment`` beside the guard's."""
+        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here, and has
+        ``environment`` beside the guard's.
+        """
         own = dict(environment or {})
         self._send(
             {"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own},
@@ -108,7 +114,9 @@ class Guard:
         )
 
     def undo_with(self, argv: Sequence[str], journal: Path) -> None:
-        """Name the command that undoes what the restore does to files. It runs when the tree was killed and ``journal`` is still there."""
+        """Name the command that undoes what the restore does to files. It runs when the tree was
+        killed and ``journal`` is still there.
+        """
         self._send({"do": "undo", "argv": list(argv), "journal": str(journal)})
 
     def kill(self) -> None:
@@ -116,7 +124,8 @@ class Guard:
         self._send({"do": "kill"})
 
     def release(self, *, stay: bool) -> None:
-        """All memory is there: the guard's descriptors close, and from now on the tree lives whatever happens to us.
+        """All memory is there: the guard's descriptors close, and from now on the tree lives
+        whatever happens to us.
 
         Args:
             stay: Remain the tree's parent and say how its processes end.
@@ -124,11 +133,14 @@ class Guard:
         self._send({"do": "release", "stay": stay})
 
     def close_descriptor(self, keep: int) -> None:
-        """Close the guard's copy of one userfaultfd; its memory is complete, or its process is gone."""
+        """Close the guard's copy of one userfaultfd; its memory is complete, or its process is
+        gone.
+        """
         self._send({"do": "close", "keep": keep})
 
     def read_events(self, keep: int, seconds: float) -> Message:
-        """Have the events of a descriptor read; other messages that come before the answer wait for `receive`.
+        """Have the events of a descriptor read; other messages that come before the answer wait for
+        `receive`.
 
         The caller holds the write lock of the address map that belongs to the descriptor.
         """

@@ -1,17 +1,20 @@
-"""The guard process of a restore: it holds the first copy of every userfaultfd and is the parent of CRIU and of the
-restored tree. Its rule: while memory is missing, whoever asked for the restore may die at any instant and no process
-of the tree runs on zeros: the tree is killed first, the descriptors close afterwards.
+"""The guard process of a restore: it holds the first copy of every userfaultfd and is the parent of
+CRIU and of the restored tree. Its rule: while memory is missing, whoever asked for the restore may
+die at any instant and no process of the tree runs on zeros: the tree is killed first, the
+descriptors close afterwards.
 
-For that it is the server of CRIU's lazy-pages.socket, and it alone reads the descriptors' events: a child's descriptor
-is born in the process that reads of the fork. The restorer holds duplicates and tells it when to read, because it must
-hold its lock on the address map at that moment (see `icecore.restorer.fill.daemon`).
+For that it is the server of CRIU's lazy-pages.socket, and it alone reads the descriptors' events: a
+child's descriptor is born in the process that reads of the fork. The restorer holds duplicates and
+tells it when to read, because it must hold its lock on the address map at that moment (see
+`icecore.restorer.fill.daemon`).
 
-Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few milliseconds.
-Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working directory, which becomes its own, and the
-directory to remove when the restorer dies before the tree is complete, and the number of a descriptor
-that it only holds, the lock of that directory (-1: none).
-What undoes the restore's changes of files is a command that the restorer names (``undo``) before it makes them.
-A message is one JSON object, for ``read`` followed by a zero byte and the events as the kernel gave them.
+Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few
+milliseconds. Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working
+directory, which becomes its own, and the directory to remove when the restorer dies before the tree
+is complete, and the number of a descriptor that it only holds, the lock of that directory (-1:
+none). What undoes the restore's changes of files is a command that the restorer names (``undo``)
+before it makes them. A message is one JSON object, for ``read`` followed by a zero byte and the
+events as the kernel gave them.
 """
 
 from __future__ import annotations
@@ -40,14 +43,17 @@ MAX_EVENTS = 64
 MAX_MESSAGE = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
 _OOM_SCORE = "/proc/self/oom_score_adj"
-#: What this process has (the OOM killer never chooses it), and what CRIU starts with: it sets that of a task only where the snapshot says anything but 0.
+#: What this process has (the OOM killer never chooses it), and what CRIU starts with: it sets that
+#: of a task only where the snapshot says anything but 0.
 _PROTECTED, _ORDINARY = -1000, 0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextlib.contextmanager
 def ordinary_oom_score(before: int) -> Iterator[None]:
-    """Within, this process has the ``oom_score_adj`` with which CRIU starts, as far as the kernel permits it; afterwards it is protected, or has ``before``."""
+    """Within, this process has the ``oom_score_adj`` with which CRIU starts, as far as the kernel
+    permits it; afterwards it is protected, or has ``before``.
+    """
     set_oom_score(_ORDINARY)
     try:
         yield
@@ -56,7 +62,9 @@ def ordinary_oom_score(before: int) -> Iterator[None]:
 
 
 def protect(otherwise: int) -> int:
-    """Keep the OOM killer from choosing this process; where the kernel refuses, have ``otherwise``. Return what it has."""
+    """Keep the OOM killer from choosing this process; where the kernel refuses, have ``otherwise``.
+    Return what it has.
+    """
     if not set_oom_score(_PROTECTED):
         set_oom_score(otherwise)
     return oom_score()
@@ -69,7 +77,9 @@ def oom_score() -> int:
 
 
 def set_oom_score(wanted: int) -> bool:
-    """Set the ``oom_score_adj`` of this process (as `icecore.host.kernel.oom`, which cannot be imported here); False: the kernel refuses."""
+    """Set the ``oom_score_adj`` of this process (as `icecore.host.kernel.oom`, which cannot be
+    imported here); False: the kernel refuses.
+    """
     try:
         with open(_OOM_SCORE, "w", encoding="ascii") as file:
             file.write(str(wanted))
@@ -85,7 +95,8 @@ def descendants(root: int) -> list[int]:
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    # The command in parentheses may contain anything; state and parent follow its last parenthesis.
+                    # The command in parentheses may contain anything; state and parent follow its
+                    # last parenthesis.
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, IndexError, ValueError):
                 continue  # it ended while we looked
@@ -104,7 +115,8 @@ class Guard:
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
-        # One for each process and each child that is forked, and those for CRIU; CRIU itself gets the limit that we were given.
+        # One for each process and each child that is forked, and those for CRIU; CRIU itself gets
+        # the limit that we were given.
         self.soft_limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -140,7 +152,9 @@ class Guard:
             self.alone = True
 
     def serve(self) -> None:
-        """Work until released, or until the restorer is gone: then kill the tree, unless it was released."""
+        """Work until released, or until the restorer is gone: then kill the tree, unless it was
+        released.
+        """
         self.say({"say": "ready"})
         while not self.alone:
             for descriptor, _ in self.poll.poll():
@@ -193,7 +207,8 @@ class Guard:
         environment: dict[str, str],
     ) -> None:
         """Start CRIU, with the descriptors that came along under the given numbers."""
-        # First out of the way of all those numbers, so that no descriptor is overwritten before it is placed.
+        # First out of the way of all those numbers, so that no descriptor is overwritten before it
+        # is placed.
         above = max(numbers, default=2) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         ours = list(descriptors)
@@ -215,7 +230,8 @@ class Guard:
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard)
             )
-            # The tree inherits it from CRIU, with the minimum to which it may lower it: a job must not end up protected.
+            # The tree inherits it from CRIU, with the minimum to which it may lower it: a job must
+            # not end up protected.
             with ordinary_oom_score(oom_score()):
                 self.criu = os.posix_spawn(
                     argv[0],
@@ -282,7 +298,9 @@ class Guard:
         return self.next_kept
 
     def read_events(self, number: int) -> None:
-        """Read the events of one descriptor; of each fork in them the child's descriptor is kept and passed on."""
+        """Read the events of one descriptor; of each fork in them the child's descriptor is kept
+        and passed on.
+        """
         try:
             data = os.read(self.kept[number], EVENT_BYTES * MAX_EVENTS)
         except BlockingIOError:
@@ -325,8 +343,9 @@ class Guard:
                 self.say({"say": "exited", "pid": pid, "status": code})
 
     def kill_tree(self) -> None:
-        """Kill everything below us and wait for its end. The tasks come first: CRIU traces them, and those that it
-        holds would run if it went before them."""
+        """Kill everything below us and wait for its end. The tasks come first: CRIU traces them,
+        and those that it holds would run if it went before them.
+        """
         while True:
             below = descendants(os.getpid())
             for pid in [*(p for p in below if p != self.criu), *([self.criu] if self.criu else [])]:
@@ -338,7 +357,9 @@ class Guard:
             time.sleep(0.001)
 
     def undo_files(self) -> None:
-        """Have the job's files put back as they were before the restore, if the restorer did not do it."""
+        """Have the job's files put back as they were before the restore, if the restorer did not do
+        it.
+        """
         if not self.undo or not os.path.exists(self.journal):
             return
         with contextlib.suppress(OSError):

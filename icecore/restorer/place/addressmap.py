@@ -1,7 +1,9 @@
-"""Where the bytes of a snapshot's address space belong now, while the process that owns it moves, drops and forks it.
+"""Where the bytes of a snapshot's address space belong now, while the process that owns it moves,
+drops and forks it.
 
-Pure; the rule: every address of the snapshot is at one place at most, and an address that is in no segment holds
-zeros. Addresses as they were in the snapshot are called original, the process's own current.
+Pure; the rule: every address of the snapshot is at one place at most, and an address that is in no
+segment holds zeros. Addresses as they were in the snapshot are called original, the process's own
+current.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ class Piece(NamedTuple):
 class AddressMap:
     """The map of one address space; at first everything is where it was. Not thread-safe.
 
-    The segments are three parallel lists in order of current addresses: start, end, and what to add to get the
-    original address.
+    The segments are three parallel lists in order of current addresses: start, end, and what to add
+    to get the original address.
     """
 
     def __init__(self) -> None:
@@ -48,14 +50,18 @@ class AddressMap:
         return None
 
     def next_mapped(self, current: int) -> int:
-        """The lowest current address from ``current`` on that is in a segment; TOP if there is none."""
+        """The lowest current address from ``current`` on that is in a segment; TOP if there is
+        none.
+        """
         at = bisect_right(self._start, current) - 1
         if at >= 0 and current < self._end[at]:
             return current
         return self._start[at + 1] if at + 1 < len(self._start) else TOP
 
     def locate(self, original: int, length: int) -> list[Piece]:
-        """Where ``length`` bytes at an original address belong now, in order; what is missing was dropped."""
+        """Where ``length`` bytes at an original address belong now, in order; what is missing was
+        dropped.
+        """
         if self._by_original is None:
             pieces = sorted(
                 (start + shift, Piece(start, start + shift, end - start))
@@ -83,7 +89,9 @@ class AddressMap:
             self._cut(start, end)
 
     def remap(self, source: int, target: int, length: int) -> None:
-        """The process moved ``length`` bytes from ``source`` to ``target`` (the ranges do not overlap)."""
+        """The process moved ``length`` bytes from ``source`` to ``target`` (the ranges do not
+        overlap).
+        """
         if source == target or length <= 0:
             return
         moved = self._cut(source, source + length)

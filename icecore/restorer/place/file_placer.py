@@ -1,4 +1,6 @@
-"""The part of a placer that puts device memory into a file, decoded where it belongs; its rule: what it says is there has been verified."""
+"""The part of a placer that puts device memory into a file, decoded where it belongs; its rule:
+what it says is there has been verified.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class FilePlacer:
         return why
 
     def _cell(self, cell: Cell, reading: Reading, *, alone: bool) -> None:
-        """Put the pages of a cell that are wanted where they belong. ``alone``: no other one needs its stored bytes."""
+        """Put the pages of a cell that are wanted where they belong. ``alone``: no other one needs
+        its stored bytes.
+        """
         row, start, stop, base_start, base_stop = cell
         record, pages = self._table.records[row], self._table.wanted[row].tobytes()
         position, room = int(self._table.position[row]), self._room.view()

@@ -1,7 +1,9 @@
-"""What goes into the file of device memory, cell by cell in the order in which it goes: a table that the restorer and its placers have in one memory.
+"""What goes into the file of device memory, cell by cell in the order in which it goes: a table
+that the restorer and its placers have in one memory.
 
-Its rule: it does not change. So a placer is told no more than which rows it is to bring, and finds out itself what to read for them: where that was said for
-each cell, the restorer's interpreter could not do much else beside (0.2 ms for 16 MiB).
+Its rule: it does not change. So a placer is told no more than which rows it is to bring, and finds
+out itself what to read for them: where that was said for each cell, the restorer's interpreter
+could not do much else beside (0.2 ms for 16 MiB).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Locks that many readers or one writer hold, in one process and among several; a waiting writer goes before new readers."""
+"""Locks that many readers or one writer hold, in one process and among several; a waiting writer
+goes before new readers.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,11 @@ class MapLock:
 
 
 class SharedLock:
-    """The same among processes, and a flag for each family of a restore that says whether its address space ever changed.
+    """The same among processes, and a flag for each family of a restore that says whether its
+    address space ever changed.
 
-    A reader passes a gate that a writer shuts, so that readers who follow each other do not keep it out. The kernel lets go of it for who dies.
+    A reader passes a gate that a writer shuts, so that readers who follow each other do not keep it
+    out. The kernel lets go of it for who dies.
 
     Args:
         folder: Where its files are, or are made.

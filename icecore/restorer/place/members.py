@@ -1,8 +1,10 @@
-"""Address spaces that are being filled: the restored processes and the children that they fork meanwhile.
+"""Address spaces that are being filled: the restored processes and the children that they fork
+meanwhile.
 
-The rule that makes it safe: a placement holds the read lock of its member's map from looking the address up until the
-bytes are there and noted as there; the kernel's events are read and applied under the write lock. So what an event
-says (moved, dropped, forked) applies to exactly the placements that came before it.
+The rule that makes it safe: a placement holds the read lock of its member's map from looking the
+address up until the bytes are there and noted as there; the kernel's events are read and applied
+under the write lock. So what an event says (moved, dropped, forked) applies to exactly the
+placements that came before it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Byte
 ZERO_BYTES = 64 * PAGE
 _PAUSE = 0.0002
 _LONGEST_PAUSE = 0.01
-#: A page that was placed may be asked for once more by every thread that waited for it meanwhile, not for ever.
+#: A page that was placed may be asked for once more by every thread that waited for it meanwhile,
+#: not for ever.
 _WAKES = 64
 _HOPELESS = 1 << 16
 #: How long a placement is tried again because the process is changing its address space.
@@ -47,7 +50,9 @@ class Placing(Protocol):
     """Who puts bytes into a process."""
 
     def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
-        """Place as `icecore.host.kernel.userfaultfd.place` does, one after the other; the member's read lock is held by who asks."""
+        """Place as `icecore.host.kernel.userfaultfd.place` does, one after the other; the member's
+        read lock is held by who asks.
+        """
 
 
 class Here:
@@ -102,15 +107,17 @@ class Member:
         self._count = threading.Lock()
 
     def dead(self) -> bool:
-        """Whether its process has ended, or executes something else. Nobody closes the descriptor meanwhile."""
+        """Whether its process has ended, or executes something else. Nobody closes the descriptor
+        meanwhile.
+        """
         _, error = userfaultfd.zero(
             self.descriptor, 0, PAGE
         )  # there is never memory; whatever else a kernel may say of the address, somebody lives
         return error == errno.ESRCH
 
     def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
-        """A child that was just forked. The write lock is held: what is missing here is missing there, and what is
-        ``wiped`` (original addresses) is zeros there.
+        """A child that was just forked. The write lock is held: what is missing here is missing
+        there, and what is ``wiped`` (original addresses) is zeros there.
         """
         other = Member(descriptor, keep, 0)
         other.map = self.map.copy()
@@ -137,10 +144,11 @@ class Family:
         process: CRIU's id of the process.
         cells: Its cells with pages that come through userfaultfd, in address order.
         wanted: u1[n, 32], those pages.
-        unregistered: Asked when the kernel says that a page cannot be placed although it should be there; raises if
-            the page is mapped.
+        unregistered: Asked when the kernel says that a page cannot be placed although it should be
+            there; raises if the page is mapped.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
-        filed: Ranges (start, end) that come from a file (`icecore.restorer.fill.device_file`), which answers who waits there.
+        filed: Ranges (start, end) that come from a file (`icecore.restorer.fill.device_file`),
+            which answers who waits there.
     """
 
     def __init__(
@@ -186,7 +194,9 @@ class Family:
             self.members = tuple(other for other in self.members if other is not member)
 
     def address(self, row: int) -> int:
-        """The first address in a cell's window that is its region's: names the cell among snapshots of the process."""
+        """The first address in a cell's window that is its region's: names the cell among snapshots
+        of the process.
+        """
         return self._low[row]
 
     def misses(self, row: int) -> bool:
@@ -208,7 +218,9 @@ class Family:
         return any(start <= original < end for start, end in self._filed)
 
     def file_unmapped(self) -> None:
-        """What came from a file is not mapped any more: whatever is there from now on is other memory."""
+        """What came from a file is not mapped any more: whatever is there from now on is other
+        memory.
+        """
         for member in self.members:
             with member.lock.writing():
                 for start, end in self._filed:
@@ -216,7 +228,9 @@ class Family:
         self._filed = ()
 
     def absent_from(self, original: int) -> int:
-        """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is placed."""
+        """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is
+        placed.
+        """
         length = 0
         row = bisect_right(self._low, original) - 1
         while length < ZERO_BYTES:
@@ -231,10 +245,11 @@ class Family:
                 length += PAGE
         return length
 
-    # -- placing ------------------------------------------------------------------------------------------------------
+    # -- placing
 
     def fill(self, row: int, source: int, placing: Placing = _HERE) -> None:
-        """Place one cell in all members that miss it, also in those that are forked while it is done.
+        """Place one cell in all members that miss it, also in those that are forked while it is
+        done.
 
         Args:
             row: The cell.
@@ -252,7 +267,9 @@ class Family:
                 return  # only for a fault: the cell is placed again, as a whole, once everything is registered
 
     def fill_all(self, rows: Sequence[tuple[int, int]], placing: Placing) -> None:
-        """Place those of several cells that anybody misses, with one call for each member as far as nothing comes between. As `fill` for (row, source) each."""
+        """Place those of several cells that anybody misses, with one call for each member as far as
+        nothing comes between. As `fill` for (row, source) each.
+        """
         rows = [(row, source) for row, source in rows if self.misses(row)]
         for member in self.members if rows else ():
             with member.lock.reading():
@@ -319,8 +336,8 @@ class Family:
             if stop is Stop.DONE:
                 if not registered:
                     return
-                # An event may be on its way that tells why; if none is, the process really has no such memory, or it
-                # has and would find zeros there.
+                # An event may be on its way that tells why; if none is, the process really has no
+                # such memory, or it has and would find zeros there.
                 tries += 1
                 if tries > 3:
                     for at in unmapped:
@@ -365,8 +382,9 @@ class Family:
         ]
 
     def wake(self, member: Member, address: int) -> None:
-        """Somebody waits for a page that was placed before: it looks again. A child that still does not find it had it
-        wiped at its fork, by an madvise that is younger than the snapshot; there it is zeros. The read lock is held.
+        """Somebody waits for a page that was placed before: it looks again. A child that still does
+        not find it had it wiped at its fork, by an madvise that is younger than the snapshot; there
+        it is zeros. The read lock is held.
 
         Raises:
             RestoreFailed: The page is missing in a process that was given it.
@@ -386,10 +404,12 @@ class Family:
             pass  # the process has ended
 
     def fill_zero(self, member: Member, address: int) -> bool:
-        """Give the page at a current address, and absent ones after it, the content of absent memory: zeros.
+        """Give the page at a current address, and absent ones after it, the content of absent
+        memory: zeros.
 
         Returns:
-            Whether it is done; false: the address space is changing, try again when its events are read.
+            Whether it is done; false: the address space is changing, try again when its events are
+            read.
         """
         with member.lock.reading():
             if member.gone:
@@ -404,7 +424,8 @@ class Family:
             done, _ = userfaultfd.zero(member.descriptor, address, length)
             if done:
                 return True
-            # The range leaves the VMA, or some of it is there already: the page itself is what somebody waits for.
+            # The range leaves the VMA, or some of it is there already: the page itself is what
+            # somebody waits for.
             placed = userfaultfd.place_zero(member.descriptor, address, PAGE)
             if placed.stop is Stop.DEAD:
                 member.gone = True

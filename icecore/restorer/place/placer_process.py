@@ -1,7 +1,9 @@
-"""The placers of a restore: processes that read, verify and place cells, because threads of one interpreter stand in each other's way.
+"""The placers of a restore: processes that read, verify and place cells, because threads of one
+interpreter stand in each other's way.
 
-Its rule: it does what it is told and nothing on its own; when the restorer is gone, it ends. One process loads the libraries and then forks the placers, before
-it has any thread. Arguments: a word to know it by, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
+Its rule: it does what it is told and nothing on its own; when the restorer is gone, it ends. One
+process loads the libraries and then forks the placers, before it has any thread. Arguments: a word
+to know it by, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Placer:
         self._decoder = ChunkDecoder(Key(order.key, order.encryption))
         self._stored = HugeBuffer(order.room, prefault=False)
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
-        # Where every cell is read or decoded to: it stays in the processor's cache, and the driver, which copies at the same time, has the memory to itself.
+        # Where every cell is read or decoded to: it stays in the processor's cache, and the driver,
+        # which copies at the same time, has the memory to itself.
         self._hot = HugeBuffer(CELL_BYTES, prefault=False)
         self._scratch = Scratch()
         self._lock = SharedLock(order.lock) if order.lock else None
@@ -132,7 +135,9 @@ class Placer:
         return Delivered(states, addresses, why)
 
     def _read(self, cell: Wanted, record: np.void, reading: Reading, *, alone: bool) -> memoryview:
-        """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored bytes."""
+        """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored
+        bytes.
+        """
         size = cell.stop - cell.start
         if (
             alone

@@ -1,5 +1,6 @@
-"""The restorer's side of its placers (`icecore.restorer.place.placer_process`). Its rule: a placer that does not answer has placed nothing that it was not asked
-for under a lock that is still held."""
+"""The restorer's side of its placers (`icecore.restorer.place.placer_process`). Its rule: a placer
+that does not answer has placed nothing that it was not asked for under a lock that is still held.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ from icecore.store.format.cipher import encryption_of
 _END_SECONDS = 5.0
 #: A placer has room for a batch as it is stored, its cells, and scratch.
 _BYTES = 32 << 20
-#: With fewer cores threads are as fast; with less memory the restore is over before a placer has begun.
+#: With fewer cores threads are as fast; with less memory the restore is over before a placer has
+#: begun.
 _LEAST_CORES = 5
 _LEAST_BYTES = 512 << 20
 _MOST = 16
@@ -64,7 +66,8 @@ def placers_for(
         budget: Bytes that all together may hold.
         cores: Of this machine.
         processes: How many wait for their memory at once: the driver moves each one's on by itself.
-        beside: Others fill a file meanwhile, and threads that place would keep this interpreter from asking the driver.
+        beside: Others fill a file meanwhile, and threads that place would keep this interpreter
+            from asking the driver.
     """
     cores = cores or os.cpu_count() or 1
     if beside:
@@ -81,7 +84,9 @@ def placers_for(
 
 
 class PlacerLost(RestoreFailed):
-    """A placer has ended: what it held is given back, what it was asked for may be partly done and can be done again."""
+    """A placer has ended: what it held is given back, what it was asked for may be partly done and
+    can be done again.
+    """
 
 
 class Placer:
@@ -103,7 +108,9 @@ class Placer:
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun, or has ended before: then it can be asked. It takes a while to load."""
+        """Whether it has begun, or has ended before: then it can be asked. It takes a while to
+        load.
+        """
         if not self._ready and readable([self.fileno()], 0.0):
             self._ready = True
             with suppress(PlacerLost):  # told when it is asked
@@ -141,7 +148,9 @@ class Placer:
         return answer
 
     def target(self, member: Member) -> int:
-        """The number of a member's userfaultfd, which is handed over if the placer does not have it."""
+        """The number of a member's userfaultfd, which is handed over if the placer does not have
+        it.
+        """
         if member.keep not in self._targets:
             self._forget_gone()
             self._send(Target(member.keep), [member.descriptor])
@@ -149,7 +158,8 @@ class Placer:
         return member.keep
 
     def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
-        """As `icecore.restorer.place.members.Placing` has it: sources are addresses that `deliver` gave.
+        """As `icecore.restorer.place.members.Placing` has it: sources are addresses that `deliver`
+        gave.
 
         Raises:
             PlacerLost: It has ended, and places nothing any more.
@@ -187,7 +197,8 @@ class Placer:
         return self._control.fileno()
 
     def store(self, rows: range) -> None:
-        """Have rows of the table put into the file: it has begun, and will answer (`stored`). Several may be asked for at once.
+        """Have rows of the table put into the file: it has begun, and will answer (`stored`).
+        Several may be asked for at once.
 
         Raises:
             PlacerLost: It has ended.

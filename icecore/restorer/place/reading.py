@@ -1,4 +1,6 @@
-"""How placers read the ranges of a batch; rule: what is read is what is needed next, so that it is decoded while it is in the processor's cache."""
+"""How placers read the ranges of a batch; rule: what is read is what is needed next, so that it is
+decoded while it is in the processor's cache.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _Cell = TypeVar("_Cell", bound=_Stored)
 
 
 def in_order(cells: Sequence[_Cell]) -> Iterator[tuple[int, _Cell, bool]]:
-    """Cells, (number, cell, whether no other one needs its stored bytes), in the order in which these are read."""
+    """Cells, (number, cell, whether no other one needs its stored bytes), in the order in which
+    these are read.
+    """
     needed = Counter(cell.start for cell in cells)
     needed.update(cell.base_start for cell in cells if cell.base_stop > cell.base_start)
     for number, cell in sorted(enumerate(cells), key=lambda item: item[1].start):
@@ -94,7 +98,8 @@ class Reading:
         alone: bool,
         verified: bool = True,
     ) -> None:
-        """Bring a cell all of whose pages are there to ``to``, without going through another place if that can be.
+        """Bring a cell all of whose pages are there to ``to``, without going through another place
+        if that can be.
 
         Args:
             bounds: Of its stored bytes, and of its base's, in the buffer.

@@ -1,4 +1,5 @@
-"""The part of a placer that brings cells to GPUs: decoded into its own part of pinned memory, copied from there by the GPU worker; verified here, or there.
+"""The part of a placer that brings cells to GPUs: decoded into its own part of pinned memory,
+copied from there by the GPU worker; verified here, or there.
 
 Its rule: a half of that part is written to again once the worker has copied all of it.
 """
@@ -117,7 +118,9 @@ class Stager:
         return Staged(there, why)
 
     def _part(self, part: Part, at: int, *, verified: bool) -> tuple[list[bool], str]:
-        """Stage the cells of a part from ``at`` on; which are there, and why one is not. ``verified``: also those all of whose pages are there."""
+        """Stage the cells of a part from ``at`` on; which are there, and why one is not.
+        ``verified``: also those all of whose pages are there.
+        """
         there, why = [False] * len(part.cells), ""
         records = np.frombuffer(part.records, CELL)
         reading = Reading(self._backend, part.reads, self._stored.view(0, part.size))

@@ -1,5 +1,7 @@
-"""The cells of a snapshot that a restore fills, as columns: which pages of which cell come through userfaultfd, and
-which go into CRIU's page images. Pure numpy; the rule: CRIU's pagemap decides, the records must agree with it."""
+"""The cells of a snapshot that a restore fills, as columns: which pages of which cell come through
+userfaultfd, and which go into CRIU's page images. Pure numpy; the rule: CRIU's pagemap decides, the
+records must agree with it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def space_cells(regions: Sequence[Region], records: Sequence[Records]) -> SpaceC
     Raises:
         Damaged: A record lies outside its region.
     """
-    # Through bytes: numpy compares the field lists of structured arrays one by one before it joins them.
+    # Through bytes: numpy compares the field lists of structured arrays one by one before it joins
+    # them.
     together = np.frombuffer(b"".join([part.tobytes() for part in records]), CELL)
     index = np.repeat(np.arange(len(regions)), [len(r) for r in records])
     origin = np.array([r.origin for r in regions], np.uint64)[index]
@@ -121,7 +124,8 @@ def check_complete(cells: SpaceCells, extents: Extents, name: str) -> None:
 
 
 class FileLayout:
-    """Where the pages of a pagemap lie in its pages-*.img: one after the other in the pagemap's order.
+    """Where the pages of a pagemap lie in its pages-*.img: one after the other in the pagemap's
+    order.
 
     Args:
         extents: The pagemap's entries whose pages are in the image, sorted by address.
@@ -182,7 +186,8 @@ def page_pieces(bitmap: bytes, wanted: bytes) -> list[tuple[int, int, int]]:
     """
     if wanted == FULL_CELL:
         return _WHOLE
-    # Whole numbers as bit sets: a cell has few runs, and numpy's calls would cost more than the placing of small cells.
+    # Whole numbers as bit sets: a cell has few runs, and numpy's calls would cost more than the
+    # placing of small cells.
     data, left, page = int.from_bytes(bitmap, "little"), int.from_bytes(wanted, "little"), 0
     pieces = []
     while left:

@@ -1,7 +1,9 @@
-"""What is read in which order: cells in restore order, gathered into batches of coalesced ranges of shards.
+"""What is read in which order: cells in restore order, gathered into batches of coalesced ranges of
+shards.
 
-Pure; the rule: the plan follows from the snapshot's own records, no index is asked. A batch is what one worker or one
-fetch handles: the ranges to read, and for each cell where its stored bytes (and its base's) lie in them.
+Pure; the rule: the plan follows from the snapshot's own records, no index is asked. A batch is what
+one worker or one fetch handles: the ranges to read, and for each cell where its stored bytes (and
+its base's) lie in them.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from typing import NamedTuple
 
 from icecore.store.format.cell import CELL_BYTES, Records
 
-#: Stored bytes are never longer than the cell plus this (icecore.store.format.codec.MAX_OVERHEAD, and room for encryption).
+#: Stored bytes are never longer than the cell plus this (icecore.store.format.codec.MAX_OVERHEAD,
+#: and room for encryption).
 STORED_LIMIT = CELL_BYTES + 1024
 MAX_CELLS = 64
-#: Unwanted bytes between two chunks that are read along, at most, and as a share of the storage's preferred read.
+#: Unwanted bytes between two chunks that are read along, at most, and as a share of the storage's
+#: preferred read.
 _MAX_GAP = 1 << 20
 _GAP_SHARE = 16
 _ROWS = 256
@@ -31,8 +35,9 @@ class Read(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One cell of a batch: its row, and the bounds of its stored bytes, and of its base's (0, 0 without one), in the
-    batch's buffer."""
+    """One cell of a batch: its row, and the bounds of its stored bytes, and of its base's (0, 0
+    without one), in the batch's buffer.
+    """
 
     row: int
     start: int
@@ -61,7 +66,9 @@ def room_for(read_size: int) -> int:
 
 
 def gap_for(read_size: int) -> int:
-    """Unwanted bytes that are read along where that costs less than another read, for storage with this preferred read."""
+    """Unwanted bytes that are read along where that costs less than another read, for storage with
+    this preferred read.
+    """
     return min(_MAX_GAP, read_size // _GAP_SHARE)
 
 
@@ -78,8 +85,8 @@ def plan_batches(
         cells: Cells of one batch at most.
 
     Yields:
-        Batches of at most `room_for` (read_size) bytes. Their ranges are ascending, disjoint and at most ``read_size``
-        long, but for one that holds a single chunk.
+        Batches of at most `room_for` (read_size) bytes. Their ranges are ascending, disjoint and at
+        most ``read_size`` long, but for one that holds a single chunk.
     """
     rows: list[int] = []
     places: list[tuple[_Stored, _Stored]] = []
@@ -103,8 +110,9 @@ def plan_one(records: Records, row: int) -> Batch:
 
 
 def interleave(parts: Sequence[Sequence[int]]) -> list[int]:
-    """The rows of several processes merged so that all progress alike, in proportion to their size, in runs of a few
-    cells (neighbours in a shard stay together)."""
+    """The rows of several processes merged so that all progress alike, in proportion to their size,
+    in runs of a few cells (neighbours in a shard stay together).
+    """
     if len(parts) == 1:
         return list(parts[0])
     run = 16
@@ -116,7 +124,9 @@ def interleave(parts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _all_stored(records: Records, order: Iterable[int]) -> Iterator[tuple[int, _Stored, _Stored]]:
-    """Row, and where its chunk and its base lie. Many rows are taken from the table at a time: a field of one record costs a microsecond."""
+    """Row, and where its chunk and its base lie. Many rows are taken from the table at a time: a
+    field of one record costs a microsecond.
+    """
     rows = iter(order)
     while some := list(islice(rows, _ROWS)):
         table = records[some]

@@ -1,4 +1,6 @@
-"""What the repository asks of storage: create an object if it is absent, atomically; get, ranged get, list, delete; nothing is overwritten."""
+"""What the repository asks of storage: create an object if it is absent, atomically; get, ranged
+get, list, delete; nothing is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ Buffer = bytes | bytearray | memoryview
 #: The longest object name, in bytes; leaves room for a bucket prefix within S3's 1024.
 MAX_NAME = 512
 MAX_PART = 200
-#: Pieces that storage which can run full keeps in reserve, the bytes of each, and how many stay for whoever frees space when others want to read.
+#: Pieces that storage which can run full keeps in reserve, the bytes of each, and how many stay for
+#: whoever frees space when others want to read.
 RESERVE_PIECES = 8
 RESERVE_PIECE = 256 << 10
 READERS_LEAVE = RESERVE_PIECES // 2
@@ -33,7 +36,9 @@ class ObjectInfo(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """Something that lies among the objects and is none: its name (as it is, maybe with surrogates) and what it is, in words."""
+    """Something that lies among the objects and is none: its name (as it is, maybe with surrogates)
+    and what it is, in words.
+    """
 
     name: str
     what: str
@@ -72,7 +77,8 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if it is empty or whole name parts each followed by ``/``; what every back end can list.
+    """Return ``prefix`` if it is empty or whole name parts each followed by ``/``; what every back
+    end can list.
 
     Raises:
         UsageError: It is neither.
@@ -90,7 +96,9 @@ def length_of(parts: Sequence[Buffer]) -> int:
 
 
 class Draft(ABC):
-    """An object that is written piece by piece. Nobody sees any of it before it is published. For one thread at a time."""
+    """An object that is written piece by piece. Nobody sees any of it before it is published. For
+    one thread at a time.
+    """
 
     @abstractmethod
     def append(self, parts: Sequence[Buffer]) -> None:
@@ -102,7 +110,9 @@ class Draft(ABC):
 
     @abstractmethod
     async def publish(self) -> None:
-        """Make it an object, as ``Backend.create`` does, with the same errors; after either outcome the draft is gone."""
+        """Make it an object, as ``Backend.create`` does, with the same errors; after either outcome
+        the draft is gone.
+        """
 
     @abstractmethod
     def discard(self) -> None:
@@ -110,17 +120,20 @@ class Draft(ABC):
 
 
 class Backend(ABC):
-    """One place where objects live. All methods may be called by many tasks of one event loop at the same time.
+    """One place where objects live. All methods may be called by many tasks of one event loop at
+    the same time.
 
     Attributes:
         read_size: Bytes of a ranged read at which this storage is near its best throughput.
         direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
         drafts: Whether ``draft`` works, by which worker threads write an object piece by piece.
         where: The place in words, for messages.
-        known_as: Names under which a client remembers which repository is here: its own name, and the one that all its names lead to. Empty: it is
-            not remembered.
-        folder: Directory in which other processes of this machine can read the objects by their names; empty: they cannot.
-        replicas: Other places that may have the same objects (`icecore.store.backend.replicas`): where to ask again for one that is damaged here.
+        known_as: Names under which a client remembers which repository is here: its own name, and
+            the one that all its names lead to. Empty: it is not remembered.
+        folder: Directory in which other processes of this machine can read the objects by their
+            names; empty: they cannot.
+        replicas: Other places that may have the same objects (`icecore.store.backend.replicas`):
+            where to ask again for one that is damaged here.
     """
 
     read_size: int = 16 << 20
@@ -138,7 +151,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Create the object from ``parts`` back to back, durable when this returns; other readers see all of it or nothing.
+        """Create the object from ``parts`` back to back, durable when this returns; other readers
+        see all of it or nothing.
 
         Raises:
             ObjectExists: The name is taken; what it holds is untouched.
@@ -176,14 +190,17 @@ class Backend(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects whose name begins with ``prefix`` (empty, or ending with ``/``), in ascending name order.
+        """Objects whose name begins with ``prefix`` (empty, or ending with ``/``), in ascending
+        name order.
 
-        An object that existed, or was absent, during the whole listing is, or is not, listed; in between, either.
+        An object that existed, or was absent, during the whole listing is, or is not, listed; in
+        between, either.
         """
 
     async def foreign(self) -> Sequence[Foreign]:
-        """What lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it out, and reads of its name fail. Where only listings
-        show it, what those showed so far."""
+        """What lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it out,
+        and reads of its name fail. Where only listings show it, what those showed so far.
+        """
         return []
 
     @abstractmethod
@@ -204,7 +221,9 @@ class Backend(ABC):
         raise UsageError(f"{self.where} has no direct reads")
 
     def suspect(self, error: Exception) -> None:
-        """Told by a reader who goes on to ask ``replicas`` that what this gave is damaged or missing."""
+        """Told by a reader who goes on to ask ``replicas`` that what this gave is damaged or
+        missing.
+        """
         return None
 
     def draft(self, name: str) -> Draft:
@@ -216,15 +235,21 @@ class Backend(ABC):
         raise UsageError(f"{self.where} takes whole objects only")
 
     async def keep_reserve(self) -> None:
-        """Set space aside for ``give_up_reserve``, as far as it is not yet and there is much more; never an error."""
+        """Set space aside for ``give_up_reserve``, as far as it is not yet and there is much more;
+        never an error.
+        """
         return None
 
     async def give_up_reserve(self, leave: int) -> bool:
-        """Give back a piece of the space that was set aside, unless only ``leave`` pieces are left; whether there may be more room now."""
+        """Give back a piece of the space that was set aside, unless only ``leave`` pieces are left;
+        whether there may be more room now.
+        """
         return False
 
     async def sweep(self, age_seconds: float) -> int:
-        """Remove remains of writes that broke off more than ``age_seconds`` ago; returns how many. Most storage leaves none."""
+        """Remove remains of writes that broke off more than ``age_seconds`` ago; returns how many.
+        Most storage leaves none.
+        """
         return 0
 
     async def close(self) -> None:

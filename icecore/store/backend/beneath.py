@@ -1,4 +1,6 @@
-"""Reaches files below a directory part by part, without following links: whatever is planted there, nothing outside is read, written or removed."""
+"""Reaches files below a directory part by part, without following links: whatever is planted there,
+nothing outside is read, written or removed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class NotRegular(OSError):
 
 
 class Found(NamedTuple):
-    """The contents of a directory: regular files (name and bytes), real directories, and everything else (name and kind)."""
+    """The contents of a directory: regular files (name and bytes), real directories, and everything
+    else (name and kind).
+    """
 
     files: list[tuple[str, int]]
     folders: list[str]
@@ -41,7 +45,8 @@ def kind_of(mode: int) -> str:
 
 @contextmanager
 def opened(root: Path, folders: Sequence[str]) -> Iterator[int]:
-    """Open a directory below ``root`` (whose own path may have links), for as long as the context lasts.
+    """Open a directory below ``root`` (whose own path may have links), for as long as the context
+    lasts.
 
     Yields:
         A descriptor for ``dir_fd``; it reads nothing itself.
@@ -62,7 +67,8 @@ def opened(root: Path, folders: Sequence[str]) -> Iterator[int]:
 
 
 def open_regular(root: Path, name: str) -> int:
-    """Open the regular file ``name`` (parts between slashes) below ``root`` for reading, without blocking.
+    """Open the regular file ``name`` (parts between slashes) below ``root`` for reading, without
+    blocking.
 
     Raises:
         FileNotFoundError, NotADirectoryError: It is not there.
@@ -84,7 +90,9 @@ def open_regular(root: Path, name: str) -> int:
 
 
 def size_of(root: Path, name: str) -> int:
-    """Return the bytes of the regular file ``name`` below ``root``; raises what :func:`open_regular` does."""
+    """Return the bytes of the regular file ``name`` below ``root``; raises what
+    :func:`open_regular` does.
+    """
     *folders, last = name.split("/")
     with opened(root, folders) as at:
         found = os.stat(last, dir_fd=at, follow_symlinks=False)
@@ -93,7 +101,9 @@ def size_of(root: Path, name: str) -> int:
 
 
 def require_regular(mode: int) -> None:
-    """Raise `NotRegular` unless ``st_mode`` is that of a regular file; FileNotFoundError for a directory, in which objects of longer names may lie."""
+    """Raise `NotRegular` unless ``st_mode`` is that of a regular file; FileNotFoundError for a
+    directory, in which objects of longer names may lie.
+    """
     if stat.S_ISDIR(mode):
         raise FileNotFoundError(2, kind_of(mode))
     if not stat.S_ISREG(mode):

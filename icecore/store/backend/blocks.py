@@ -1,7 +1,9 @@
-"""Blocks of objects in files on local disk, shared by all processes of a node; rule: what comes out is what was put in, and the bound always holds.
+"""Blocks of objects in files on local disk, shared by all processes of a node; rule: what comes out
+is what was put in, and the bound always holds.
 
-A block is written under a temporary name and renamed, all under one lock that the processes share; readers take none. Each file carries a digest over
-its place and its bytes, so that a torn, rotten or foreign file is a miss. What was read longest ago goes first.
+A block is written under a temporary name and renamed, all under one lock that the processes share;
+readers take none. Each file carries a digest over its place and its bytes, so that a torn, rotten
+or foreign file is a miss. What was read longest ago goes first.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Blocks:
             room: For the bytes; what does not fit is a miss.
 
         Returns:
-            How many bytes it has, and the size of the whole object; None if it is not there as it was put.
+            How many bytes it has, and the size of the whole object; None if it is not there as it
+            was put.
         """
         path = self._path(key, number)
         try:
@@ -116,7 +119,8 @@ class Blocks:
                 used = self._used(lock)
                 if used is None or used + size > self.limit:
                     used = self._evict(self.limit - self.limit // 8 - size)
-                # Counted before it is there: whoever dies in between leaves too high a count, which the next eviction corrects.
+                # Counted before it is there: whoever dies in between leaves too high a count, which
+                # the next eviction corrects.
                 os.pwrite(lock, _USED.pack(used + size), 0)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 descriptor = os.open(
@@ -176,7 +180,9 @@ class Blocks:
         return found
 
     def _evict(self, target: int) -> int:
-        """Remove what was used longest ago until at most ``target`` bytes are left; how many are. Only under the lock."""
+        """Remove what was used longest ago until at most ``target`` bytes are left; how many are.
+        Only under the lock.
+        """
         files = sorted(self._files())
         left = sum(size for _, size, _ in files)
         oldest_write = time.time() - _ABANDONED_SECONDS

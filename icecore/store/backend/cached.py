@@ -1,6 +1,8 @@
-"""A back end that keeps what is read on local disk, for all processes of the node; rule: only what never changes is kept, only what verifies is used.
+"""A back end that keeps what is read on local disk, for all processes of the node; rule: only what
+never changes is kept, only what verifies is used.
 
-Read-through: what is missing is read from the storage in as few ranges as possible, handed on, and kept. Kept are whole blocks of 1 MiB.
+Read-through: what is missing is read from the storage in as few ranges as possible, handed on, and
+kept. Kept are whole blocks of 1 MiB.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def never_changes(name: str) -> bool:
 
 
 class Cached(Wrapper):
-    """Reads objects that never change through ``blocks``. An object that another node deleted may still be found here.
+    """Reads objects that never change through ``blocks``. An object that another node deleted may
+    still be found here.
 
     Args:
         keep: Tells by its name whether an object never changes.
@@ -101,7 +104,9 @@ class Cached(Wrapper):
     async def _fetch(
         self, name: str, key: str, missing: list[int], size: int, offset: int, out: memoryview
     ) -> list[int]:
-        """Fill ``missing`` blocks into ``out``: wait for those that another task is reading, read the others; those that the other failed to read."""
+        """Fill ``missing`` blocks into ``out``: wait for those that another task is reading, read
+        the others; those that the other failed to read.
+        """
         others = {
             number: self._arriving[key, number]
             for number in missing
@@ -143,7 +148,9 @@ class Cached(Wrapper):
         return failed
 
     def _from_disk(self, key: str, offset: int, out: memoryview) -> tuple[list[int], int | None]:
-        """Fill what is kept into ``out``; the blocks that are not, and the object's size if a block told it."""
+        """Fill what is kept into ``out``; the blocks that are not, and the object's size if a block
+        told it.
+        """
         missing, whole = [], None
         room = memoryview(bytearray(_BLOCK))
         for number in range(offset // _BLOCK, -(-(offset + out.nbytes) // _BLOCK)):

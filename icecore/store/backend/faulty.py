@@ -1,4 +1,6 @@
-"""A back end around a back end that counts calls and makes chosen ones fail: before they take effect, after it (a lost reply), or for good (a crash)."""
+"""A back end around a back end that counts calls and makes chosen ones fail: before they take
+effect, after it (a lost reply), or for good (a crash).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,17 @@ from icecore.store.backend.wrapper import Wrapper
 
 
 class Crashed(BaseException):
-    """The process "died": not an Exception, so that nothing can carry on after it by handling errors."""
+    """The process "died": not an Exception, so that nothing can carry on after it by handling
+    errors.
+    """
 
 
 class Outcome(Enum):
     """What becomes of a call."""
 
     PASS = "pass"
-    #: Fails and has no effect (but a part of it, where many objects are deleted at once; so with ``STOP_BEFORE``).
+    #: Fails and has no effect (but a part of it, where many objects are deleted at once; so with
+    #: ``STOP_BEFORE``).
     FAIL = "fail"
     #: Takes effect, and fails.
     LOSE = "lose"
@@ -34,7 +39,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the back end: its number from 1 on, the operation, the object or prefix, and the bytes written or read."""
+    """One call of the back end: its number from 1 on, the operation, the object or prefix, and the
+    bytes written or read.
+    """
 
     number: int
     operation: str
@@ -56,7 +63,9 @@ def stop_at(number: int, *, effect: bool) -> Plan:
 
 
 def at_random(seed: int, *, fail: float, lose: float = 0.0) -> Plan:
-    """Each call fails without effect, or loses its reply, with these probabilities; the same for the same seed and order of calls."""
+    """Each call fails without effect, or loses its reply, with these probabilities; the same for
+    the same seed and order of calls.
+    """
     draw = random.Random(seed)
 
     def plan(call: Call) -> Outcome:
@@ -112,7 +121,9 @@ class FaultyBackend(Wrapper):
 
     @contextmanager
     def reply(self, call: Call, outcome: Outcome) -> Iterator[None]:
-        """Around the call itself: whether it succeeds or fails, its reply may be lost, or nobody be left to hear it."""
+        """Around the call itself: whether it succeeds or fails, its reply may be lost, or nobody be
+        left to hear it.
+        """
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""A back end that sends no more at once than it was told: so many requests, so many bytes; rule: first come, first served."""
+"""A back end that sends no more at once than it was told: so many requests, so many bytes; rule:
+first come, first served.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _WHOLE_BYTES = 1 << 20
 
 
 class Limited(Wrapper):
-    """Bounds what is in flight. A request of more bytes than the budget is sent when nothing else is. Listings are not counted: who
-    reads one may send requests before its end. Whole objects and reads of the event loop only, since nothing bounds threads.
+    """Bounds what is in flight. A request of more bytes than the budget is sent when nothing else
+    is. Listings are not counted: who reads one may send requests before its end. Whole objects and
+    reads of the event loop only, since nothing bounds threads.
 
     Args:
         requests: At once.

@@ -1,4 +1,6 @@
-"""A back end in a directory: an object is a file, synced under a temporary name and then linked to its own, which only one creator can do."""
+"""A back end in a directory: an object is a file, synced under a temporary name and then linked to
+its own, which only one creator can do.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ T = TypeVar("T")
 
 #: Temporary files; object names never begin with a dot.
 _TEMPORARY = ".new-"
-#: A folder of files whose bytes mean nothing: deleted where there is no room to say what else may be.
+#: A folder of files whose bytes mean nothing: deleted where there is no room to say what else may
+#: be.
 _RESERVE = ".reserve"
 _PIECES = [str(number) for number in range(RESERVE_PIECES)]
 #: Bytes that must be free before any are set aside.
@@ -62,13 +65,16 @@ _UNLINKABLE = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class _OpenFile:
-    """A file held open for reading, closed when the last reader has let go of it after it left the cache."""
+    """A file held open for reading, closed when the last reader has let go of it after it left the
+    cache.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.users = 0
         self.evicted = False
-        #: Closes it, once; at the latest when nobody refers to it any more (a back end that was dropped without being closed).
+        #: Closes it, once; at the latest when nobody refers to it any more (a back end that was
+        #: dropped without being closed).
         self.close = weakref.finalize(self, os.close, descriptor)
 
 
@@ -111,7 +117,8 @@ class LocalBackend(Backend):
             raise NotFound(
                 f"{self.where} is no directory", cure="'icecore init' makes a repository"
             )
-        # A link that leads to the place can be changed by others than those who can write to the place: both names count.
+        # A link that leads to the place can be changed by others than those who can write to the
+        # place: both names count.
         self.known_as = tuple(
             dict.fromkeys(f"file://{name}" for name in (self.root, os.path.realpath(self.root)))
         )
@@ -145,7 +152,8 @@ class LocalBackend(Backend):
         return LocalDraft(self, name)
 
     def open_folder(self, folders: tuple[str, ...]) -> int:
-        """Make a folder of objects durable with its parents, if it is not there yet, and open it; the descriptor is for ``dir_fd``.
+        """Make a folder of objects durable with its parents, if it is not there yet, and open it;
+        the descriptor is for ``dir_fd``.
 
         Raises:
             StoreDenied: Something else is in its place.
@@ -298,7 +306,8 @@ class LocalBackend(Backend):
                 for info in files:
                     yield info
             else:
-                # Object order is that of whole names: "a/" sorts by its own slash, so folders and files are merged by it.
+                # Object order is that of whole names: "a/" sorts by its own slash, so folders and
+                # files are merged by it.
                 pending.extend(sorted([info.name for info in files] + folders, reverse=True))
 
     async def foreign(self) -> Sequence[Foreign]:
@@ -408,7 +417,9 @@ class LocalBackend(Backend):
 
 
 def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
-    """The objects in a folder, and the folders in it: what has another name, or is no regular file, is no object."""
+    """The objects in a folder, and the folders in it: what has another name, or is no regular file,
+    is no object.
+    """
     try:
         found = scan(root, folder.split("/")[:-1])
     except _ABSENT:
@@ -473,7 +484,8 @@ class LocalDraft(Draft):
         try:
             _sync_directory(self._folder)
         except OSError as error:
-            # The object is there, whatever the reason; to say that there is no room, or no permission, would deny it.
+            # The object is there, whatever the reason; to say that there is no room, or no
+            # permission, would deny it.
             raise StoreError(
                 f"cannot {self._doing} {self._backend.where} for good: {error.strerror}"
             ) from error

@@ -1,4 +1,6 @@
-"""A back end in a dictionary, for tests and for trying things out: the contract of Backend in its plainest form."""
+"""A back end in a dictionary, for tests and for trying things out: the contract of Backend in its
+plainest form.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ class MemoryBackend(Backend):
     """Objects held in this process; gone when it is.
 
     Args:
-        objects: A dictionary to hold them, filled before; several clients of one "bucket" share the back end itself.
+        objects: A dictionary to hold them, filled before; several clients of one "bucket" share the
+            back end itself.
     """
 
     direct = True

@@ -1,4 +1,6 @@
-"""A back end that counts: calls, failures, bytes and seconds of each operation; rule: counting changes nothing, and a refusal is no failure."""
+"""A back end that counts: calls, failures, bytes and seconds of each operation; rule: counting
+changes nothing, and a refusal is no failure.
+"""
 
 from __future__ import annotations
 

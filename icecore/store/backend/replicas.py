@@ -1,8 +1,11 @@
-"""A back end over the replicas of one repository: what they have in common is read from the nearest that has it, the rest from the repository itself.
+"""A back end over the replicas of one repository: what they have in common is read from the nearest
+that has it, the rest from the repository itself.
 
-Shards, node packs, manifests and hints have the same names and bytes in all replicas; configuration, keys, log, pages, sessions and index are each one's
-own. Everything is written to the repository itself. Where a replica fails, is slow or lacks an object, the next is asked; one that has failed comes last
-for a while. Bytes are believed by whoever reads them, who can ask the other places (``replicas``) for what turns out damaged.
+Shards, node packs, manifests and hints have the same names and bytes in all replicas;
+configuration, keys, log, pages, sessions and index are each one's own. Everything is written to the
+repository itself. Where a replica fails, is slow or lacks an object, the next is asked; one that
+has failed comes last for a while. Bytes are believed by whoever reads them, who can ask the other
+places (``replicas``) for what turns out damaged.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ T = TypeVar("T")
 
 #: Objects that are the same in all replicas.
 COMMON = (PREFIX["shard"], PREFIX["nodes"], PREFIX["manifest"], HINTS)
-#: A read that takes this many times what others of its size took, and at least so many seconds, is also sent to the next replica.
+#: A read that takes this many times what others of its size took, and at least so many seconds, is
+#: also sent to the next replica.
 _SLOW_TIMES = 4.0
 _SLOW_LEAST_SECONDS = 0.25
 _SLOW_FIRST_SECONDS = 2.0
@@ -32,10 +36,12 @@ class ReplicaBackend(Backend):
     """One repository and its replicas.
 
     Args:
-        own: The repository's own place: what is not common is read there, and everything is written there.
+        own: The repository's own place: what is not common is read there, and everything is written
+            there.
         nearest: All places in the order in which they are to be asked, ``own`` among them.
         emit: Gets a ``store.failover`` event for each read that another place had to serve.
-        hedge: Seconds after which a read is also sent to the next place; None: learned from the reads before.
+        hedge: Seconds after which a read is also sent to the next place; None: learned from the
+            reads before.
     """
 
     def __init__(
@@ -58,7 +64,8 @@ class ReplicaBackend(Backend):
         self.read_size = max(place.read_size for place in nearest)
         self._emit = emit
         self._hedge = hedge
-        #: Seconds of a read and a byte, as they were lately; and until when each place that failed is asked last.
+        #: Seconds of a read and a byte, as they were lately; and until when each place that failed
+        #: is asked last.
         self._usual: float | None = None
         self._avoided: dict[int, float] = {}
 
@@ -198,7 +205,9 @@ class ReplicaBackend(Backend):
 
 
 def _worst(errors: Sequence[Exception]) -> Exception:
-    """Of what each place said, what tells most: that one could not be reached (so try again), then that one is damaged, then that it is nowhere."""
+    """Of what each place said, what tells most: that one could not be reached (so try again), then
+    that one is damaged, then that it is nowhere.
+    """
     for kind in (IcecoreError, Damaged):
         for error in errors:
             if (

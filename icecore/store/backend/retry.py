@@ -1,6 +1,8 @@
-"""A back end that tries again what may pass, with full jitter; rule: creating stays idempotent, also when a reply is lost.
+"""A back end that tries again what may pass, with full jitter; rule: creating stays idempotent,
+also when a reply is lost.
 
-Waiting: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
+Waiting: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", AWS
+Architecture Blog, 2015).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Patience:
     longest: float = 5.0
 
     def pauses(self, draw: Callable[[float, float], float] = random.uniform) -> Iterator[float]:
-        """Seconds to wait after the first failure, the second, …: anything between nothing and the bound."""
+        """Seconds to wait after the first failure, the second, …: anything between nothing and the
+        bound.
+        """
         for number in range(self.attempts - 1):
             yield draw(0.0, min(self.longest, self.first * 2.0**number))
 
@@ -51,9 +55,10 @@ def may_pass(error: BaseException) -> bool:
 class Retrying(Wrapper):
     """Tries again what `may_pass`. Drafts are passed on as they are: a failed one is gone.
 
-    A create whose reply was lost may have taken effect. When the name then is taken, the object is read and compared: with these very bytes, it is taken
-    for ours. Who uses one name for the same bytes as somebody else would be told that both won: all objects of a repository that can be raced for
-    hold random identities.
+    A create whose reply was lost may have taken effect. When the name then is taken, the object is
+    read and compared: with these very bytes, it is taken for ours. Who uses one name for the same
+    bytes as somebody else would be told that both won: all objects of a repository that can be
+    raced for hold random identities.
 
     Args:
         emit: Gets a ``store.retry`` event for each failure that is not the last.

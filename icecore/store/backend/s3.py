@@ -1,6 +1,8 @@
-"""A back end in a bucket of S3-compatible object storage: one conditional PUT (If-None-Match: *) an object; boto3 finds the way in, obstore moves the bytes.
+"""A back end in a bucket of S3-compatible object storage: one conditional PUT (If-None-Match: *) an
+object; boto3 finds the way in, obstore moves the bytes.
 
-An object is always one PUT, never a multipart upload: not every store decides the races of conditional completions (docs/object-storage.md).
+An object is always one PUT, never a multipart upload: not every store decides the races of
+conditional completions (docs/object-storage.md).
 """
 
 from __future__ import annotations
@@ -56,30 +58,36 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _MAX_PREFIX = 400
 _DEFAULT_REGION = "us-east-1"
-#: botocore renews credentials 10 to 15 minutes before they expire; asking it more often than that is enough.
+#: botocore renews credentials 10 to 15 minutes before they expire; asking it more often than that
+#: is enough.
 _CREDENTIAL_SECONDS = 300
-#: Bytes of a reply that are handed over at once: memory of this size is recycled, that of whole replies would be touched for the first time.
+#: Bytes of a reply that are handed over at once: memory of this size is recycled, that of whole
+#: replies would be touched for the first time.
 _PIECE_BYTES = 1 << 20
 _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000
 #: A request may take this many seconds, and the time that its bytes need at this rate.
 _SLOWEST_BYTES_PER_SECOND = 1 << 20
-#: What obstore says of a listing with a key that it cannot take apart (empty or dotted parts, control characters).
+#: What obstore says of a listing with a key that it cannot take apart (empty or dotted parts,
+#: control characters).
 _UNNAMEABLE = "Encountered object with invalid path"
 _LAST_THREADS_SECONDS, _MOST_THREADS_SECONDS = 0.05, 1.0
 
 
 @dataclass(frozen=True)
 class S3Place:
-    """A place in a bucket, and how it is reached; what is empty is left to boto3: environment, ~/.aws, the machine's role.
+    """A place in a bucket, and how it is reached; what is empty is left to boto3: environment,
+    ~/.aws, the machine's role.
 
     Attributes:
         bucket: The bucket; it must exist.
         prefix: What all keys begin with, without slashes at its ends; may be empty.
         endpoint: URL of the service; empty: AWS, or what boto3's configuration says.
         region: The bucket's.
-        profile: Section of ~/.aws/config and ~/.aws/credentials. What it says of region and endpoint outranks the environment.
-        addressing: Where the bucket's name goes: in the URL's path or host; ``auto``: in the host for AWS, else in the path.
+        profile: Section of ~/.aws/config and ~/.aws/credentials. What it says of region and
+            endpoint outranks the environment.
+        addressing: Where the bucket's name goes: in the URL's path or host; ``auto``: in the host
+            for AWS, else in the path.
         patience: Seconds without an answer after which a request has failed.
     """
 
@@ -128,10 +136,13 @@ class _Credentials:
 
 
 def _connect(place: S3Place) -> tuple[S3Store, str]:
-    """Return the store, and one name of the place for all profiles, regions and ways of addressing that lead to it."""
+    """Return the store, and one name of the place for all profiles, regions and ways of addressing
+    that lead to it.
+    """
     try:
         session = boto3.Session(profile_name=place.profile or None)
-        # A profile that was named outranks the environment, or of two regions one could not be reached.
+        # A profile that was named outranks the environment, or of two regions one could not be
+        # reached.
         said = session._session.get_scoped_config() if place.profile else {}
         client = session.client(
             "s3",
@@ -162,7 +173,8 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
         r"\.amazonaws\.com(\.cn)?$",
         endpoint.partition("://")[2].partition("/")[0].partition(":")[0],
     )
-    # The name of a bucket is unique in all of AWS, whatever the region; in other services only behind one endpoint.
+    # The name of a bucket is unique in all of AWS, whatever the region; in other services only
+    # behind one endpoint.
     service = f"aws{amazon[1] or ''}" if amazon else endpoint.rstrip("/").lower()
     known_as = f"s3 {service} {place.bucket}/{place.prefix}"
     in_host = style == "virtual" or (
@@ -198,7 +210,8 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
         # By this name it outranks what obstore itself finds in the environment.
         aws_endpoint_url_s3=endpoint,
         virtual_hosted_style_request=in_host,
-        # Every object is verified when it is read, and TLS guards the way: hashing the payload once more costs as much as sending it.
+        # Every object is verified when it is read, and TLS guards the way: hashing the payload once
+        # more costs as much as sending it.
         unsigned_payload=True,
         disable_bulk_delete=True,
         client_options=options,
@@ -209,21 +222,25 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
 
 
 def _endpoint_of(session: boto3.Session, profile: dict[str, Any]) -> str | None:
-    """What a profile's own lines say of the endpoint: those of its services section, or the profile's."""
+    """What a profile's own lines say of the endpoint: those of its services section, or the
+    profile's.
+    """
     services = session._session.full_config.get("services", {}).get(profile.get("services", ""), {})
     endpoint: str | None = services.get("s3", {}).get("endpoint_url") or profile.get("endpoint_url")
     return endpoint
 
 
 class S3Backend(Backend):
-    """Objects as those of a bucket. For one event loop at a time; each request is tried once (wrap it in `icecore.store.backend.retry`).
+    """Objects as those of a bucket. For one event loop at a time; each request is tried once (wrap
+    it in `icecore.store.backend.retry`).
 
     Raises:
         UsageError: The configuration is wrong.
         StoreDenied: There are no credentials.
     """
 
-    #: What AWS advises is 8 to 16 MiB; with the smaller, decoding begins earlier and fewer buffers are touched for the first time.
+    #: What AWS advises is 8 to 16 MiB; with the smaller, decoding begins earlier and fewer buffers
+    #: are touched for the first time.
     read_size = 8 << 20
 
     def __init__(self, place: S3Place) -> None:
@@ -346,7 +363,8 @@ class S3Backend(Backend):
                 with self._failing(doing):
                     await self._within(0, doing, self._store.delete_async(some))
             except StoreError:
-                # Not all that speak S3 have that request. Where it was something else, the first of these fails as well.
+                # Not all that speak S3 have that request. Where it was something else, the first of
+                # these fails as well.
                 for name in some:
                     await self.delete(name)
 
@@ -389,7 +407,8 @@ class S3Backend(Backend):
 
 
 class _Order:
-    """Puts a listing in the order of names. Stores list by bytes, or (SeaweedFS) folder by folder: there ``a/b`` comes before ``a-b``.
+    """Puts a listing in the order of names. Stores list by bytes, or (SeaweedFS) folder by folder:
+    there ``a/b`` comes before ``a-b``.
 
     What is below one part of the name is held back until nothing that sorts before it can follow.
     """
@@ -437,14 +456,17 @@ def _short(name: str, missing: int, end: int) -> Damaged:
 def _let_threads_end() -> None:
     """Give obstore's threads time to leave Python before it ends.
 
-    They hand over a result by waking the event loop, and then need the interpreter once more; where it has begun to end meanwhile, Python before 3.14
-    ends such threads in a way that aborts the process (seen once in 20 to 60 short-lived processes).
+    They hand over a result by waking the event loop, and then need the interpreter once more; where
+    it has begun to end meanwhile, Python before 3.14 ends such threads in a way that aborts the
+    process (seen once in 20 to 60 short-lived processes).
     """
     atexit.register(_wait_for_threads)
 
 
 def _wait_for_threads() -> None:
-    """Until none is on its way, as far as the kernel tells: on a busy machine one may have to wait for its turn."""
+    """Until none is on its way, as far as the kernel tells: on a busy machine one may have to wait
+    for its turn.
+    """
     time.sleep(_LAST_THREADS_SECONDS)
     end = time.monotonic() + _MOST_THREADS_SECONDS
     own = threading.get_native_id()

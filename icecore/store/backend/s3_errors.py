@@ -1,6 +1,8 @@
-"""What an S3 client's failure means: our error for it, with the cure; rule: only what cannot get better by itself is refused for good.
+"""What an S3 client's failure means: our error for it, with the cure; rule: only what cannot get
+better by itself is refused for good.
 
-A plain `StoreError` may pass when the request is sent again. Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+A plain `StoreError` may pass when the request is sent again. Codes:
+https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _CURES = {
     "MethodNotAllowed": "the bucket does not allow it: see its policy",
     "NotImplemented": "this store lacks what a repository needs",
 }
-#: Errors of those statuses say that the request is wrong, whatever the code; others of the 4xx may pass.
+#: Errors of those statuses say that the request is wrong, whatever the code; others of the 4xx may
+#: pass.
 _PASSING = {408, 409, 425, 429}
 _FULL = {"QuotaExceeded", "StorageFull", "XMinioStorageFull", "EntityTooLarge"}
 _WRONG_REGION = {
@@ -64,7 +67,9 @@ def is_past_end(text: str) -> bool:
 
 
 def is_conflict(text: str) -> bool:
-    """Whether a conditional write met another one in flight: nothing is decided, unlike by a failed precondition."""
+    """Whether a conditional write met another one in flight: nothing is decided, unlike by a failed
+    precondition.
+    """
     return parse(text).status == 409
 
 
@@ -77,7 +82,8 @@ def translate(text: str, doing: str, where: str, name: str = "") -> IcecoreError
         name: The object that it was about, if any.
 
     Returns:
-        `NotFound` (no such bucket), `ObjectMissing`, `StoreFull`, `StoreDenied` (will never pass) or `StoreError` (may pass).
+        `NotFound` (no such bucket), `ObjectMissing`, `StoreFull`, `StoreDenied` (will never pass)
+        or `StoreError` (may pass).
     """
     reply = parse(text)
     what = f"{reply.code}: {reply.words}" if reply.code else reply.words or f"status {reply.status}"

@@ -1,4 +1,6 @@
-"""The conformance suite of back ends: whoever writes one subclasses it and runs it with pytest; the repository relies on nothing else of storage."""
+"""The conformance suite of back ends: whoever writes one subclasses it and runs it with pytest; the
+repository relies on nothing else of storage.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class BackendConformance(ABC):
         racers: How many clients race for one name.
         races: How often they do.
         listed: How many objects a long listing has; more than the storage gives in one answer.
-        equal_bytes_lose: Whether who creates an object that is there with the same bytes is told that it exists. Not so where lost replies are looked into.
+        equal_bytes_lose: Whether who creates an object that is there with the same bytes is told
+            that it exists. Not so where lost replies are looked into.
     """
 
     large = 9 << 20
@@ -35,7 +38,9 @@ class BackendConformance(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractAsyncContextManager[Backend]:
-        """A client of one and the same place, empty when the test begins; each call may make another client."""
+        """A client of one and the same place, empty when the test begins; each call may make
+        another client.
+        """
 
     def run(self, work: Callable[[Backend], Awaitable[None]]) -> None:
         """Run ``work`` with a client in an event loop of its own."""
@@ -89,7 +94,9 @@ class BackendConformance(ABC):
         self.run(work)
 
     def test_one_of_many_creators_wins(self) -> None:
-        """Clients with loops, threads and connections of their own create the same name at the same time."""
+        """Clients with loops, threads and connections of their own create the same name at the same
+        time.
+        """
 
         def race(number: int) -> None:
             barrier = threading.Barrier(self.racers)

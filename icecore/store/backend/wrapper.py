@@ -1,4 +1,6 @@
-"""Back ends around back ends: each adds one thing and leaves the rest to what it wraps; rule: whatever is wrapped, the contract of Backend holds."""
+"""Back ends around back ends: each adds one thing and leaves the rest to what it wraps; rule:
+whatever is wrapped, the contract of Backend holds.
+"""
 
 from __future__ import annotations
 

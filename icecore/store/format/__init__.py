@@ -1,1 +1,3 @@
-"""The bytes of a repository: what is stored, and how values become objects and come back; no input or output."""
+"""The bytes of a repository: what is stored, and how values become objects and come back; no input
+or output.
+"""

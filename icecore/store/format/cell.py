@@ -1,4 +1,6 @@
-"""The cell, a 1 MiB window of a space, and the record that says where its bytes are: the one row type that maps, writers and readers share."""
+"""The cell, a 1 MiB window of a space, and the record that says where its bytes are: the one row
+type that maps, writers and readers share.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ NODE_CELLS = 64
 Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[np.void]
 
-#: Where a chunk's stored bytes lie: shard name, offset and length in it, codec (icecore.store.format.codec). A zero shard with length 0 means "nowhere".
+#: Where a chunk's stored bytes lie: shard name, offset and length in it, codec
+#: (icecore.store.format.codec). A zero shard with length 0 means "nowhere".
 PLACE = np.dtype([("shard", "u1", 16), ("offset", "<u8"), ("length", "<u4"), ("codec", "u1")])
 
-#: One cell of a map, 190 bytes, little-endian, unpadded. ``cell`` counts 1 MiB windows from its region's origin. ``data`` and ``zero`` are
-#: page bitmaps (bit i of byte i//8, least significant first = page i of the cell); a page in neither is absent. ``chunk`` is the id of the data
-#: pages' bytes in address order, all zero when the cell has none. A delta names its base, always a full chunk.
+#: One cell of a map, 190 bytes, little-endian, unpadded. ``cell`` counts 1 MiB windows from its
+#: region's origin. ``data`` and ``zero`` are page bitmaps (bit i of byte i//8, least significant
+#: first = page i of the cell); a page in neither is absent. ``chunk`` is the id of the data pages'
+#: bytes in address order, all zero when the cell has none. A delta names its base, always a full
+#: chunk.
 CELL = np.dtype(
     [
         ("cell", "<u4"),

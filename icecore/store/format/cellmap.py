@@ -1,7 +1,9 @@
-"""The map of a space as a Merkle table: nodes of up to 64 cells of one region, named by the keyed BLAKE3 of their records; pure, many nodes a call.
+"""The map of a space as a Merkle table: nodes of up to 64 cells of one region, named by the keyed
+BLAKE3 of their records; pure, many nodes a call.
 
-A node's uncompressed bytes are its CELL records, ascending by cell. Stored, a byte says whether they follow as they are (0) or as one zstd
-frame and its digest (1). Nodes lie back to back in a pack, an object with a footer.
+A node's uncompressed bytes are its CELL records, ascending by cell. Stored, a byte says whether
+they follow as they are (0) or as one zstd frame and its digest (1). Nodes lie back to back in a
+pack, an object with a footer.
 """
 
 from __future__ import annotations
@@ -117,12 +119,16 @@ class NodeEncoder:
 
 
 def place_node(key: bytes, pack: bytes, offset: int, identity: bytes, stored: bytes) -> bytes:
-    """What goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where ``key``, the repository's node key, encrypts."""
+    """What goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where
+    ``key``, the repository's node key, encrypts.
+    """
     return sealed_piece(key, object_name("nodes", pack), offset, identity, stored)
 
 
 def encode_nodes(key: bytes, records: Sequence[Records]) -> list[tuple[bytes, bytes]]:
-    """All nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is the repository's node key."""
+    """All nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is the
+    repository's node key.
+    """
     nodes = group(records).node_bytes()
     encoder = NodeEncoder()
     return [
@@ -146,7 +152,8 @@ class NodeDecoder:
         """The uncompressed bytes of a node.
 
         Raises:
-            Damaged: They are not those of node ``identity``; no more than a node's bytes are ever allocated.
+            Damaged: They are not those of node ``identity``; no more than a node's bytes are ever
+                allocated.
         """
         node: Buffer
         if stored[:1] == _PLAIN:
@@ -182,7 +189,8 @@ class NodeDecoder:
             All records, one after the other, and how many each node has.
 
         Raises:
-            Damaged: A node is not what was written, or not of the group that its reference says; or there are more records than ``limit``.
+            Damaged: A node is not what was written, or not of the group that its reference says; or
+                there are more records than ``limit``.
         """
         identities = refs["node"].tobytes()
         if overhead(self._key):
@@ -235,7 +243,8 @@ def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
 
 
 def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.NDArray[np.bool_]:
-    """Which records cannot have been written: a wrong group or order, a page both data and zero, a codec or length that does not fit the pages.
+    """Which records cannot have been written: a wrong group or order, a page both data and zero, a
+    codec or length that does not fit the pages.
 
     Args:
         tag: Bytes by which stored chunks are longer because they are encrypted.
@@ -267,7 +276,8 @@ def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.N
 
 
 def check_regions(regions: Sequence[Region], records: Records, region: Indices) -> None:
-    """Check that cells lie in their regions, with all their pages: as regions are disjoint, no page of a space is in two cells then.
+    """Check that cells lie in their regions, with all their pages: as regions are disjoint, no page
+    of a space is in two cells then.
 
     Args:
         regions: A space's.
@@ -299,7 +309,9 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
 
 
 def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence[int]) -> bytes:
-    """The footer of a pack whose nodes lie one after the other; ``key`` is the repository's shard key, as for every footer."""
+    """The footer of a pack whose nodes lie one after the other; ``key`` is the repository's shard
+    key, as for every footer.
+    """
     table, offset = [], 0
     for identity, length in zip(ids, lengths, strict=True):
         table.append(_PACK_ENTRY.pack(identity, offset, length))
@@ -323,7 +335,8 @@ def parse_refs(nodes: bytes, regions: int) -> npt.NDArray[np.void]:
     """A space's NODE_REF records, checked.
 
     Raises:
-        ValueError: Not whole records, not ascending, of a region that is not there, or of a length that no node has.
+        ValueError: Not whole records, not ascending, of a region that is not there, or of a length
+            that no node has.
     """
     if len(nodes) % NODE_REF.itemsize:
         raise ValueError("not whole node references")

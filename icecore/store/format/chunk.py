@@ -1,4 +1,6 @@
-"""A chunk, the bytes of one cell's data pages in address order: its id, and its pages matched to another chunk's; bytes in, bytes out."""
+"""A chunk, the bytes of one cell's data pages in address order: its id, and its pages matched to
+another chunk's; bytes in, bytes out.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ NO_CHUNK = bytes(32)
 
 
 def chunk_id(key: bytes, bitmap: Buffer, data: Buffer) -> bytes:
-    """The chunk's 32-byte id: BLAKE3 keyed with the repository's chunk key over the page bitmap (32 bytes), then the pages' bytes.
+    """The chunk's 32-byte id: BLAKE3 keyed with the repository's chunk key over the page bitmap (32
+    bytes), then the pages' bytes.
 
     Args:
         key: 32 bytes.
@@ -66,7 +69,9 @@ def align(base_bitmap: Buffer, base: Buffer, bitmap: Buffer, out: memoryview) ->
 
 
 def changed_pages(data: Buffer, base: Buffer) -> Bytes:
-    """A 32-byte bitmap over the chunk's pages (bit i: its i-th data page differs from the base's i-th). ``base`` is aligned."""
+    """A 32-byte bitmap over the chunk's pages (bit i: its i-th data page differs from the base's
+    i-th). ``base`` is aligned.
+    """
     words = PAGE // 8
     ours, theirs = (np.frombuffer(b, np.uint64).reshape(-1, words) for b in (data, base))
     differs = np.zeros(CELL_PAGES, np.bool_)

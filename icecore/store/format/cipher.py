@@ -1,12 +1,15 @@
-"""Encryption: AES-256-GCM under a key that belongs to one object, with the object's name and the place in it as associated data; pure.
+"""Encryption: AES-256-GCM under a key that belongs to one object, with the object's name and the
+place in it as associated data; pure.
 
-Two ways, one rule: no key and nonce ever meet two different texts. A *whole* (envelope) is encrypted under a key derived from its kind's key,
-24 random bytes drawn for it, and its name: two writers who race for one name, and one who tries again, draw different ones. A *piece* of a larger
-object (a chunk, a node, a block of a table) is encrypted under a key derived from its kind's key and the object's name, which is random, drawn by one
-writer and never used twice; the nonce is the offset in the object, which holds one piece.
+Two ways, one rule: no key and nonce ever meet two different texts. A *whole* (envelope) is
+encrypted under a key derived from its kind's key, 24 random bytes drawn for it, and its name: two
+writers who race for one name, and one who tries again, draw different ones. A *piece* of a larger
+object (a chunk, a node, a block of a table) is encrypted under a key derived from its kind's key
+and the object's name, which is random, drawn by one writer and never used twice; the nonce is the
+offset in the object, which holds one piece.
 
-AES-GCM rather than ChaCha20-Poly1305: measured with `cryptography` 50 on one core with AES instructions, 1 MiB a call and the GIL released,
-16 against 5 GB/s. docs/format.md has the bytes.
+AES-GCM rather than ChaCha20-Poly1305: measured with `cryptography` 50 on one core with AES
+instructions, 1 MiB a call and the GIL released, 16 against 5 GB/s. docs/format.md has the bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ _PLACE = struct.Struct("<Q")
 
 
 class Key(bytes):
-    """32 bytes under which objects or pieces of one kind are digested or named; it carries the key that they are encrypted with, where they are.
+    """32 bytes under which objects or pieces of one kind are digested or named; it carries the key
+    that they are encrypted with, where they are.
 
     Attributes:
         encryption: 32 bytes, or None in a repository that is not encrypted.
@@ -71,7 +75,8 @@ def flag(key: bytes) -> int:
 
 
 def seal_whole(key: bytes, name: str, header: Buffer, body: Buffer) -> bytes:
-    """``body`` of object ``name`` encrypted: salt, ciphertext, tag; ``header`` is authenticated with it.
+    """``body`` of object ``name`` encrypted: salt, ciphertext, tag; ``header`` is authenticated
+    with it.
 
     Args:
         key: One that encrypts.
@@ -88,7 +93,8 @@ def open_whole(key: bytes, name: str, header: Buffer, payload: Buffer) -> bytes:
     """What :func:`seal_whole` was given.
 
     Raises:
-        ValueError: It is not what was encrypted under this key for an object of that name and header.
+        ValueError: It is not what was encrypted under this key for an object of that name and
+            header.
     """
     view = memoryview(payload)
     if view.nbytes < WHOLE_BYTES:
@@ -103,7 +109,8 @@ def open_whole(key: bytes, name: str, header: Buffer, payload: Buffer) -> bytes:
 def seal_piece(
     key: bytes, name: str, offset: int, context: Buffer, parts: Sequence[Buffer], out: memoryview
 ) -> None:
-    """Encrypt a piece of object ``name``, or copy it where ``key`` does not encrypt. Releases the GIL.
+    """Encrypt a piece of object ``name``, or copy it where ``key`` does not encrypt. Releases the
+    GIL.
 
     Args:
         offset: Where in the object it goes; nothing else ever goes there.
@@ -154,7 +161,8 @@ def open_piece(
 def peek_piece(
     key: bytes, name: str, offset: int, start: int, stored: Buffer, out: memoryview
 ) -> None:
-    """Decrypt part of a piece without knowing whether it is sound: for estimates only, never for what is stored or handed out.
+    """Decrypt part of a piece without knowing whether it is sound: for estimates only, never for
+    what is stored or handed out.
 
     Args:
         start: Where in the piece the part begins, a multiple of 16.

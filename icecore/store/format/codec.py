@@ -1,7 +1,9 @@
-"""The stored forms of a chunk's bytes, one number each; pure, and a decoder writes only into the buffer that its caller sized.
+"""The stored forms of a chunk's bytes, one number each; pure, and a decoder writes only into the
+buffer that its caller sized.
 
-Every form but zero and raw ends with 8 bytes, the XXH3-64 (little-endian) of all stored bytes before it: damage is seen before a decompressor
-is. Raw bytes are covered bit by bit by the chunk id. docs/format-data.md says what stands inside each form.
+Every form but zero and raw ends with 8 bytes, the XXH3-64 (little-endian) of all stored bytes
+before it: damage is seen before a decompressor is. Raw bytes are covered bit by bit by the chunk
+id. docs/format-data.md says what stands inside each form.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-# The library's other setting shares one global context behind a lock; ours are called from many threads at once.
+# The library's other setting shares one global context behind a lock; ours are called from many
+# threads at once.
 _blosc.use_threads = False
 
 Buffer = bytes | bytearray | memoryview
@@ -35,7 +38,8 @@ BITSHUFFLE2_LZ4 = 7
 BITSHUFFLE4_LZ4 = 8
 BITSHUFFLE8_LZ4 = 9
 
-#: Delta forms: one of these bits beside the number of the form in which the changed pages are kept (icecore.store.format.delta).
+#: Delta forms: one of these bits beside the number of the form in which the changed pages are kept
+#: (icecore.store.format.delta).
 PATCH = 0x40
 XOR = 0x80
 DELTA = PATCH | XOR
@@ -43,7 +47,8 @@ DELTA = PATCH | XOR
 #: Bytes after every form but zero and raw.
 DIGEST_BYTES = 8
 
-#: No form is longer than the bytes it stands for plus this (the blosc header, the lz4 length, the delta header, the digest): readers bound by it.
+#: No form is longer than the bytes it stands for plus this (the blosc header, the lz4 length, the
+#: delta header, the digest): readers bound by it.
 MAX_OVERHEAD = 256
 
 _BLOSC_BLOCK = 256 << 10
@@ -58,7 +63,9 @@ _LZ4_LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Blosc:
-    """Parameters of one blosc form: item size in bytes, the shuffle (1 bytes, 2 bits) and the compressor behind it."""
+    """Parameters of one blosc form: item size in bytes, the shuffle (1 bytes, 2 bits) and the
+    compressor behind it.
+    """
 
     item: int
     shuffle: Literal[1, 2]
@@ -92,7 +99,9 @@ _NAMES: Mapping[int, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Choice:
-    """How to encode: the number of a full form, and the level where the form has one (zstd: negative levels are its fast ones)."""
+    """How to encode: the number of a full form, and the level where the form has one (zstd:
+    negative levels are its fast ones).
+    """
 
     codec: int
     level: int = 0
@@ -136,13 +145,17 @@ def unseal(stored: memoryview) -> memoryview:
 
 
 class Encoder:
-    """Encodes into full forms; holds what is costly to make, so one is kept per thread. Not thread-safe."""
+    """Encodes into full forms; holds what is costly to make, so one is kept per thread. Not
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._zstd: dict[int, zstandard.ZstdCompressor] = {}
 
     def body(self, data: memoryview, choice: Choice) -> Buffer:
-        """The form without its digest: ``data`` itself for raw, else new bytes (possibly longer than ``data``: the caller then takes raw)."""
+        """The form without its digest: ``data`` itself for raw, else new bytes (possibly longer
+        than ``data``: the caller then takes raw).
+        """
         if choice.codec == RAW:
             return data
         if choice.codec == LZ4:
@@ -171,7 +184,8 @@ def encode(
     """One full form of ``data``.
 
     Returns:
-        The codec number (raw where the chosen form would not be smaller) and the parts to store one after the other; for raw the part is ``data`` itself.
+        The codec number (raw where the chosen form would not be smaller) and the parts to store one
+        after the other; for raw the part is ``data`` itself.
     """
     view = memoryview(data)
     body = (encoder or Encoder()).body(view, choice)
@@ -181,10 +195,12 @@ def encode(
 
 
 def decode(codec: int, stored: memoryview, out: memoryview) -> None:
-    """Fill ``out`` from a full form. ``len(out)`` is what the bytes must decode to; nothing larger is ever allocated.
+    """Fill ``out`` from a full form. ``len(out)`` is what the bytes must decode to; nothing larger
+    is ever allocated.
 
     Raises:
-        ValueError: The number is unknown or a delta's, the digest differs, or the form does not decode to exactly ``len(out)`` bytes.
+        ValueError: The number is unknown or a delta's, the digest differs, or the form does not
+            decode to exactly ``len(out)`` bytes.
     """
     if codec == RAW:
         if len(stored) != len(out):

@@ -1,8 +1,11 @@
-"""Objects of many pieces (shards, node packs): pieces back to back, then a footer that names them all, so that the object can be read without any index.
+"""Objects of many pieces (shards, node packs): pieces back to back, then a footer that names them
+all, so that the object can be read without any index.
 
-The footer is a table of fixed entries (each with its piece's ``offset`` and ``length``) and a tail of 72 bytes: magic, version, number of
-entries, offset of the table, the object's own random name, and the keyed BLAKE3 of table and tail. The pieces tile the bytes before the table
-without a gap, so that no byte of the object is unaccounted for. In an encrypted repository pieces and table are encrypted, each for its place.
+The footer is a table of fixed entries (each with its piece's ``offset`` and ``length``) and a tail
+of 72 bytes: magic, version, number of entries, offset of the table, the object's own random name,
+and the keyed BLAKE3 of table and tail. The pieces tile the bytes before the table without a gap, so
+that no byte of the object is unaccounted for. In an encrypted repository pieces and table are
+encrypted, each for its place.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class Container:
         return table + head + _digest(key, table, head)
 
     def parse_tail(self, name: bytes, size: int, tail: Buffer) -> Where:
-        """Where the footer of an object of ``size`` bytes begins, from its last :data:`TAIL_BYTES`; the same in all versions.
+        """Where the footer of an object of ``size`` bytes begins, from its last :data:`TAIL_BYTES`;
+        the same in all versions.
 
         Only :meth:`parse_footer` can say whether it is true.
 
@@ -88,7 +92,8 @@ class Container:
             Records of ``entry`` in order of their offset; they tile the bytes before the table.
 
         Raises:
-            Damaged: A byte of the footer is not what was written, or the pieces do not tile the object.
+            Damaged: A byte of the footer is not what was written, or the pieces do not tile the
+                object.
             FormatTooNew: A later version wrote it.
         """
         view = memoryview(footer)
@@ -128,7 +133,9 @@ class Container:
 
 @dataclass(frozen=True)
 class Where:
-    """Where an object's footer is: ``offset`` of the table (also the bytes of all pieces), ``length`` of table and tail together."""
+    """Where an object's footer is: ``offset`` of the table (also the bytes of all pieces),
+    ``length`` of table and tail together.
+    """
 
     offset: int
     length: int

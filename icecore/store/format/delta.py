@@ -1,7 +1,9 @@
-"""Delta forms: a chunk as the pages that differ from a base chunk's, and nothing of the others; the base is always a full chunk.
+"""Delta forms: a chunk as the pages that differ from a base chunk's, and nothing of the others; the
+base is always a full chunk.
 
-Stored: the base's data bitmap (32 bytes) · the changed pages (32 bytes, bit i = the chunk's i-th data page) · a full form's body of the changed
-pages, either their own bytes (patch) or their xor with the base's (xor) · the digest. Pages that the base lacks count as zero.
+Stored: the base's data bitmap (32 bytes) · the changed pages (32 bytes, bit i = the chunk's i-th
+data page) · a full form's body of the changed pages, either their own bytes (patch) or their xor
+with the base's (xor) · the digest. Pages that the base lacks count as zero.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ HEADER_BYTES = 2 * BITMAP_BYTES
 class Difference:
     """What differs between a chunk and its aligned base.
 
-    ``changed`` is a 32-byte bitmap over the chunk's pages, ``own`` the changed pages' bytes, ``xor`` their residual;
-    ``whole`` is whether all pages changed.
+    ``changed`` is a 32-byte bitmap over the chunk's pages, ``own`` the changed pages' bytes,
+    ``xor`` their residual; ``whole`` is whether all pages changed.
     """
 
     changed: bytes
@@ -56,7 +58,9 @@ def difference(data: memoryview, base: memoryview, own: memoryview, xor: memoryv
 
 
 def parts(number: int, base_bitmap: bytes, changed: bytes, body: Buffer) -> tuple[Buffer, ...]:
-    """The parts to store for a delta of codec ``number`` whose changed pages were encoded to ``body``."""
+    """The parts to store for a delta of codec ``number`` whose changed pages were encoded to
+    ``body``.
+    """
     if not codec.known(number) or not number & codec.DELTA:
         raise ValueError(f"{number} is not a delta codec")
     header = base_bitmap + changed
@@ -88,12 +92,15 @@ def decode(
         number: The delta's codec.
         stored: Its stored bytes.
         bitmap: The chunk's data bitmap.
-        base: The decoded bytes of the base (not aligned), as many pages as the delta's base bitmap has.
-        out: Room for exactly the chunk's pages; must not overlap ``base`` unless it *is* ``base`` (then the bitmaps must be equal: decoding is in place).
+        base: The decoded bytes of the base (not aligned), as many pages as the delta's base bitmap
+            has.
+        out: Room for exactly the chunk's pages; must not overlap ``base`` unless it *is* ``base``
+            (then the bitmaps must be equal: decoding is in place).
         scratch: At least as long as ``out``.
 
     Raises:
-        ValueError: Unknown number, wrong digest, sizes that do not agree, or a body that does not decode.
+        ValueError: Unknown number, wrong digest, sizes that do not agree, or a body that does not
+            decode.
     """
     if not codec.known(number) or not number & codec.DELTA:
         raise ValueError(f"{number} is not a delta codec")

@@ -1,4 +1,6 @@
-"""The wrapping of metadata objects: magic, version, length, keyed digest, then a compressed, maybe encrypted body; a flipped bit is named, never parsed."""
+"""The wrapping of metadata objects: magic, version, length, keyed digest, then a compressed, maybe
+encrypted body; a flipped bit is named, never parsed.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from icecore.store.format.cipher import (
 
 HEADER_BYTES = 56
 DIGEST_BYTES = 32
-#: magic (7 bytes), version, compression (0 none, 1 zstd), reserved, length of the body before compression; the digest follows.
+#: magic (7 bytes), version, compression (0 none, 1 zstd), reserved, length of the body before
+#: compression; the digest follows.
 _HEADER = struct.Struct("<7sBBxxxxxxxQ")
 _NONE, _ZSTD = 0, 1
-#: Before an encrypted body: its compression, and its length before that; the header does not tell then.
+#: Before an encrypted body: its compression, and its length before that; the header does not tell
+#: then.
 _INNER = struct.Struct("<BxxxxxxxQ")
 
 
@@ -66,7 +70,9 @@ def _digest(header: bytes, payload: bytes | memoryview, key: bytes) -> bytes:
 
 
 def sealed_bytes(length: int, key: bytes) -> int:
-    """Length of the object of a body of ``length`` bytes that is not compressed (``ObjectKind.level`` is None), sealed under ``key``."""
+    """Length of the object of a body of ``length`` bytes that is not compressed
+    (``ObjectKind.level`` is None), sealed under ``key``.
+    """
     return HEADER_BYTES + length + (_INNER.size + WHOLE_BYTES if flag(key) else 0)
 
 
@@ -104,7 +110,8 @@ def unseal(
 
     Raises:
         Damaged: It is not what was written.
-        FormatTooNew: It was written by a later version. Header and digest lie in the same place in all versions.
+        FormatTooNew: It was written by a later version. Header and digest lie in the same place in
+            all versions.
     """
     if len(data) < HEADER_BYTES:
         raise Damaged(kind.title, name, f"it has {len(data)} bytes, fewer than its header")

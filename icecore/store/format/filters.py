@@ -1,8 +1,10 @@
-"""Filters of index segments: they tell of nearly every chunk that is in no segment that it is not, without a read; pure. Rule: what one denies is not there.
+"""Filters of index segments: they tell of nearly every chunk that is in no segment that it is not,
+without a read; pure. Rule: what one denies is not there.
 
-A filter is a split block Bloom filter, as Apache Parquet has them (BloomFilter.md in apache/parquet-format; Putze, Sanders and Singler, "Cache-, Hash- and
-Space-Efficient Bloom Filters", 2007): a block of eight 32-bit words for each id, one bit set in each word, so that a lookup touches one cache line. Chunk ids
-are keyed digests, so their own bytes are the hash.
+A filter is a split block Bloom filter, as Apache Parquet has them (BloomFilter.md in
+apache/parquet-format; Putze, Sanders and Singler, "Cache-, Hash- and Space-Efficient Bloom
+Filters", 2007): a block of eight 32-bit words for each id, one bit set in each word, so that a
+lookup touches one cache line. Chunk ids are keyed digests, so their own bytes are the hash.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from icecore.store.format.cell import Bytes
 from icecore.store.format.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes, unseal
 from icecore.store.format.state import SegmentRef
 
-#: Bits for each entry: of the ids that are not in the segment, 0.1 % are taken for such that may be. In the long segments of a large index, which
-#: have most of its entries, it has to be 0.35 %: of the 256 ranges of ids, those with so many entries or more.
+#: Bits for each entry: of the ids that are not in the segment, 0.1 % are taken for such that may
+#: be. In the long segments of a large index, which have most of its entries, it has to be 0.35 %:
+#: of the 256 ranges of ids, those with so many entries or more.
 BITS, LARGE_BITS = 16, 13
 LARGE_ENTRIES = 1 << 17
 _FINEST = 8
@@ -27,9 +30,11 @@ _WORDS = 8
 _BLOCK_BYTES = 4 * _WORDS
 #: That of the longest segment has 128 MiB.
 FILTER_KIND = ObjectKind("index filter", b"ICEFILT", 1, 256 << 20, None)
-#: Where in an id its hash lies: a number that chooses the block, and one that chooses the bits. The leading bytes are partly the same in a segment.
+#: Where in an id its hash lies: a number that chooses the block, and one that chooses the bits. The
+#: leading bytes are partly the same in a segment.
 _HASH = slice(16, 24)
-#: Odd numbers by which the second is multiplied for each word; the leading five bits of the product are the bit's number. As in Parquet.
+#: Odd numbers by which the second is multiplied for each word; the leading five bits of the product
+#: are the bit's number. As in Parquet.
 _SALTS = np.array(
     [
         0x47B6137B,
@@ -95,14 +100,17 @@ def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Wo
 
 
 def _hash(ids: Bytes) -> tuple[npt.NDArray[np.uint64], Words]:
-    """Of each id the number that chooses its block, and its bit in each of the block's words, n x 8."""
+    """Of each id the number that chooses its block, and its bit in each of the block's words, n x
+    8.
+    """
     numbers = np.ascontiguousarray(ids[:, _HASH]).view("<u4")
     bits: Words = np.uint32(1) << (numbers[:, 1:] * _SALTS >> np.uint32(27))
     return numbers[:, 0].astype(np.uint64), bits
 
 
 class FilterSet:
-    """The filters of many segments in one array, so that asking them costs the same however many there are. Each is put in when it is first needed.
+    """The filters of many segments in one array, so that asking them costs the same however many
+    there are. Each is put in when it is first needed.
 
     Args:
         segments: Those asked first come first.
@@ -128,7 +136,9 @@ class FilterSet:
         self._words: Words = np.zeros((used, _WORDS), np.uint32)
 
     def unknown(self, ids: Bytes) -> list[int]:
-        """Numbers of the segments in whose range an id lies and whose filter is neither here nor known not to be."""
+        """Numbers of the segments in whose range an id lies and whose filter is neither here nor
+        known not to be.
+        """
         if not self._unknown.any():
             return []
         here = self._layers[:, np.unique(ids[:, 0])]
@@ -146,7 +156,9 @@ class FilterSet:
         self._unknown[number] = False
 
     def candidates(self, ids: Bytes) -> Numbers:
-        """Segments that may have an id: their numbers, layers x n, -1 where there is none; those to be asked first come first."""
+        """Segments that may have an id: their numbers, layers x n, -1 where there is none; those to
+        be asked first come first.
+        """
         high, bits = _hash(ids)
         found = self._layers[:, ids[:, 0]]
         for layer in found:
@@ -161,7 +173,9 @@ class FilterSet:
 
 
 def _layers(segments: Sequence[SegmentRef]) -> npt.NDArray[Any]:
-    """For each leading byte of an id the segments in whose range it lies, in order: layers x 256, -1 where there is none."""
+    """For each leading byte of an id the segments in whose range it lies, in order: layers x 256,
+    -1 where there is none.
+    """
     depth = np.zeros(256, np.int64)
     layers: list[Numbers] = []
     for number, ref in enumerate(segments):

@@ -1,4 +1,6 @@
-"""The hint of a snapshot's fingerprints: one of each cell, by space and address, and the seed. Pure; what they are of is the dumper's business."""
+"""The hint of a snapshot's fingerprints: one of each cell, by space and address, and the seed.
+Pure; what they are of is the dumper's business.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Fingerprints(NamedTuple):
     Attributes:
         key: u8[n], as in `KnownCells`.
         fingerprint: V16[n].
-        restless: u8[m], keys of cells that changed between pre-copy and window: to store them before the window was in vain.
+        restless: u8[m], keys of cells that changed between pre-copy and window: to store them
+            before the window was in vain.
     """
 
     key: npt.NDArray[np.uint64]
@@ -60,7 +63,8 @@ def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
 
 
 def fingerprint_bytes(cells: int, spaces: int) -> int:
-    """Bytes that the fingerprints of so many cells in so many spaces have at most, before compression.
+    """Bytes that the fingerprints of so many cells in so many spaces have at most, before
+    compression.
 
     Args:
         cells: Those that the maps have room for.

@@ -1,6 +1,7 @@
 """Lost entries of the log, as the state records them: how a reader skips them. Pure.
 
-The rule: only a holder of the log key can record a gap, so an absent entry is an error unless it is recorded.
+The rule: only a holder of the log key can record a gap, so an absent entry is an error unless it is
+recorded.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from icecore.store.format.state import Gap
 
 
 def gap_of(gaps: Sequence[Gap], generation: int) -> Gap | None:
-    """Return the gap that the entry of ``generation`` belongs to, or None if it is not recorded as lost."""
+    """Return the gap that the entry of ``generation`` belongs to, or None if it is not recorded as
+    lost.
+    """
     return next((gap for gap in gaps if gap.first <= generation <= gap.last), None)
 
 
 def step(gaps: Sequence[Gap], start: int, wanted: int) -> int:
-    """Return the entry to read next for a reader who is at entry ``start`` and goes back to ``wanted``.
+    """Return the entry to read next for a reader who is at entry ``start`` and goes back to
+    ``wanted``.
 
     Args:
         gaps: Of the newest state.
@@ -24,7 +28,8 @@ def step(gaps: Sequence[Gap], start: int, wanted: int) -> int:
         wanted: A lower one.
 
     Returns:
-        ``wanted``; or, if it is lost, the entry after its gap; or, from there, the one before its gap, which may be 0.
+        ``wanted``; or, if it is lost, the entry after its gap; or, from there, the one before its
+        gap, which may be 0.
     """
     gap = gap_of(gaps, wanted)
     if gap is None:
@@ -55,12 +60,16 @@ def joined(gaps: Iterable[Gap]) -> list[Gap]:
 
 
 def kept(gaps: Sequence[Gap], above: int) -> list[Gap]:
-    """Return the gaps that reach above a generation: older ones lie where every entry has been trimmed."""
+    """Return the gaps that reach above a generation: older ones lie where every entry has been
+    trimmed.
+    """
     return [gap for gap in gaps if gap.last > above]
 
 
 def between(gaps: Sequence[Gap], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the generations from ``first`` to ``last`` that are not recorded as lost, newest first, as runs."""
+    """Return the generations from ``first`` to ``last`` that are not recorded as lost, newest
+    first, as runs.
+    """
     runs, low = [], first
     for gap in sorted(gaps, key=lambda gap: gap.first):
         if gap.last < low or gap.first > last:

@@ -1,4 +1,6 @@
-"""Hints: what may help the next snapshot or a restore of a lineage (fingerprints, working sets); advice, so a damaged one is told of and then done without."""
+"""Hints: what may help the next snapshot or a restore of a lineage (fingerprints, working sets);
+advice, so a damaged one is told of and then done without.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def decode_hints(
     return unseal(kind, name, data, key, digest)
 
 
-#: How the names of working sets begin within their lineage's folder; they live as long as the lineage has a snapshot, and no manifest names them.
+#: How the names of working sets begin within their lineage's folder; they live as long as the
+#: lineage has a snapshot, and no manifest names them.
 TOUCHED = "touched-"
 
 

@@ -1,4 +1,6 @@
-"""The repository's identity: its configuration and its master secret, from which every key is derived; both objects are created once and never changed."""
+"""The repository's identity: its configuration and its master secret, from which every key is
+derived; both objects are created once and never changed.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,31 @@ from icecore.store.format.cipher import Key
 from icecore.store.format.envelope import ObjectKind, Sealed, seal, unseal
 from icecore.store.format.names import CONFIG
 
-#: The versions of the repository as a whole: which objects there are and what they mean. An encrypted one has the second.
+#: The versions of the repository as a whole: which objects there are and what they mean. An
+#: encrypted one has the second.
 FORMAT = 1
 ENCRYPTED_FORMAT = 2
 
 CONFIG_KIND = ObjectKind("configuration", b"ICECONF", 1, 1 << 16, None)
 KEY_KIND = ObjectKind("key slot", b"ICEKEYS", 1, 1 << 16, None)
 
-#: Digest key of what must be read before there is a secret: guards against accidents, not against people.
+#: Digest key of what must be read before there is a secret: guards against accidents, not against
+#: people.
 PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest()
 
 
 class Parameters(msgspec.Struct, frozen=True):
-    """What is the same for everything in a repository. ``shard_bytes``: size at which a shard is closed."""
+    """What is the same for everything in a repository. ``shard_bytes``: size at which a shard is
+    closed.
+    """
 
     shard_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 64 << 20
 
 
 class Config(msgspec.Struct, frozen=True):
-    """The object ``config``: makes a place a repository. ``id`` is 32 hexadecimal digits; ``created_ns`` Unix time."""
+    """The object ``config``: makes a place a repository. ``id`` is 32 hexadecimal digits;
+    ``created_ns`` Unix time.
+    """
 
     format: int
     #: Files are named after it.
@@ -42,9 +50,11 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class KeySlot(msgspec.Struct, frozen=True):
-    """An object ``keys/<n>`` of a repository that is not encrypted: the master secret as it is (method "plain", 32 bytes).
+    """An object ``keys/<n>`` of a repository that is not encrypted: the master secret as it is
+    (method "plain", 32 bytes).
 
-    That of an encrypted one has another method (`icecore.store.format.slots`). ``salt`` and ``cost`` are not used.
+    That of an encrypted one has another method (`icecore.store.format.slots`). ``salt`` and
+    ``cost`` are not used.
     """
 
     format: int
@@ -56,14 +66,17 @@ class KeySlot(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Keys:
-    """The 32-byte keys of a repository, one per use, so that bytes of one kind never pass for another.
+    """The 32-byte keys of a repository, one per use, so that bytes of one kind never pass for
+    another.
 
-    ``chunk`` and ``node`` name chunks and map nodes; the others authenticate objects of their kind. In an encrypted repository each is a
-    `icecore.store.format.cipher.Key` that says how its kind is encrypted.
+    ``chunk`` and ``node`` name chunks and map nodes; the others authenticate objects of their kind.
+    In an encrypted repository each is a `icecore.store.format.cipher.Key` that says how its kind is
+    encrypted.
 
     Attributes:
         secret: The master secret.
-        repository: The id that the keys of what every replica has for itself (configuration, log, sessions) are bound to; empty if not encrypted.
+        repository: The id that the keys of what every replica has for itself (configuration, log,
+            sessions) are bound to; empty if not encrypted.
     """
 
     config: bytes
@@ -88,7 +101,8 @@ class Keys:
         """All keys of master ``secret``: BLAKE3 in its key derivation mode (docs/format.md).
 
         Args:
-            repository: The id of an encrypted repository, 32 hexadecimal digits; empty for one that is not encrypted.
+            repository: The id of an encrypted repository, 32 hexadecimal digits; empty for one that
+                is not encrypted.
         """
         if len(secret) != 32:
             raise ValueError(f"a master secret has 32 bytes, not {len(secret)}")
@@ -130,7 +144,8 @@ def encode_slot(slot: msgspec.Struct) -> Sealed:
 
 
 def read_slot(name: str, data: bytes) -> bytes:
-    """The body of key slot ``name``, and whether its bytes are those that somebody wrote: whose, they do not tell.
+    """The body of key slot ``name``, and whether its bytes are those that somebody wrote: whose,
+    they do not tell.
 
     Raises:
         Damaged: The slot is not what was written.

@@ -1,4 +1,6 @@
-"""The manifest, the root object of one snapshot: what was running, where its memory and files are, and what a restore needs. Pure: bytes to structs."""
+"""The manifest, the root object of one snapshot: what was running, where its memory and files are,
+and what a restore needs. Pure: bytes to structs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from icecore.store.format.manifest_rules import (
 )
 from icecore.text import loaded, stored
 
-#: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
+#: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where
+#: its stored bytes lie.
 NODE_REF = np.dtype(
     [
         ("region", "<u4"),
@@ -46,10 +49,11 @@ FilePolicy = Literal["content", "checked", "absent"]
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """A VMA of a process, or the whole of a file, image file or shared memory object.
 
-    ``start`` and ``length`` are bytes; ``origin`` is where cell 0 begins (``origin <= start``, inherited from the parent snapshot so that a region
-    that grows downwards keeps its cells; equal to ``start`` otherwise). ``protection`` and ``flags`` are the mmap bits. ``lazy`` is whether the
-    region's pages can be filled through userfaultfd after CRIU brought the process up. Of kind "device" are those of a process into which the driver moved
-    device memory.
+    ``start`` and ``length`` are bytes; ``origin`` is where cell 0 begins (``origin <= start``,
+    inherited from the parent snapshot so that a region that grows downwards keeps its cells; equal
+    to ``start`` otherwise). ``protection`` and ``flags`` are the mmap bits. ``lazy`` is whether the
+    region's pages can be filled through userfaultfd after CRIU brought the process up. Of kind
+    "device" are those of a process into which the driver moved device memory.
     """
 
     start: Number
@@ -63,10 +67,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """One address space or object: its regions in address order and the references to its map nodes.
+    """One address space or object: its regions in address order and the references to its map
+    nodes.
 
-    ``key`` is the process's image id (process), the shmem id (shared), the path (file), the file name (image), the allocation (device).
-    ``size`` is the exact length in bytes for files and images (the last page of the last cell is padded with zeros). ``nodes`` is an array of
+    ``key`` is the process's image id (process), the shmem id (shared), the path (file), the file
+    name (image), the allocation (device). ``size`` is the exact length in bytes for files and
+    images (the last page of the last cell is padded with zeros). ``nodes`` is an array of
     ``NODE_REF`` records, sorted by (region, group).
     """
 
@@ -78,7 +84,9 @@ class Space(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process of the tree, as it was in the window. ``image_id`` is CRIU's id in its image names (the pid in the dumped pid namespace)."""
+    """One process of the tree, as it was in the window. ``image_id`` is CRIU's id in its image
+    names (the pid in the dumped pid namespace).
+    """
 
     image_id: Number
     pid: Number
@@ -93,10 +101,12 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class OpenFile(msgspec.Struct, frozen=True):
-    """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content stored as a space, or only its size and mtime checked.
+    """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content
+    stored as a space, or only its size and mtime checked.
 
-    ``links`` are other names of the same inode, where ``path`` is one that only CRIU uses (a file that lost the name it was opened under).
-    ``mapped``: shared and writable, so that it may have been written to since without a trace; also where nobody noted it (before 2026-11-23).
+    ``links`` are other names of the same inode, where ``path`` is one that only CRIU uses (a file
+    that lost the name it was opened under). ``mapped``: shared and writable, so that it may have
+    been written to since without a trace; also where nobody noted it (before 2026-11-23).
     """
 
     path: str
@@ -117,7 +127,8 @@ class OpenFile(msgspec.Struct, frozen=True):
 class Requirements(msgspec.Struct, frozen=True):
     """What the restoring machine must offer.
 
-    ``pids`` are process and thread ids that must be free, ``devices`` the GPUs that the tree had, one map each (docs/format.md).
+    ``pids`` are process and thread ids that must be free, ``devices`` the GPUs that the tree had,
+    one map each (docs/format.md).
     """
 
     architecture: str
@@ -131,7 +142,9 @@ class Requirements(msgspec.Struct, frozen=True):
 
 
 class Namespaces(msgspec.Struct, frozen=True):
-    """Which namespaces were the job's own, and what CRIU was told was external. ``network``: "host" or "external"."""
+    """Which namespaces were the job's own, and what CRIU was told was external. ``network``: "host"
+    or "external".
+    """
 
     pid: bool = False
     ipc: bool = False
@@ -141,7 +154,9 @@ class Namespaces(msgspec.Struct, frozen=True):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Bytes of this snapshot: ``logical`` data pages, ``changed`` against the parent, ``stored`` new bytes in shards, by codec name."""
+    """Bytes of this snapshot: ``logical`` data pages, ``changed`` against the parent, ``stored``
+    new bytes in shards, by codec name.
+    """
 
     logical: Number = 0
     zero: Number = 0
@@ -152,7 +167,8 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times ns since the epoch; durations seconds.
+    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times
+    ns since the epoch; durations seconds.
 
     Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383): they are bytes.
     """
@@ -187,11 +203,13 @@ def cells_of(manifest: Manifest) -> int:
 
 
 MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
-#: The newest manifest structure that this code writes and reads: the one in which texts may be escaped.
+#: The newest manifest structure that this code writes and reads: the one in which texts may be
+#: escaped.
 MANIFEST_FORMAT = 2
 _PLAIN_FORMAT = 1
 
-#: What of a manifest may be many, and is decoded piece by piece, so that all pieces together are bounded while they are made.
+#: What of a manifest may be many, and is decoded piece by piece, so that all pieces together are
+#: bounded while they are made.
 _PIECES: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "processes": msgspec.msgpack.Decoder(Process),
     "spaces": msgspec.msgpack.Decoder(Space),
@@ -329,7 +347,9 @@ def _with_texts(manifest: Manifest, change: Callable[[str], str]) -> Any:
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a value of built-in types with every text changed; names of fields stay, as none needs an escape."""
+    """Return a copy of a value of built-in types with every text changed; names of fields stay, as
+    none needs an escape.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

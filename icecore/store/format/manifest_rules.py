@@ -1,6 +1,8 @@
-"""Checks what a manifest may say, whoever wrote it: counts, addresses, names and paths that later code relies on. Pure; one pass, no loop over pages.
+"""Checks what a manifest may say, whoever wrote it: counts, addresses, names and paths that later
+code relies on. Pure; one pass, no loop over pages.
 
-A manifest that breaks a rule is refused when it is read and when it is written, so later code does not check again.
+A manifest that breaks a rule is refused when it is read and when it is written, so later code does
+not check again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MAX_NODES = 1 << 20
 #: Arguments of all commands, and links of all files.
 MAX_WORDS = 1 << 20
 
-#: No user address is higher (five-level page tables); no other space goes on beyond the second, so that sums of two fit 64 bits.
+#: No user address is higher (five-level page tables); no other space goes on beyond the second, so
+#: that sums of two fit 64 bits.
 _TOP_ADDRESS = 1 << 56
 _TOP = 1 << 62
 #: Cells are numbered with 32 bits.
@@ -43,7 +46,9 @@ _OPTIONS = {"--shell-job", "--tcp-close", "--tcp-established"}
 
 
 def faults(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with a manifest, in words; nothing if it keeps all rules. Its fields have the types that they should."""
+    """Yield what is wrong with a manifest, in words; nothing if it keeps all rules. Its fields have
+    the types that they should.
+    """
     yield from _identity(manifest)
     seen: set[tuple[str, str]] = set()
     nodes = 0

@@ -1,7 +1,9 @@
-"""A snapshot's marks (its pin and its tags) in several replicas: which are newer, and what becomes of marks that were changed in both. Pure.
+"""A snapshot's marks (its pin and its tags) in several replicas: which are newer, and what becomes
+of marks that were changed in both. Pure.
 
-The rule: no clock decides. A record remembers the random ids of its last changes, so that marks which know the other's newest change are the newer ones; where
-neither does, whatever keeps a snapshot wins.
+The rule: no clock decides. A record remembers the random ids of its last changes, so that marks
+which know the other's newest change are the newer ones; where neither does, whatever keeps a
+snapshot wins.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _ID_BYTES = 8
 def marked(
     record: SnapshotRecord, *, pinned: bool | None = None, tags: Sequence[str] | None = None
 ) -> SnapshotRecord:
-    """The record with another pin or other tags; None leaves them. The same record if that changes nothing."""
+    """The record with another pin or other tags; None leaves them. The same record if that changes
+    nothing.
+    """
     changed = msgspec.structs.replace(
         record,
         pinned=record.pinned if pinned is None else pinned,
@@ -36,14 +40,17 @@ def marked(
 
 
 def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
-    """Our record of a snapshot with the newer of both replicas' marks, or with what both say if neither is newer; ``ours`` itself if nothing changes.
+    """Our record of a snapshot with the newer of both replicas' marks, or with what both say if
+    neither is newer; ``ours`` itself if nothing changes.
 
-    Whichever replica joins the same two marks comes to the same result, so that replicas which sync in both directions settle.
+    Whichever replica joins the same two marks comes to the same result, so that replicas which sync
+    in both directions settle.
     """
     mine, other = _newest(ours), _newest(theirs)
     alike = (ours.pinned, ours.tags) == (theirs.pinned, theirs.tags)
     if mine == other:
-        # Without changes on record they differ only where an earlier version, which kept none, changed one.
+        # Without changes on record they differ only where an earlier version, which kept none,
+        # changed one.
         if mine or alike:
             return ours
     elif not other or other in ours.marks:

@@ -16,7 +16,8 @@ KEYS = "keys/"
 LOG = "log/"
 SESSIONS = "sessions/"
 HINTS = "hints/"
-#: Second copies of the few objects without which nothing can be read, each under its own name behind this.
+#: Second copies of the few objects without which nothing can be read, each under its own name
+#: behind this.
 COPIES = "copies/"
 FILTERS = "filters/"
 #: What an ``init`` that broke off leaves.
@@ -52,7 +53,9 @@ def object_name(kind: Kind, identity: bytes) -> str:
 
 
 def parse_name(name: str) -> tuple[Kind, bytes] | None:
-    """Kind and random part of an object's name, or None if the name is not one that ``object_name`` makes."""
+    """Kind and random part of an object's name, or None if the name is not one that ``object_name``
+    makes.
+    """
     for kind in KINDS:
         if name.startswith(PREFIX[kind]):
             text = name.rsplit("/", 1)[-1]
@@ -130,7 +133,8 @@ def is_known(name: str) -> bool:
 def new_snapshot_id() -> str:
     """A new snapshot id: 6 bytes of Unix time in ms, then 10 random ones, in hexadecimal.
 
-    The time only keeps neighbours in time on the same page of the snapshot list; nothing relies on it.
+    The time only keeps neighbours in time on the same page of the snapshot list; nothing relies on
+    it.
     """
     return (time.time_ns() // 1_000_000 & (1 << 48) - 1).to_bytes(
         6, "big"

@@ -1,4 +1,6 @@
-"""CELL records as plain tuples: what handles one record at a time packs and unpacks it in one step instead of field by field."""
+"""CELL records as plain tuples: what handles one record at a time packs and unpacks it in one step
+instead of field by field.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An immutable, sorted piece of the index (chunk id -> place): bytes to arrays and back, search and merge. Pure; a block is verified before it is searched."""
+"""An immutable, sorted piece of the index (chunk id -> place): bytes to arrays and back, search and
+merge. Pure; a block is verified before it is searched.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ ENTRY = np.dtype([("chunk", "u1", 32), ("place", PLACE)])
 #: Entries in one block, the unit that is fetched and verified by itself (62 464 bytes).
 BLOCK_ENTRIES = 1024
 BLOCK_BYTES = BLOCK_ENTRIES * ENTRY.itemsize
-#: One row of the fence table: the leading 8 bytes of a block's first chunk id, and the block's digest.
+#: One row of the fence table: the leading 8 bytes of a block's first chunk id, and the block's
+#: digest.
 FENCE = np.dtype([("first", ">u8"), ("digest", "u1", 32)])
 
 TITLE = "index segment"
@@ -36,7 +39,8 @@ HEADER_BYTES = 56
 MAX_ENTRIES = 1 << 26
 #: What its encrypted pieces are, beside their place.
 _FENCES, _BLOCK = b"fences", b"block"
-#: magic (7 bytes), version, prefix bits, prefix, reserved (6 bytes of zero), entries; the digest of header and fences follows, then the fences.
+#: magic (7 bytes), version, prefix bits, prefix, reserved (6 bytes of zero), entries; the digest of
+#: header and fences follows, then the fences.
 _HEADER = struct.Struct("<7sBBB6sQ")
 
 Mask = npt.NDArray[np.bool_]
@@ -82,22 +86,28 @@ class Head:
         return self.start + number * (BLOCK_BYTES + self.tag), entries * ENTRY.itemsize + self.tag
 
     def blocks_of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The block in which each id (by its leading number) has to be, if it is in the segment at all.
+        """The block in which each id (by its leading number) has to be, if it is in the segment at
+        all.
 
-        Ids that share their leading 8 bytes with the first of a block may also lie at the end of the block before; they are then not found.
-        That costs a duplicate chunk once in 2^64, never a wrong one.
+        Ids that share their leading 8 bytes with the first of a block may also lie at the end of
+        the block before; they are then not found. That costs a duplicate chunk once in 2^64, never
+        a wrong one.
         """
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
     def blocks_between(self, low: int, high: int) -> tuple[int, int]:
-        """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least ``low`` and less than ``high`` (at most 2^64)."""
+        """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least
+        ``low`` and less than ``high`` (at most 2^64).
+        """
         last = int(np.searchsorted(self.first, np.uint64(high - 1), side="right"))
         # The block before the first that begins with such an id may end with one.
         return max(0, int(np.searchsorted(self.first, np.uint64(low))) - 1) if last else 0, last
 
 
 def head_bytes(count: int, key: bytes) -> int:
-    """Length in bytes of the head of a segment with ``count`` entries that was written under ``key``."""
+    """Length in bytes of the head of a segment with ``count`` entries that was written under
+    ``key``.
+    """
     return HEADER_BYTES + -(-count // BLOCK_ENTRIES) * FENCE.itemsize + overhead(key)
 
 
@@ -206,7 +216,8 @@ def parse_segment(
 def encode_segment(
     entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0, name: str = ""
 ) -> tuple[list[bytes | memoryview], bytes]:
-    """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and its digest.
+    """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and
+    its digest.
 
     Args:
         name: The object that it will be; only encryption needs it.
@@ -266,7 +277,9 @@ def sort_entries(entries: Records) -> Records:
 
 
 def merge(sources: Sequence[Records], dead: Sequence[bytes] | frozenset[bytes] = ()) -> Records:
-    """One sorted run of all ``sources`` (those given first win) without entries in the shards ``dead``."""
+    """One sorted run of all ``sources`` (those given first win) without entries in the shards
+    ``dead``.
+    """
     entries = np.concatenate(sources) if sources else np.zeros(0, ENTRY)
     if len(dead) and len(entries):
         entries = entries[~in_shards(entries, dead)]
@@ -290,7 +303,9 @@ def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
 
 
 def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
-    """``entries`` (sorted) cut by the leading ``bits`` bits (at most 8) of their ids: ``(prefix, entries)`` of those that are not empty."""
+    """``entries`` (sorted) cut by the leading ``bits`` bits (at most 8) of their ids: ``(prefix,
+    entries)`` of those that are not empty.
+    """
     first = entries["chunk"][:, 0] >> (8 - bits) if bits else np.zeros(len(entries), np.uint8)
     edges = np.searchsorted(first, np.arange((1 << bits) + 1))
     for prefix in range(1 << bits):
@@ -331,7 +346,8 @@ def search(
         order: Which entry each of ``keys`` is of, if the entries are not in that order themselves.
     """
     wanted = leading(ids)
-    # Sorting what is asked for is cheaper than looking it up out of order; taking whole records, than gathering one field of them.
+    # Sorting what is asked for is cheaper than looking it up out of order; taking whole records,
+    # than gathering one field of them.
     ascending = np.argsort(wanted)
     at = np.empty(len(ids), np.int64)
     at[ascending] = np.searchsorted(keys, wanted[ascending])

@@ -1,4 +1,6 @@
-"""A shard, one immutable object of many chunks: stored chunks back to back, then a footer from which every one of them can be found and told."""
+"""A shard, one immutable object of many chunks: stored chunks back to back, then a footer from
+which every one of them can be found and told.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from icecore.store.format.codec import Buffer
 from icecore.store.format.container import NAME_BYTES, Container
 from icecore.store.format.names import object_name
 
-#: One stored chunk: its id, data bitmap, base (a delta's, else zero), and where its bytes are. 109 bytes, little-endian, unpadded.
+#: One stored chunk: its id, data bitmap, base (a delta's, else zero), and where its bytes are. 109
+#: bytes, little-endian, unpadded.
 ENTRY = np.dtype(
     [
         ("chunk", "u1", 32),
@@ -60,7 +63,8 @@ class ShardTable:
         Args:
             chunk: The chunk's id.
             data: Its data bitmap.
-            base: The id of its base if ``number`` is a delta's, else :data:`icecore.store.format.chunk.NO_CHUNK`.
+            base: The id of its base if ``number`` is a delta's, else
+                :data:`icecore.store.format.chunk.NO_CHUNK`.
             number: Its codec.
             length: Stored bytes; they must :meth:`fits`.
 
@@ -86,7 +90,8 @@ class ShardTable:
 class ShardBuilder(ShardTable):
     """Lays stored chunks out in one caller-owned buffer, whose length is the shard's limit.
 
-    Not thread-safe: whoever shares it locks around :meth:`reserve`; filling the room that it returns needs no lock.
+    Not thread-safe: whoever shares it locks around :meth:`reserve`; filling the room that it
+    returns needs no lock.
     """
 
     def __init__(self, name: bytes, buffer: memoryview) -> None:
@@ -101,14 +106,18 @@ class ShardBuilder(ShardTable):
         return offset, self.buffer[offset : offset + length]
 
     def finish(self, key: bytes) -> list[Buffer]:
-        """The whole shard as buffers to write one after the other; ``key`` is the repository's shard key."""
+        """The whole shard as buffers to write one after the other; ``key`` is the repository's
+        shard key.
+        """
         return [self.buffer[: self.used], self.footer(key)]
 
 
 def place_chunk(
     key: bytes, shard: bytes, offset: int, chunk: bytes, parts: Sequence[Buffer], room: memoryview
 ) -> None:
-    """Copy a chunk's stored form into ``room``, encrypted for its place where ``key``, the repository's chunk key, encrypts."""
+    """Copy a chunk's stored form into ``room``, encrypted for its place where ``key``, the
+    repository's chunk key, encrypts.
+    """
     if overhead(key):
         seal_piece(key, object_name("shard", shard), offset, chunk, parts, room)
     else:
@@ -126,7 +135,8 @@ def fill(room: memoryview, parts: Sequence[Buffer]) -> None:
 
 
 def parse_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-    """The chunks of shard ``name`` of ``size`` bytes from its footer (:meth:`Container.parse_tail` says how long that is).
+    """The chunks of shard ``name`` of ``size`` bytes from its footer (:meth:`Container.parse_tail`
+    says how long that is).
 
     Returns:
         ENTRY records in shard order.

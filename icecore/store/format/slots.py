@@ -1,7 +1,9 @@
-"""Key slots of an encrypted repository: its master secret, wrapped once under each passphrase (Argon2id, AES-256-GCM); pure, and slow on purpose.
+"""Key slots of an encrypted repository: its master secret, wrapped once under each passphrase
+(Argon2id, AES-256-GCM); pure, and slow on purpose.
 
-One object holds all slots, so that adding and removing one are each a single creation: the object of the highest number counts. Whoever has the
-master secret can tell by a keyed digest that no slot in it was planted or altered by somebody who has not.
+One object holds all slots, so that adding and removing one are each a single creation: the object
+of the highest number counts. Whoever has the master secret can tell by a keyed digest that no slot
+in it was planted or altered by somebody who has not.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MIN_PASSPHRASE = 8
 _SALT_BYTES = 16
 _CHANGES = 16
 _ID = re.compile(r"[0-9a-f]{32}\Z")
-#: What a slot may ask of whoever tries a passphrase: anybody who can write to the store can plant one.
+#: What a slot may ask of whoever tries a passphrase: anybody who can write to the store can plant
+#: one.
 _MAX_MEMORY_KIB = 1 << 20
 _MAX_PASSES = 16
 _MAX_LANES = 16
@@ -41,7 +44,9 @@ MAX_WORK = 4 * MAX_SLOTS * 3 * (64 << 10)
 
 @dataclass(frozen=True)
 class Cost:
-    """What trying a passphrase costs: memory in KiB, passes over it, lanes. The default is RFC 9106's second recommendation (0.1 s on one machine)."""
+    """What trying a passphrase costs: memory in KiB, passes over it, lanes. The default is RFC
+    9106's second recommendation (0.1 s on one machine).
+    """
 
     memory_kib: int = 64 << 10
     passes: int = 3
@@ -51,7 +56,8 @@ class Cost:
 class Slot(msgspec.Struct, frozen=True):
     """The master secret under one passphrase.
 
-    ``id`` is 16 hexadecimal digits, ``label`` a name for people, ``wrapped`` the secret encrypted under Argon2id of passphrase and ``salt``.
+    ``id`` is 16 hexadecimal digits, ``label`` a name for people, ``wrapped`` the secret encrypted
+    under Argon2id of passphrase and ``salt``.
     """
 
     id: str
@@ -67,9 +73,10 @@ class Slot(msgspec.Struct, frozen=True):
 class Slots(msgspec.Struct, frozen=True):
     """The object ``keys/<n>`` of an encrypted repository.
 
-    ``repository`` is its id (32 hexadecimal digits). ``changes`` are random ids of the last changes, this one's last, by which a writer knows whether
-    its own is among them. ``digest`` is a BLAKE3 over all of this under a key derived from the master secret. ``secret`` is empty: readers of
-    version 1 look for it, and then at ``method``.
+    ``repository`` is its id (32 hexadecimal digits). ``changes`` are random ids of the last
+    changes, this one's last, by which a writer knows whether its own is among them. ``digest`` is a
+    BLAKE3 over all of this under a key derived from the master secret. ``secret`` is empty: readers
+    of version 1 look for it, and then at ``method``.
     """
 
     format: int
@@ -222,7 +229,8 @@ def remove(slots: Slots, secret: bytes, which: str) -> Slots:
 
 
 def rotate(slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cost) -> Slots:
-    """``slots`` with another passphrase in the place of that of the slot ``which``; its label stays.
+    """``slots`` with another passphrase in the place of that of the slot ``which``; its label
+    stays.
 
     Raises:
         UsageError: The passphrase is too short.
@@ -268,7 +276,9 @@ def _wrap(repository: str, secret: bytes, passphrase: bytes, label: str, cost: C
 
 
 def _stretch(slot: Slot, passphrase: bytes) -> bytes:
-    """Argon2id (RFC 9106) of the passphrase; with a random salt for each slot, so the key wraps one secret once."""
+    """Argon2id (RFC 9106) of the passphrase; with a random salt for each slot, so the key wraps one
+    secret once.
+    """
     return Argon2id(
         salt=slot.salt,
         length=32,

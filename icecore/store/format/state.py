@@ -1,4 +1,6 @@
-"""The repository's state as one log entry holds it, and the pages that the entry refers to. Pure: bytes to structs; what an entry holds itself stays small."""
+"""The repository's state as one log entry holds it, and the pages that the entry refers to. Pure:
+bytes to structs; what an entry holds itself stays small.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,12 @@ MAX_SNAPSHOTS = 1 << 20
 class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     """One committed snapshot in the snapshot list.
 
-    ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored``, ``changed`` and ``device`` are bytes as in
-    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is lost: it is
-    kept for what still reads, and nothing is built on it. ``marks`` are the ids of the last changes of ``tags`` and ``pinned``, newest last (see
-    ``marks``); ``origin`` is the id of the repository from which a sync brought the snapshot, empty where it was taken.
+    ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``,
+    ``stored``, ``changed`` and ``device`` are bytes as in ``manifest.Sizes``; ``parent`` is empty
+    for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is
+    lost: it is kept for what still reads, and nothing is built on it. ``marks`` are the ids of the
+    last changes of ``tags`` and ``pinned``, newest last (see ``marks``); ``origin`` is the id of
+    the repository from which a sync brought the snapshot, empty where it was taken.
     """
 
     snapshot: HexId
@@ -65,7 +69,9 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):
-    """An immutable page of the snapshot list. ``first`` and ``last`` are the smallest and largest leading 48 bits of its snapshot ids."""
+    """An immutable page of the snapshot list. ``first`` and ``last`` are the smallest and largest
+    leading 48 bits of its snapshot ids.
+    """
 
     id: Id
     digest: Digest
@@ -76,7 +82,9 @@ class PageRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentRef(msgspec.Struct, frozen=True, array_like=True):
-    """A live index segment: ``count`` chunk ids, all of which begin with the ``bits`` bits ``prefix``; ``digest`` is in its header."""
+    """A live index segment: ``count`` chunk ids, all of which begin with the ``bits`` bits
+    ``prefix``; ``digest`` is in its header.
+    """
 
     id: Id
     digest: Digest
@@ -96,7 +104,8 @@ class NameListRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Condemned(msgspec.Struct, frozen=True, array_like=True):
-    """Objects that were marked for deletion at ``generation``, in the entry itself (``names``) or in a list object of its own (``ref``).
+    """Objects that were marked for deletion at ``generation``, in the entry itself (``names``) or
+    in a list object of its own (``ref``).
 
     The mark of a shard outlives the shard: it stays until no live index segment names it.
     """
@@ -107,7 +116,9 @@ class Condemned(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
-    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid`` and ``started`` (clock ticks after boot) count."""
+    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid``
+    and ``started`` (clock ticks after boot) count.
+    """
 
     boot: str
     namespaces: str
@@ -116,7 +127,8 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed.
+    """An open session: the generation at which it began and the snapshots that it pins, whether or
+    not they are still listed.
 
     ``process`` is the one that holds it, where that is known.
     """
@@ -138,8 +150,9 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Anchor(msgspec.Struct, frozen=True, array_like=True):
-    """The entry before whose deletion nothing that follows it is deleted: its generation, its digest, and the first generation since which every
-    entry has had an anchor."""
+    """The entry before whose deletion nothing that follows it is deleted: its generation, its
+    digest, and the first generation since which every entry has had an anchor.
+    """
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
     digest: Digest
@@ -147,7 +160,9 @@ class Anchor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gap(msgspec.Struct, frozen=True, array_like=True):
-    """Generations ``first`` to ``last``, whose entries a repair found lost; ``base`` is the digest of the entry before them, empty if that is lost, too."""
+    """Generations ``first`` to ``last``, whose entries a repair found lost; ``base`` is the digest
+    of the entry before them, empty if that is lost, too.
+    """
 
     first: Annotated[int, msgspec.Meta(ge=1)]
     last: Annotated[int, msgspec.Meta(ge=1)]
@@ -157,9 +172,11 @@ class Gap(msgspec.Struct, frozen=True, array_like=True):
 class State(msgspec.Struct, frozen=True):
     """All that a log entry says.
 
-    ``predecessor`` is the digest of the entry before; ``transactions`` the last generations' transaction ids, oldest first, this entry's own last;
-    ``changes`` says in words what this entry did. Snapshots are those of ``pages``, then ``tail``, in order of their commits. ``anchor`` is the last entry
-    before this one that is trimmed by itself (see ``log``), where that is known. ``gaps`` are entries that are lost, ascending (see ``gaps``).
+    ``predecessor`` is the digest of the entry before; ``transactions`` the last generations'
+    transaction ids, oldest first, this entry's own last; ``changes`` says in words what this entry
+    did. Snapshots are those of ``pages``, then ``tail``, in order of their commits. ``anchor`` is
+    the last entry before this one that is trimmed by itself (see ``log``), where that is known.
+    ``gaps`` are entries that are lost, ascending (see ``gaps``).
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
@@ -195,7 +212,8 @@ def encode_entry(state: State, key: bytes) -> Sealed:
     """The log entry of ``state``.
 
     Raises:
-        StoreError: No reader would take it: it is longer than an entry can be, or says more than one may.
+        StoreError: No reader would take it: it is longer than an entry can be, or says more than
+            one may.
     """
     name, body = log_name(state.generation), msgspec.msgpack.encode(state)
     try:
@@ -314,7 +332,9 @@ def leading(snapshot: str) -> int:
 
 
 def join_names(names: list[tuple[Kind, bytes]]) -> bytes:
-    """Objects as 17 bytes each, sorted: the kind's number (its place in ``names.KINDS``), then the random part of the name."""
+    """Objects as 17 bytes each, sorted: the kind's number (its place in ``names.KINDS``), then the
+    random part of the name.
+    """
     return b"".join(sorted(bytes([KINDS.index(kind)]) + identity for kind, identity in names))
 
 

@@ -1,4 +1,6 @@
-"""The snapshot list: immutable pages and a short tail in the log entry, so that a commit costs the same however many snapshots there are."""
+"""The snapshot list: immutable pages and a short tail in the log entry, so that a commit costs the
+same however many snapshots there are.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ from icecore.store.format.state import (
     split_names,
 )
 
-#: Records in a full page, the length of the tail at which it becomes a page, and how many pages of one size class are joined: a record is rewritten
-#: a few times in its life, and the entry refers to one page for every 2048 records and a dozen smaller ones.
+#: Records in a full page, the length of the tail at which it becomes a page, and how many pages of
+#: one size class are joined: a record is rewritten a few times in its life, and the entry refers to
+#: one page for every 2048 records and a dozen smaller ones.
 PAGE_RECORDS = 2048
 TAIL_RECORDS = 32
 FAN_IN = 8
@@ -45,8 +48,9 @@ _PARSED_RECORDS = 2 * PAGE_RECORDS
 class Pages:
     """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
 
-    What a change writes here may only be named by the entry that directly follows the state which the change was given: a collector that lists an
-    object which no state names, condemns it with an entry of its own, so it can only come between by taking that generation.
+    What a change writes here may only be named by the entry that directly follows the state which
+    the change was given: a collector that lists an object which no state names, condemns it with an
+    entry of its own, so it can only come between by taking that generation.
     """
 
     def __init__(self, backend: Backend, key: bytes, *, remembered: int = 64) -> None:
@@ -162,7 +166,8 @@ async def edit(
     change: Callable[[SnapshotRecord], SnapshotRecord | None],
     pages: Pages,
 ) -> State:
-    """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages that hold one of them are rewritten.
+    """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages
+    that hold one of them are rewritten.
 
     Snapshots that are not listed are passed over.
     """
@@ -173,7 +178,8 @@ async def edit(
         changed = (change(record) if record.snapshot in wanted else record for record in records)
         return [record for record in changed if record is not None]
 
-    # Runs of neighbouring pages, each either untouched (a reference) or rewritten (its records), joined where they have become small.
+    # Runs of neighbouring pages, each either untouched (a reference) or rewritten (its records),
+    # joined where they have become small.
     parts: list[PageRef | list[SnapshotRecord]] = []
     for ref in state.pages:
         if any(ref.first <= prefix <= ref.last for prefix in prefixes):
@@ -244,7 +250,9 @@ async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]
 
 
 async def pardon(state: State, cleared: Collection[tuple[Kind, bytes]], pages: Pages) -> State:
-    """``state`` without the marks of ``cleared``; the others keep the generation at which they were made."""
+    """``state`` without the marks of ``cleared``; the others keep the generation at which they were
+    made.
+    """
     batches: list[Condemned] = []
     for batch in state.condemned:
         names = await pages.read_names(batch)

@@ -1,4 +1,6 @@
-"""The transaction log: the state is its newest entry, and whoever creates generation + 1 has changed it; no locks and no clocks decide anything."""
+"""The transaction log: the state is its newest entry, and whoever creates generation + 1 has
+changed it; no locks and no clocks decide anything.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +41,28 @@ from icecore.store.format.state import (
 from icecore.store.log.catalog import Pages
 from icecore.store.log.watermark import Seen, Watermark
 
-#: What a transaction does: from a state to the next. It may be called again with a newer state, so it must not remember what it saw;
-#: an error that it raises ends the transaction and changes nothing.
+#: What a transaction does: from a state to the next. It may be called again with a newer state, so
+#: it must not remember what it saw; an error that it raises ends the transaction and changes
+#: nothing.
 Change = Callable[[State, Pages], Awaitable[State]]
 
-#: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to the newest.
+#: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to
+#: the newest.
 KEPT_ENTRIES = 1024
 _TRIM_EVERY = KEPT_ENTRIES // 2
 #: Each so many generations is one that is trimmed before all that follow it.
 ANCHOR_EVERY = 512
-#: What was seen of the log so long ago may have been trimmed: it is looked at before anything is built on it. Costs requests, decides nothing.
+#: What was seen of the log so long ago may have been trimmed: it is looked at before anything is
+#: built on it. Costs requests, decides nothing.
 _RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
-#: A gap is noted until a client that saw an entry in it has missed so many generations: by then everything there has been trimmed.
+#: A gap is noted until a client that saw an entry in it has missed so many generations: by then
+#: everything there has been trimmed.
 _GAPS_KEPT = 2 * KEPT_ENTRIES
-#: No writer and no repair moves the log on by so much at once: a name that is listed so far beyond the log, and cannot be read, is planted.
+#: No writer and no repair moves the log on by so much at once: a name that is listed so far beyond
+#: the log, and cannot be read, is planted.
 FAR = 1 << 40
 #: What is wrong with such a name.
 PLANTED = "it is no log entry: it cannot be read, and its generation is far beyond the log"
@@ -92,17 +99,23 @@ def is_anchor(generation: int) -> bool:
 
 
 def anchor_before(generation: int) -> int:
-    """The generation of the anchor that is trimmed before the entry of this generation; less than 1 where there is none."""
+    """The generation of the anchor that is trimmed before the entry of this generation; less than 1
+    where there is none.
+    """
     return (generation - 2) // ANCHOR_EVERY * ANCHOR_EVERY + 1
 
 
 def _may_be_trimmed(generation: int, newest: int) -> bool:
-    """Return whether a trim of a log that has reached ``newest`` may have deleted the entry of ``generation``."""
+    """Return whether a trim of a log that has reached ``newest`` may have deleted the entry of
+    ``generation``.
+    """
     return generation <= newest - KEPT_ENTRIES
 
 
 def _step_back(entry: Entry, to: int) -> int:
-    """Return the oldest generation, from ``to`` on, of which ``entry`` tells whether it continues it."""
+    """Return the oldest generation, from ``to`` on, of which ``entry`` tells whether it continues
+    it.
+    """
     # Generation 1 carries no transaction: only its successor names it.
     step = max(to, entry.generation - REMEMBERED + 1, 2 if entry.generation > 2 else 1)
     anchor = entry.state.anchor
@@ -116,7 +129,9 @@ def _step_back(entry: Entry, to: int) -> int:
 
 
 def _names(entry: Entry, before: Entry) -> bool:
-    """Return whether ``entry`` continues ``before``: by its digest where it has that, else by the transactions that it carried."""
+    """Return whether ``entry`` continues ``before``: by its digest where it has that, else by the
+    transactions that it carried.
+    """
     state, anchor = entry.state, entry.state.anchor
     if before.generation == entry.generation - 1:
         return state.predecessor == before.digest
@@ -157,7 +172,8 @@ class Log:
         self._key = key
         self.watermark = watermark or Watermark()
         self._known: Entry | None = None
-        #: The newest entry that is known to be part of the log: ``_known``, or the one before it. When that was found, on the clock that goes on in sleep.
+        #: The newest entry that is known to be part of the log: ``_known``, or the one before it.
+        #: When that was found, on the clock that goes on in sleep.
         self._proven: Entry | None = None
         self._proven_at = 0.0
         self._waiting: list[_Waiting] = []
@@ -197,14 +213,17 @@ class Log:
                 yield generation
 
     async def newest(self, *, prove: bool = True) -> Entry:
-        """The newest entry: a listing says where to begin, and the first generation that is absent says where to end.
+        """The newest entry: a listing says where to begin, and the first generation that is absent
+        says where to end.
 
         Args:
-            prove: Look for that generation. Without, the entry is the newest that the listing showed: for whoever finds out by himself that there
-                is a newer one, because he creates the next, or because what he seeks is not in this one.
+            prove: Look for that generation. Without, the entry is the newest that the listing
+                showed: for whoever finds out by himself that there is a newer one, because he
+                creates the next, or because what he seeks is not in this one.
 
         Raises:
-            RollbackDetected: It is older than, or another one than, what this client has already seen.
+            RollbackDetected: It is older than, or another one than, what this client has already
+                seen.
             Damaged: An entry is damaged, or there is none.
         """
         seen = self.watermark.load()
@@ -223,7 +242,8 @@ class Log:
         return entry
 
     async def _start(self, seen: Seen) -> Entry:
-        """Return the newest entry that a listing shows, or the one that was seen if the listing shows only older ones.
+        """Return the newest entry that a listing shows, or the one that was seen if the listing
+        shows only older ones.
 
         Raises:
             RollbackDetected: The entry that was seen is gone, and no newer one is listed.
@@ -255,7 +275,8 @@ class Log:
         raise Damaged(ENTRY_KIND.title, log_name(hint), "it is listed, but cannot be read")
 
     async def _pass_over(self, hint: int, seen: Seen) -> bool:
-        """Leave out of listings, from now on, the names that are planted beyond the log; return whether there are any.
+        """Leave out of listings, from now on, the names that are planted beyond the log; return
+        whether there are any.
 
         Args:
             hint: The newest generation that is listed; its entry cannot be read.
@@ -285,7 +306,9 @@ class Log:
         return bool(planted)
 
     async def _end(self, entry: Entry) -> Entry | None:
-        """Return the last of the entries that follow ``entry`` without a gap; None if a repair has continued the log behind one that is damaged."""
+        """Return the last of the entries that follow ``entry`` without a gap; None if a repair has
+        continued the log behind one that is damaged.
+        """
         while True:
             if entry.generation == LAST_GENERATION:
                 return entry
@@ -320,12 +343,14 @@ class Log:
     async def _follows(self, entry: Entry, seen: Seen) -> int | None:
         """Check that ``entry`` continues the log of which this client has seen an entry.
 
-        An entry names the one before it and its anchor by their digests, and repeats the random transaction ids of the generations before it. So the
-        way back takes one read for 512, or at least for 31 generations. It leads over the gaps that the newest entry notes (`icecore.store.format.gaps`).
+        An entry names the one before it and its anchor by their digests, and repeats the random
+        transaction ids of the generations before it. So the way back takes one read for 512, or at
+        least for 31 generations. It leads over the gaps that the newest entry notes
+        (`icecore.store.format.gaps`).
 
         Returns:
-            None if it does, or if what would tell may have been trimmed. Else the generation of an entry that is absent although ``entry`` is not
-            new enough for it to have been trimmed.
+            None if it does, or if what would tell may have been trimmed. Else the generation of an
+            entry that is absent although ``entry`` is not new enough for it to have been trimmed.
 
         Raises:
             RollbackDetected: It continues another one.
@@ -378,10 +403,12 @@ class Log:
         return None
 
     def _over_gap(self, entry: Entry, seen: Seen, lost: Sequence[Gap], newest: int) -> None:
-        """Accept, with a warning, that the entry that was seen is noted as lost: only a holder of the key does that.
+        """Accept, with a warning, that the entry that was seen is noted as lost: only a holder of
+        the key does that.
 
         Args:
-            entry: The one after the gap. It still names the last entry of the gap, if it is not the repair's own.
+            entry: The one after the gap. It still names the last entry of the gap, if it is not the
+                repair's own.
 
         Raises:
             RollbackDetected: It names another entry than the one that was seen.
@@ -401,10 +428,12 @@ class Log:
         )
 
     async def _beyond(self, entry: Entry, missing: int) -> Entry:
-        """Return an entry newer than ``entry``, because a trim took the one of generation ``missing`` while the log was read.
+        """Return an entry newer than ``entry``, because a trim took the one of generation
+        ``missing`` while the log was read.
 
         Raises:
-            RollbackDetected: There is no entry that is new enough for such a trim: the entry is withheld, or was deleted.
+            RollbackDetected: There is no entry that is new enough for such a trim: the entry is
+                withheld, or was deleted.
         """
         newer = await self._end(entry) or entry
         if not _may_be_trimmed(missing, newer.generation):
@@ -478,15 +507,19 @@ class Log:
     async def transact(
         self, change: Change, words: str, *, prove: bool = True, leave: int | None = None
     ) -> Entry:
-        """Apply ``change`` to the newest state, again and again until it is the one that was changed.
+        """Apply ``change`` to the newest state, again and again until it is the one that was
+        changed.
 
         Args:
-            change: Called with a state that already has its new generation; returning that very state changes nothing.
+            change: Called with a state that already has its new generation; returning that very
+                state changes nothing.
             words: What it does, for people, in a few words.
-            prove: Find out at once that the entry is part of the log. Without, that may be left to this object's next transaction, which builds on the
-                entry: if it is not, that transaction will not find what this one did. Saves a request.
-            leave: Where there is no room, give up what storage keeps in reserve, but for so many pieces (`Backend.give_up_reserve`); None: nothing of it.
-                For what frees space, and for readers.
+            prove: Find out at once that the entry is part of the log. Without, that may be left to
+                this object's next transaction, which builds on the entry: if it is not, that
+                transaction will not find what this one did. Saves a request.
+            leave: Where there is no room, give up what storage keeps in reserve, but for so many
+                pieces (`Backend.give_up_reserve`); None: nothing of it. For what frees space, and
+                for readers.
 
         Returns:
             The entry that carries the change, or the newest one if there was none to make.
@@ -583,12 +616,14 @@ class Log:
                             for written in state.transactions
                             if written.generation > state.generation - REMEMBERED
                         ],
-                        # Drawn for each attempt: they name one entry, not what two entries of one generation may both have tried to carry.
+                        # Drawn for each attempt: they name one entry, not what two entries of one
+                        # generation may both have tried to carry.
                         Written(state.generation, secrets.token_bytes(16 * len(carried))),
                     ],
                 )
                 sealed = encode_entry(state, self._key)
-                # One at most is left unproven, for a short time, and only where its anchor proves it together with the next.
+                # One at most is left unproven, for a short time, and only where its anchor proves
+                # it together with the next.
                 assert self._proven is not None
                 prove = (
                     any(waiting.prove for waiting in carried)
@@ -626,20 +661,25 @@ class Log:
         return _now() - self._proven_at < _RECENT_SECONDS
 
     async def _begin(self) -> Entry:
-        """The entry on which to build; not proven to be the newest: if it is not, the creation of the next one fails, or shows to have been in vain."""
+        """The entry on which to build; not proven to be the newest: if it is not, the creation of
+        the next one fails, or shows to have been in vain.
+        """
         if self._known is None or self._proven is None:
             return await self.newest(prove=False)
         if not self._recent():
-            # A log that moves on fast may have trimmed it: its next generation could then be created, in vain.
+            # A log that moves on fast may have trimmed it: its next generation could then be
+            # created, in vain.
             if not await self._untrimmed(self._proven):
                 return await self.newest(prove=False)
             self._proven_at = _now()
         return self._known
 
     async def _untrimmed(self, entry: Entry) -> bool:
-        """Whether nothing that followed ``entry``, which is part of the log, has been trimmed; False may also mean that it is not known.
+        """Whether nothing that followed ``entry``, which is part of the log, has been trimmed;
+        False may also mean that it is not known.
 
-        Anchors are trimmed before all that follows them. Entries without one are trimmed before all that follows them as well.
+        Anchors are trimmed before all that follows them. Entries without one are trimmed before all
+        that follows them as well.
         """
         anchor = entry.anchor
         generation, digest = (
@@ -663,17 +703,20 @@ class Log:
         except (StoreFull, StoreDenied):
             raise
         except StoreError as error:
-            # Taken by another, or by ourselves and the reply was lost: the digest covers our random transaction ids.
+            # Taken by another, or by ourselves and the reply was lost: the digest covers our random
+            # transaction ids.
             held = await self._digest(state.generation)
             if held is None and not isinstance(error, ObjectExists):
                 raise
             if held is None:
-                # Taken and trimmed since: we slept through more than a thousand generations, and another had ours.
+                # Taken and trimmed since: we slept through more than a thousand generations, and
+                # another had ours.
                 return await self._reached(state, sealed)
             if held != sealed.digest:
                 return False
         if not prove or await self._untrimmed(proven):
-            # As nothing that followed had been trimmed, this generation had never been taken, nor the one before if that was left unproven.
+            # As nothing that followed had been trimmed, this generation had never been taken, nor
+            # the one before if that was left unproven.
             return True
         if await self._reached(state, sealed):
             return True
@@ -698,7 +741,9 @@ class Log:
         return entry_digest(bytes(header))
 
     async def _reached(self, state: State, sealed: Sealed) -> bool:
-        """Whether the entry is in the chain of the newest, by the transaction ids that entries repeat; if not, it is removed."""
+        """Whether the entry is in the chain of the newest, by the transaction ids that entries
+        repeat; if not, it is removed.
+        """
         ours = state.transactions[-1]
         generations = [
             generation
@@ -745,13 +790,15 @@ class Log:
                 await asyncio.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**tries))
 
     async def trim(self, keep: int = KEPT_ENTRIES) -> int:
-        """Delete entries that are more than ``keep`` generations older than the newest: first the anchors and what has none, oldest first and one after the
-        other, then, all at once, the rest.
+        """Delete entries that are more than ``keep`` generations older than the newest: first the
+        anchors and what has none, oldest first and one after the other, then, all at once, the
+        rest.
 
         The order is what tells a writer that slept from one that won: see ``_untrimmed``.
 
         Args:
-            keep: Clients that have seen an entry miss it among the newest ``KEPT_ENTRIES``: fewer may only be left where there are none.
+            keep: Clients that have seen an entry miss it among the newest ``KEPT_ENTRIES``: fewer
+                may only be left where there are none.
 
         Returns:
             How many were deleted.

@@ -1,6 +1,8 @@
-"""Configuration and keys, without which nothing can be read: opens with whichever copy is intact, and repairs the others.
+"""Configuration and keys, without which nothing can be read: opens with whichever copy is intact,
+and repairs the others.
 
-The rule: a copy counts only if it verifies under the keys, so that an intact object of another repository counts as a damaged one.
+The rule: a copy counts only if it verifies under the keys, so that an intact object of another
+repository counts as a damaged one.
 """
 
 from __future__ import annotations
@@ -102,14 +104,17 @@ async def from_copies(
     admit: Admit | None = None,
     emit: Sink,
 ) -> Identity:
-    """Open by a key object and a configuration that fit: of those the pair with the highest number, but for what a change of slots has replaced.
+    """Open by a key object and a configuration that fit: of those the pair with the highest number,
+    but for what a change of slots has replaced.
 
     Args:
         passphrase, secret: As of `icecore.store.log.keychain.read_keys`.
         error: Why the first copies do not open it; raised if no others do.
         rebuild: Make a configuration where none is left: by ``repair``, which stores it.
-        known: The id that the repository had, as far as this client knows; used if ``rebuild`` finds none.
-        admit: As of `icecore.store.log.keychain.read_keys`; refused candidates are skipped if anything else opens.
+        known: The id that the repository had, as far as this client knows; used if ``rebuild``
+            finds none.
+        admit: As of `icecore.store.log.keychain.read_keys`; refused candidates are skipped if
+            anything else opens.
         emit: Gets what was read instead.
 
     Raises:
@@ -132,7 +137,8 @@ async def from_copies(
     opened: list[Keys] = []
     too_new: FormatTooNew | None = None
     spent = 0
-    # The cheap ones first, so that expensive ones that were planted keep nobody from the one that fits.
+    # The cheap ones first, so that expensive ones that were planted keep nobody from the one that
+    # fits.
     for found in sorted(objects, key=_work):
         if spent > MAX_WORK:
             break
@@ -193,7 +199,9 @@ def _work(found: Newest) -> int:
 
 
 async def _rebuilt(backend: Backend, keys: Keys, known: str) -> Config:
-    """Return a configuration like the lost one. The id of an encrypted repository is known; in a plain one another id is harmless."""
+    """Return a configuration like the lost one. The id of an encrypted repository is known; in a
+    plain one another id is harmless.
+    """
     largest = max([info.size async for info in backend.list(PREFIX["shard"])], default=0)
     size = (
         Parameters().shard_bytes
@@ -275,7 +283,8 @@ async def inspect(
 
     Args:
         keys, config: What the repository was opened with.
-        spare_config, spare_key: Objects that verify, from a recovery file; used where the repository has none that does. A key object with its number.
+        spare_config, spare_key: Objects that verify, from a recovery file; used where the
+            repository has none that does. A key object with its number.
 
     Raises:
         StoreError: The store failed.
@@ -366,7 +375,9 @@ async def _keys(
 
 
 def _decode(name: str, data: bytes, keys: Keys) -> Config:
-    """Return the configuration in object ``name``: a second copy has the same bytes, so it is encrypted for the name of the first."""
+    """Return the configuration in object ``name``: a second copy has the same bytes, so it is
+    encrypted for the name of the first.
+    """
     try:
         return decode_config(CONFIG, data, keys)
     except Damaged as error:
@@ -397,7 +408,9 @@ def _verify(name: str, data: bytes, keys: Keys) -> None:
 
 
 async def mend(backend: Backend, mends: list[Mend]) -> None:
-    """Make the repairs; safe to interrupt: an object is removed only while another copy of it is intact, or if it is useless."""
+    """Make the repairs; safe to interrupt: an object is removed only while another copy of it is
+    intact, or if it is useless.
+    """
     for one in mends:
         if not one.how:
             continue

@@ -1,4 +1,6 @@
-"""The dedup index as a whole: which segments are merged and when, how they are cut and made; rule: their number grows with the logarithm of the chunks."""
+"""The dedup index as a whole: which segments are merged and when, how they are cut and made; rule:
+their number grows with the logarithm of the chunks.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ from icecore.store.format.segment import (
 )
 from icecore.store.format.state import SegmentRef
 
-#: Segments of one size class and one range that are merged into one: a class has less than this many; half as many where there are many ranges.
+#: Segments of one size class and one range that are merged into one: a class has less than this
+#: many; half as many where there are many ranges.
 FAN_IN = 8
 #: A segment longer than this many entries is cut into ranges by the leading bits of its ids.
 SPLIT_ENTRIES = 1 << 20
-#: A segment of at least so many entries has a filter beside it; of part of the ids, an eighth of that. Shorter ones are few, and read as a whole.
+#: A segment of at least so many entries has a filter beside it; of part of the ids, an eighth of
+#: that. Shorter ones are few, and read as a whole.
 FILTER_ENTRIES = 8192
 _CLASS_ENTRIES = 1024
 #: Ranges are cut by so many bits, down to those of one byte.
@@ -69,8 +73,9 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
         entries: No merge larger than this many entries.
 
     Returns:
-        Merges of segments of the same range and size class, where there are ``FAN_IN`` of them; with everything smaller in that range, which
-        would only be merged again soon. At most one for each range.
+        Merges of segments of the same range and size class, where there are ``FAN_IN`` of them;
+        with everything smaller in that range, which would only be merged again soon. At most one
+        for each range.
     """
     ranges: dict[tuple[int, int], list[SegmentRef]] = {}
     for ref in segments:
@@ -90,7 +95,9 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
 
 @dataclass(frozen=True)
 class NewSegment:
-    """A segment that is ready to be stored, its entries, and its filter if it is long enough to have one."""
+    """A segment that is ready to be stored, its entries, and its filter if it is long enough to
+    have one.
+    """
 
     ref: SegmentRef
     parts: list[bytes | memoryview]
@@ -101,7 +108,9 @@ class NewSegment:
 def build(
     entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0
 ) -> list[NewSegment]:
-    """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges where they are many."""
+    """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges
+    where they are many.
+    """
     if len(entries) > SPLIT_ENTRIES and bits < _FINEST:
         finer = min(_FINEST, bits + _FINER)
         return [
@@ -152,7 +161,9 @@ async def merge_segments(
     identity: Callable[[], bytes],
     dead: frozenset[bytes] = frozenset(),
 ) -> list[NewSegment]:
-    """The segments that take the place of a merge's inputs, without entries in the shards ``dead``; of equal ids the last input's stays."""
+    """The segments that take the place of a merge's inputs, without entries in the shards ``dead``;
+    of equal ids the last input's stays.
+    """
     runs = [await read(ref) for ref in reversed(planned.inputs)]
     first = planned.inputs[0]
 
@@ -169,7 +180,8 @@ async def merge_long(
     identity: Callable[[], bytes],
     dead: frozenset[bytes] = frozenset(),
 ) -> AsyncGenerator[NewSegment, None]:
-    """As ``merge_segments``, for segments of any length: one range after the other, so that no more than a range's entries are in memory.
+    """As ``merge_segments``, for segments of any length: one range after the other, so that no more
+    than a range's entries are in memory.
 
     Raises:
         Damaged: An input is not what was written.
@@ -242,7 +254,9 @@ async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefi
 def replaced(
     segments: Sequence[SegmentRef], inputs: Sequence[SegmentRef], outputs: Sequence[SegmentRef]
 ) -> list[SegmentRef] | None:
-    """``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is no longer live."""
+    """``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is no
+    longer live.
+    """
     gone = {ref.id for ref in inputs}
     if len(gone & {ref.id for ref in segments}) != len(gone):
         return None

@@ -1,6 +1,8 @@
-"""Where a repository's keys come from: its newest key object, and a passphrase where that must be asked for; each change of slots is one creation.
+"""Where a repository's keys come from: its newest key object, and a passphrase where that must be
+asked for; each change of slots is one creation.
 
-Each key object has a second copy under another name, which is read where the first is damaged or missing.
+Each key object has a second copy under another name, which is read where the first is damaged or
+missing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from icecore.store.format.slots import Slots, decode_slots, encode_slots, unlock
 
 #: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
 Admit = Callable[[str, bool], None]
-#: Asked for the passphrase when, and only when, there is something to open with it; in a thread, so it may ask a person.
+#: Asked for the passphrase when, and only when, there is something to open with it; in a thread, so
+#: it may ask a person.
 Passphrase = Callable[[], bytes]
 
 #: What brings back keys of which no copy is left.
@@ -47,8 +50,10 @@ class Newest:
     """A key object: its name, number and bytes, and its slots if the repository is encrypted.
 
     Attributes:
-        above: The highest number that a key object has that can be read, or that follows it without a gap, readable or not: the next change takes the
-            number after it. One that cannot be read and lies further away does not count: anybody who can write to the store can plant it.
+        above: The highest number that a key object has that can be read, or that follows it without
+            a gap, readable or not: the next change takes the number after it. One that cannot be
+            read and lies further away does not count: anybody who can write to the store can plant
+            it.
     """
 
     name: str
@@ -92,7 +97,9 @@ async def newest(backend: Backend, emit: Sink = discard) -> Newest:
 
 
 async def readable(backend: Backend) -> list[Newest]:
-    """All key objects that can be read, second copies included, each content once; what counts first."""
+    """All key objects that can be read, second copies included, each content once; what counts
+    first.
+    """
     first, second = await numbers_of(backend), await numbers_of(backend, COPIES)
     found: dict[bytes, Newest] = {}
     for number in sorted({*first, *second}, reverse=True):
@@ -109,11 +116,13 @@ async def readable(backend: Backend) -> list[Newest]:
 
 
 def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
-    """Return whether a change of slots has replaced ``found``: a holder of the master secret wrote one of a higher number, which is no older.
+    """Return whether a change of slots has replaced ``found``: a holder of the master secret wrote
+    one of a higher number, which is no older.
 
     Args:
         keys: Those that ``found`` holds.
-        objects: The others that can be read. What was planted does not verify, and an older one that was put under a higher number names no later change.
+        objects: The others that can be read. What was planted does not verify, and an older one
+            that was put under a higher number names no later change.
     """
     mine = found.slots
     if mine is None:
@@ -137,7 +146,9 @@ def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
 
 
 async def _first(backend: Backend) -> Newest | None:
-    """The key object of a repository that is not encrypted: the first, and nothing ever takes its place. None if it is not such a one."""
+    """The key object of a repository that is not encrypted: the first, and nothing ever takes its
+    place. None if it is not such a one.
+    """
     try:
         data = await backend.get(key_name(0), limit=KEY_KIND.object_limit)
         slots = decode_slots(key_name(0), data)
@@ -158,9 +169,11 @@ async def read_keys(
     """The keys of the repository in ``backend``.
 
     Args:
-        encrypted: Whether it seems to be; if not, one request is tried before the key objects are listed.
+        encrypted: Whether it seems to be; if not, one request is tried before the key objects are
+            listed.
         passphrase: Gives it where the repository is encrypted.
-        secret: The master secret, where it is known: that of a replica. No passphrase is needed then.
+        secret: The master secret, where it is known: that of a replica. No passphrase is needed
+            then.
         admit: Asked of an encrypted repository before its passphrase is.
 
     Raises:
@@ -211,7 +224,8 @@ def _unrelated(backend: Backend) -> UsageError:
 
 
 async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -> Slots:
-    """Replace the slots by what ``edit`` makes of them, in one creation; what it replaces is then deleted.
+    """Replace the slots by what ``edit`` makes of them, in one creation; what it replaces is then
+    deleted.
 
     Args:
         keys: The repository's: only a holder of the master secret changes slots.
@@ -239,7 +253,8 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
                 cure=_PLANTED,
             )
         if await _create(backend, key_name(number), data):
-            # The number may have been taken and given up while we slept: what counts is whether the newest follows ours.
+            # The number may have been taken and given up while we slept: what counts is whether the
+            # newest follows ours.
             counts = (await newest(backend)).slots
             await _create(backend, copy_name(key_name(number)), data)
             await tidy(backend)
@@ -249,7 +264,9 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
 
 
 async def tidy(backend: Backend) -> int:
-    """Delete key objects that do not count any more (a change that broke off leaves one): they still open the repository; returns how many."""
+    """Delete key objects that do not count any more (a change that broke off leaves one): they
+    still open the repository; returns how many.
+    """
     counts = (await newest(backend)).number
     old = [number for number in await numbers_of(backend) if number < counts]
     for number in old:
@@ -261,7 +278,9 @@ async def tidy(backend: Backend) -> int:
 
 
 async def _create(backend: Backend, name: str, data: bytes) -> bool:
-    """Whether object ``name`` is now ours: the reply to a creation may get lost, its bytes are of nobody else."""
+    """Whether object ``name`` is now ours: the reply to a creation may get lost, its bytes are of
+    nobody else.
+    """
     tries = 0
     while True:
         try:

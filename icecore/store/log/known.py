@@ -1,4 +1,6 @@
-"""Records which repository a client knows at a place: its id, and whether it is encrypted; rule: the record is binding, and only a place without one is new."""
+"""Records which repository a client knows at a place: its id, and whether it is encrypted; rule:
+the record is binding, and only a place without one is new.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class _Alias(msgspec.Struct, frozen=True, tag="alias", forbid_unknown_fields=Tru
 class KnownPlace:
     """What a client knows of one place, in files outside of it.
 
-    A link may name the place, and users who cannot write to the place may change the link: so the record includes where the link led.
+    A link may name the place, and users who cannot write to the place may change the link: so the
+    record includes where the link led.
 
     Args:
         folder: Holds a file for each name; made when needed.
@@ -68,7 +71,8 @@ class KnownPlace:
 
         Raises:
             RecordDamaged: A record is not what was written.
-            RepositoryReplaced: A link now leads to a place at which this client knows another repository.
+            RepositoryReplaced: A link now leads to a place at which this client knows another
+                repository.
         """
         known = self._known_at(self._own)
         for name in self._aliases:
@@ -84,7 +88,8 @@ class KnownPlace:
         return known
 
     def admit(self, found: Known) -> None:
-        """Require that the repository at the place is the one that is known there; record it if none is.
+        """Require that the repository at the place is the one that is known there; record it if
+        none is.
 
         Args:
             found: What is there. Its ``plain`` counts only where nothing is known.
@@ -119,7 +124,9 @@ class KnownPlace:
             )
 
     def note(self, known: Known) -> None:
-        """Record what is at the place, replacing the earlier record: for the maker of the repository, and after the user's confirmation."""
+        """Record what is at the place, replacing the earlier record: for the maker of the
+        repository, and after the user's confirmation.
+        """
         with notes.locked(self._folder):
             self._write(known)
 

@@ -1,7 +1,9 @@
-"""Which chunks are stored, asked of the live segments of one state; rule: a miss costs space, never correctness, and is to cost no read.
+"""Which chunks are stored, asked of the live segments of one state; rule: a miss costs space, never
+correctness, and is to cost no read.
 
-Short segments are held as a whole, of long ones a filter each. An id that a filter lets through is sought among the neighbours of what was found before,
-then in the one block of the segment in which it has to be.
+Short segments are held as a whole, of long ones a filter each. An id that a filter lets through is
+sought among the neighbours of what was found before, then in the one block of the segment in which
+it has to be.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from icecore.store.runtime.parallel import each
 _STEP = 1 << 14
 _BLOCKS = 128
 _AT_ONCE = 32
-#: How many of many ids are sought in blocks at first: if their shards know many of the others, those need no block each.
+#: How many of many ids are sought in blocks at first: if their shards know many of the others,
+#: those need no block each.
 _PROBES = 8
 #: So many are sought at once; or that part of what was asked.
 _FEW = 64
@@ -62,7 +65,8 @@ Block = tuple[int, int]
 class Index:
     """The live segments of one state.
 
-    ``lookup`` is for threads; segments that have no filter, up to ``budget`` bytes in all, are held in memory after ``load``; all, if they fit.
+    ``lookup`` is for threads; segments that have no filter, up to ``budget`` bytes in all, are held
+    in memory after ``load``; all, if they fit.
 
     Args:
         segments: The state's segments.
@@ -70,12 +74,14 @@ class Index:
         avoid: Shards whose chunks are not to be found: condemned ones.
         budget: Bytes of segments to hold.
         filters: Bytes of filters to hold.
-        shard_key: The repository's shard key, to find what lies beside what was found, also if no live segment names it; None: only what one names.
+        shard_key: The repository's shard key, to find what lies beside what was found, also if no
+            live segment names it; None: only what one names.
         recent: What this process read or wrote before.
         emit: Gets ``index.damaged`` events.
 
     Attributes:
-        damaged: Segments that could not be used, or not all of them: it costs space, and no snapshot should fail for it.
+        damaged: Segments that could not be used, or not all of them: it costs space, and no
+            snapshot should fail for it.
     """
 
     def __init__(
@@ -99,7 +105,8 @@ class Index:
         self._emit = emit
         refs = list(reversed(segments))  # the newest first: it is the likeliest to know
         self._count = sum(ref.count for ref in refs)
-        # A filter is a fortieth of its segment. Unless all is short, only what has none is read as a whole.
+        # A filter is a fortieth of its segment. Unless all is short, only what has none is read as
+        # a whole.
         short = (
             refs
             if segment_bytes(self._count, key) <= budget
@@ -169,7 +176,9 @@ class Index:
         await asyncio.to_thread(self._arrange, held, edges)
 
     def _arrange(self, held: Records, edges: Numbers) -> None:
-        """Order all that is held, so that asking many segments costs what asking one does; of equal ids the newest segment's comes first."""
+        """Order all that is held, so that asking many segments costs what asking one does; of equal
+        ids the newest segment's comes first.
+        """
         spans = [
             np.arange(edges[number], edges[number] + len(self._rows[ref.id]))
             for number, ref in enumerate(self._whole)
@@ -181,7 +190,8 @@ class Index:
         self._held, self._keys, self._order = held, keys[order], rows[order]
 
     def lookup(self, ids: Bytes) -> tuple[Mask, Records]:
-        """Where chunks are stored. To be called after ``load``, from any thread but the event loop's if segments exceed the budget.
+        """Where chunks are stored. To be called after ``load``, from any thread but the event
+        loop's if segments exceed the budget.
 
         Args:
             ids: Chunk ids, n x 32 bytes.
@@ -258,7 +268,8 @@ class Index:
     def _resolve(
         self, ids: Bytes, left: Numbers, candidates: Numbers, found: Mask, places: Records
     ) -> None:
-        """Seek what may be there: first beside what was found before, then a few in their blocks, then what lies beside those, and so on.
+        """Seek what may be there: first beside what was found before, then a few in their blocks,
+        then what lies beside those, and so on.
 
         Args:
             left: Indices of what is sought.
@@ -292,7 +303,9 @@ class Index:
         found: Mask,
         places: Records,
     ) -> Mask:
-        """Seek every ``step``-th id, and what else must be in the same blocks, in its first candidate; what is not there loses that candidate."""
+        """Seek every ``step``-th id, and what else must be in the same blocks, in its first
+        candidate; what is not there loses that candidate.
+        """
         layer = (candidates >= 0).argmax(axis=0)
         segment = candidates[layer, np.arange(len(left))]
         asked = np.isin(segment, segment[::step])
@@ -352,7 +365,9 @@ class Index:
                 self._damage(ref, error)
 
     def _read_blocks(self, wanted: Sequence[Block]) -> dict[int, Records]:
-        """Of each segment the entries of its wanted blocks (ascending); what is damaged is not there."""
+        """Of each segment the entries of its wanted blocks (ascending); what is damaged is not
+        there.
+        """
         reads = []
         for number, block in wanted:
             head = self._heads[number]
@@ -379,7 +394,8 @@ class Index:
         }
 
     def _read_tables(self, names: bytes, *, eager: bool) -> int:
-        """Read the tables of shards in which something was found: of all, or of those in which it was not the first; how many were read.
+        """Read the tables of shards in which something was found: of all, or of those in which it
+        was not the first; how many were read.
 
         Args:
             names: The shard of each chunk that was found, 16 bytes each.
@@ -457,7 +473,9 @@ class Index:
         )
 
     async def entries_of(self, ref: SegmentRef) -> Records:
-        """All entries of a live segment, from memory where they are held, and then not those in condemned shards."""
+        """All entries of a live segment, from memory where they are held, and then not those in
+        condemned shards.
+        """
         held = self._rows.get(ref.id)
         return held if held is not None else await self._whole_segment(ref)
 

@@ -1,7 +1,9 @@
-"""Index entries of whole shards, for a while: what is stored again was mostly stored together before, so the chunks around one that was found are asked next.
+"""Index entries of whole shards, for a while: what is stored again was mostly stored together
+before, so the chunks around one that was found are asked next.
 
-The locality-preserved cache of Zhu, Li and Patterson, "Avoiding the Disk Bottleneck in the Data Domain Deduplication File System" (FAST 2008). Rule: it is
-bounded, the longest unused goes first, and a shard is in it only because a live segment names it.
+The locality-preserved cache of Zhu, Li and Patterson, "Avoiding the Disk Bottleneck in the Data
+Domain Deduplication File System" (FAST 2008). Rule: it is bounded, the longest unused goes first,
+and a shard is in it only because a live segment names it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Neighbours:
         return self._number
 
     def search(self, ids: Bytes, since: int = 0) -> tuple[Mask, Records]:
-        """Which of ``ids`` are here, and their places, zero where they are not; of very many ids a few may be overlooked.
+        """Which of ``ids`` are here, and their places, zero where they are not; of very many ids a
+        few may be overlooked.
 
         Args:
             since: Only in groups that were added after this one was the newest.

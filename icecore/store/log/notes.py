@@ -1,4 +1,6 @@
-"""Small files in which a client remembers something outside of a repository: a reader sees a complete old or new one, and a crash leaves one of them."""
+"""Small files in which a client remembers something outside of a repository: a reader sees a
+complete old or new one, and a crash leaves one of them.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the notes in ``folder`` against all other processes and threads. Hold it briefly: it blocks.
+    """Lock the notes in ``folder`` against all other processes and threads. Hold it briefly: it
+    blocks.
 
     Raises:
         StoreError: The folder cannot be written to.

@@ -1,4 +1,5 @@
-"""Which process a session belongs to, and whether it has ended: known for certain only on the kernel, and in the namespaces, in which it ran.
+"""Which process a session belongs to, and whether it has ended: known for certain only on the
+kernel, and in the namespaces, in which it ran.
 
 Advice, like heartbeats: it decides when a session is fenced, never what is safe to delete.
 """
@@ -25,7 +26,9 @@ def this_process() -> Process | None:
 
 
 def has_ended(process: Process | None) -> bool:
-    """Whether ``process`` ran on this kernel, in our namespaces, and does not run any more. False wherever that is not certain."""
+    """Whether ``process`` ran on this kernel, in our namespaces, and does not run any more. False
+    wherever that is not certain.
+    """
     ours = this_process()
     if (
         process is None

@@ -1,4 +1,6 @@
-"""Index segments as this process read or wrote them last; rule: they never change, so that one that was verified once need not be read again."""
+"""Index segments as this process read or wrote them last; rule: they never change, so that one that
+was verified once need not be read again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from icecore.store.format.state import SegmentRef
 class RecentSegments:
     """Entries of short segments, for all sessions of one repository. For one event loop.
 
-    A commit merges small segments, most of which were written, or read for its session's index, by the same process a moment before.
+    A commit merges small segments, most of which were written, or read for its session's index, by
+    the same process a moment before.
 
     Args:
         budget: Bytes of entries to hold.
@@ -30,7 +33,9 @@ class RecentSegments:
         return entries
 
     def add(self, ref: SegmentRef, entries: Records) -> None:
-        """Hold the segment's entries, which were verified or written, if they are few; the array must not be changed any more."""
+        """Hold the segment's entries, which were verified or written, if they are few; the array
+        must not be changed any more.
+        """
         if entries.nbytes > self._budget // 4 or (ref.id, ref.digest) in self._held:
             return
         # What is a part of something longer would keep all of that.

@@ -1,4 +1,5 @@
-"""The recovery file: a copy of what opens a repository, kept apart from it; made from a repository that opens, and put back into one that does not.
+"""The recovery file: a copy of what opens a repository, kept apart from it; made from a repository
+that opens, and put back into one that does not.
 
 The rule: only objects of that repository are put back, and intact ones are never replaced.
 """
@@ -30,8 +31,9 @@ LIMIT = _KIND.object_limit
 class Recovery(msgspec.Struct, frozen=True):
     """What a recovery file holds.
 
-    ``number`` and ``key`` are a key object's: in an encrypted repository the master secret under its passphrases, in another the master secret itself.
-    ``config`` is the object ``config``; ``created_ns`` Unix time.
+    ``number`` and ``key`` are a key object's: in an encrypted repository the master secret under
+    its passphrases, in another the master secret itself. ``config`` is the object ``config``;
+    ``created_ns`` Unix time.
     """
 
     format: int
@@ -106,7 +108,8 @@ class Restorer:
         self._emit = emit
 
     async def apply(self) -> list[Mend]:
-        """Put back what is lost; safe to interrupt. Returns what was put back: nothing if everything is intact.
+        """Put back what is lost; safe to interrupt. Returns what was put back: nothing if
+        everything is intact.
 
         Raises:
             UsageError: It is the file of another repository.

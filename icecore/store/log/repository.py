@@ -1,4 +1,6 @@
-"""A repository: joins storage, keys, log and sessions into the few calls by which the rest of icecore keeps and finds snapshots."""
+"""A repository: joins storage, keys, log and sessions into the few calls by which the rest of
+icecore keeps and finds snapshots.
+"""
 
 from __future__ import annotations
 
@@ -98,11 +100,14 @@ class Repository:
         Args:
             passphrase: Encrypt it, and let this open it; None: it is not encrypted.
             cost: What trying a passphrase costs.
-            secret: The master secret of the repository whose replica this is to be; none: a new one.
+            secret: The master secret of the repository whose replica this is to be; none: a new
+                one.
 
         Raises:
-            UsageError: It is one already, the store does not do what it must, or the passphrase is too short.
-            WrongPassphrase: A creation that broke off left a slot that the passphrase does not open.
+            UsageError: It is one already, the store does not do what it must, or the passphrase is
+                too short.
+            WrongPassphrase: A creation that broke off left a slot that the passphrase does not
+                open.
         """
         await probe(backend)
         try:
@@ -111,7 +116,8 @@ class Repository:
             pass
         else:
             raise UsageError(f"{backend.where} is a repository already")
-        # A creation that broke off left its slot and first entry: they are taken over, and so is a race of two creators settled.
+        # A creation that broke off left its slot and first entry: they are taken over, and so is a
+        # race of two creators settled.
         named, given = secrets.token_hex(16), b""
         if passphrase is None:
             slot = encode_slot(new_slot(secret))
@@ -165,9 +171,11 @@ class Repository:
 
         Args:
             passphrase: Asked if it is encrypted.
-            secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
+            secret: The master secret of a repository whose replica it has to be; opens it without a
+                passphrase.
             recollection: Where its configuration is remembered.
-            admit: Asked before anything but its keys and configuration is read, and of an encrypted one before the passphrase is.
+            admit: Asked before anything but its keys and configuration is read, and of an encrypted
+                one before the passphrase is.
             rebuild: Make a configuration where none is left; for a repair, which stores it.
             known: The id that it had, as far as this client knows; used if ``rebuild`` finds none.
 
@@ -269,13 +277,16 @@ class Repository:
         return record
 
     async def newest_of(self, job: str) -> SnapshotRecord | None:
-        """The newest snapshot of a job, if it has one; reads no more of the list than what came after it."""
+        """The newest snapshot of a job, if it has one; reads no more of the list than what came
+        after it.
+        """
         return await self._current(lambda state: catalog.newest_of(state, job, self.log.pages))
 
     async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
         """The manifest of a snapshot, given by id or by its record.
 
-        A record is taken as it is (that of a session's pin stays readable as long as the session is open); an id is looked up.
+        A record is taken as it is (that of a session's pin stays readable as long as the session is
+        open); an id is looked up.
 
         Raises:
             NotFound: It is not listed.
@@ -324,8 +335,9 @@ class Repository:
         """``read`` the newest state; again if an object went away because the state moved on.
 
         Args:
-            prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no difference: one that an entry lists was committed, and
-                where none is found, or its objects are gone, the newest state is asked.
+            prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no
+                difference: one that an entry lists was committed, and where none is found, or its
+                objects are gone, the newest state is asked.
         """
         entry = await self.log.newest(prove=prove)
         while True:
@@ -353,10 +365,13 @@ class Repository:
             base: The parent snapshot, pinned until the session ends.
             purpose: For people: dump, import, copy.
             load_index: Read the dedup index.
-            beat_seconds: How often the session says in the background of this event loop that it is alive; None: only when told.
-            prove: Find out at once that the session is registered for sure. Without, its commit does: for writers that only store under names of
-                their own, whose work is void if it is not. Saves a request.
-            leave: For a session that frees space, or only reads: it begins where there is no room, too, as in ``Log.transact``.
+            beat_seconds: How often the session says in the background of this event loop that it is
+                alive; None: only when told.
+            prove: Find out at once that the session is registered for sure. Without, its commit
+                does: for writers that only store under names of their own, whose work is void if it
+                is not. Saves a request.
+            leave: For a session that frees space, or only reads: it begins where there is no room,
+                too, as in ``Log.transact``.
 
         Raises:
             NotFound: ``base`` is not listed.
@@ -370,7 +385,8 @@ class Repository:
     async def read_session(
         self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
     ) -> Session:
-        """Begin a reader's session: until it ends (``abort``), nothing of ``snapshot`` is deleted, even if it is forgotten.
+        """Begin a reader's session: until it ends (``abort``), nothing of ``snapshot`` is deleted,
+        even if it is forgotten.
 
         Raises:
             NotFound: ``snapshot`` is not listed.
@@ -401,7 +417,8 @@ class Repository:
         )
 
     async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:
-        """Take snapshots off the list, in one transaction; what only they reach is the collector's to delete.
+        """Take snapshots off the list, in one transaction; what only they reach is the collector's
+        to delete.
 
         Returns:
             Those that were removed: pinned ones and ones that are not listed stay as they are.

@@ -1,4 +1,6 @@
-"""A writer's or long reader's registered presence: while it is open, nothing that it pins, wrote or may reuse is deleted."""
+"""A writer's or long reader's registered presence: while it is open, nothing that it pins, wrote or
+may reuse is deleted.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ from icecore.store.log.recent import RecentSegments
 from icecore.text import host_name
 
 BEAT_KIND = ObjectKind("heartbeat", b"ICEBEAT", 1, 1 << 16, None)
-#: Index segments up to this many entries together are merged by the commit itself; larger ones are left to the collector.
+#: Index segments up to this many entries together are merged by the commit itself; larger ones are
+#: left to the collector.
 COMMIT_MERGE_ENTRIES = 1 << 16
 _PUT_TRIES = 4
 _PUT_BACKOFF_SECONDS = 0.05
@@ -84,7 +87,8 @@ def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
 
 
 class Session:
-    """An open session; ``Repository.begin`` makes them. As an async context manager it is aborted at the end unless it was committed.
+    """An open session; ``Repository.begin`` makes them. As an async context manager it is aborted
+    at the end unless it was committed.
 
     Attributes:
         id: 32 hexadecimal digits.
@@ -141,7 +145,9 @@ class Session:
             self.keep_alive(every_seconds)
 
     def usable(self, shard: bytes) -> bool:
-        """Whether dedup may reuse chunks in ``shard`` (16 bytes): it was neither condemned nor gone at BEGIN."""
+        """Whether dedup may reuse chunks in ``shard`` (16 bytes): it was neither condemned nor gone
+        at BEGIN.
+        """
         return shard not in self._condemned
 
     async def put(self, kind: Kind, parts: Sequence[Buffer]) -> str:
@@ -157,7 +163,8 @@ class Session:
         return await self.put_named(kind, random_id(), parts)
 
     def draft(self, kind: Kind, identity: bytes) -> Draft:
-        """A draft of an object under a random part that the caller drew before, for threads; only where the back end has drafts.
+        """A draft of an object under a random part that the caller drew before, for threads; only
+        where the back end has drafts.
 
         Once published it is the session's, as if by ``put_named``.
         """
@@ -167,23 +174,31 @@ class Session:
         return draft
 
     async def put_named(self, kind: Kind, identity: bytes, parts: Sequence[Buffer]) -> str:
-        """``put`` under a random part that the caller drew before (``names.random_id``), because the object's own bytes or others mention it."""
+        """``put`` under a random part that the caller drew before (``names.random_id``), because
+        the object's own bytes or others mention it.
+        """
         name = object_name(kind, identity)
         await self.create(name, parts)
         return name
 
     async def put_segment(self, segment: NewSegment) -> None:
-        """Store an index segment, and then its filter: a filter without its segment is that of a segment that was deleted."""
+        """Store an index segment, and then its filter: a filter without its segment is that of a
+        segment that was deleted.
+        """
         await self.put_named("segment", segment.ref.id, segment.parts)
         if segment.filter is not None:
             await self.create(filter_name(segment.ref.id), [segment.filter])
 
     def adopt(self, name: str) -> None:
-        """Make an object this session's that others may have come to use, too: its commit takes it from among the condemned, ``abort`` leaves it."""
+        """Make an object this session's that others may have come to use, too: its commit takes it
+        from among the condemned, ``abort`` leaves it.
+        """
         self._adopted.add(name)
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries again where the store fails in passing."""
+        """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries
+        again where the store fails in passing.
+        """
         self._created.add(name)
         tries = 0
         while True:
@@ -263,7 +278,8 @@ class Session:
         words: str,
         entries: Records | None = None,
     ) -> Entry:
-        """End the session with another ``change`` than one new snapshot; raises what ``commit`` does.
+        """End the session with another ``change`` than one new snapshot; raises what ``commit``
+        does.
 
         Args:
             change: Is given a state without this session, in which its index entries are live.
@@ -280,7 +296,8 @@ class Session:
         async def whole(state: State, pages: Pages) -> State:
             state = self._without(state)
             state = msgspec.structs.replace(state, segments=await publish(state.segments))
-            # A collector that saw these objects before any state named them has marked them; nobody deletes them while we are open.
+            # A collector that saw these objects before any state named them has marked them; nobody
+            # deletes them while we are open.
             state = await catalog.pardon(state, own, pages)
             return await change(state, pages)
 
@@ -307,7 +324,9 @@ class Session:
     async def _segments(
         self, entries: Records | None
     ) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
-        """How this session's new index entries get into a list of live segments: merged with small ones, or as they are."""
+        """How this session's new index entries get into a list of live segments: merged with small
+        ones, or as they are.
+        """
         own = (
             await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id)
             if entries is not None and len(entries)
@@ -338,7 +357,8 @@ class Session:
                 inputs = [ref for ref in merges[0].inputs if ref.id not in held]
                 await self._store(merged, stored)
             except (Damaged, ObjectMissing) as error:
-                # A damaged segment is 'check's to report; the snapshot must not fail for an index that only saves space.
+                # A damaged segment is 'check's to report; the snapshot must not fail for an index
+                # that only saves space.
                 self._emit(Event("index.damaged", {"error": str(error)}))
                 merged, inputs = [], []
 
@@ -360,16 +380,19 @@ class Session:
                 stored.add(segment.ref.id)
 
     async def abort(self) -> bool:
-        """End the session without a snapshot and delete what it stored. To be called after any failure, also of ``commit``.
+        """End the session without a snapshot and delete what it stored. To be called after any
+        failure, also of ``commit``.
 
         Returns:
-            False if the session was not open any more: committed after all, or fenced. Then nothing is deleted here; what is not reached is the
-            collector's to delete, as others may have come to use it.
+            False if the session was not open any more: committed after all, or fenced. Then nothing
+            is deleted here; what is not reached is the collector's to delete, as others may have
+            come to use it.
         """
         if self._over:
             return False
         if not self._uncertain:
-            # Nobody else ends this session with a snapshot, so nothing will ever name these. On a full disk the transaction needs the room.
+            # Nobody else ends this session with a snapshot, so nothing will ever name these. On a
+            # full disk the transaction needs the room.
             await self._delete_created()
         was_open = False
 
@@ -383,7 +406,8 @@ class Session:
         self._over = True
         await self._silence()
         if was_open:
-            # That the session was open until now proves that its commit never took place, and never will.
+            # That the session was open until now proves that its commit never took place, and never
+            # will.
             await self._delete_created()
         return was_open
 
@@ -433,7 +457,8 @@ async def begin(
     prove: bool = True,
     leave: int | None = None,
 ) -> Session:
-    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base; ``prove`` and ``leave`` as in ``Log.transact``.
+    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base;
+    ``prove`` and ``leave`` as in ``Log.transact``.
 
     Raises:
         NotFound: A snapshot is not in the repository.

@@ -1,4 +1,6 @@
-"""The tables in shards' footers, read from storage: what a shard says of itself, whatever the index knows. Rule: nothing is believed that does not verify."""
+"""The tables in shards' footers, read from storage: what a shard says of itself, whatever the index
+knows. Rule: nothing is believed that does not verify.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from icecore.store.format.names import object_name
 from icecore.store.format.segment import make_entries
 from icecore.store.format.shard import SHARD, parse_footer
 
-#: What is read at first of a shard's end: the footer of 64 MiB of chunks is mostly shorter, so that one request brings it.
+#: What is read at first of a shard's end: the footer of 64 MiB of chunks is mostly shorter, so that
+#: one request brings it.
 _GUESS_BYTES = 128 << 10
 
 

@@ -1,4 +1,6 @@
-"""A session's objects on their way into storage: created in the background, several at once; the first failure is kept and raised at every later call."""
+"""A session's objects on their way into storage: created in the background, several at once; the
+first failure is kept and raised at every later call.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Uploads:
         parts: Sequence[Buffer],
         finished: Callable[[], None] | None = None,
     ) -> None:
-        """Store an object from ``parts``, which must not change until ``finished`` is called (once, whatever the outcome)."""
+        """Store an object from ``parts``, which must not change until ``finished`` is called (once,
+        whatever the outcome).
+        """
         self._run(
             self._session.put_named(kind, identity, parts),
             kind,

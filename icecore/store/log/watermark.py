@@ -1,4 +1,6 @@
-"""What this client remembers of a repository between runs: the newest generation it saw, so that an older state shown later is an error; its configuration."""
+"""What this client remembers of a repository between runs: the newest generation it saw, so that an
+older state shown later is an error; its configuration.
+"""
 
 from __future__ import annotations
 
@@ -120,14 +122,17 @@ class FileWatermark(Watermark):
             notes.write(self._path, msgspec.json.encode(seen))
 
     def replace(self, seen: Seen) -> None:
-        """Remember ``seen``, whatever the file holds, damaged or not: for a person who confirmed it."""
+        """Remember ``seen``, whatever the file holds, damaged or not: for a person who confirmed
+        it.
+        """
         with notes.locked(self._path.parent):
             notes.write(self._path, msgspec.json.encode(seen))
             self._seen = seen
 
 
 class Recollection:
-    """The configuration object of the repository at one place, in a small file outside of it: it never changes, so it need not be read again.
+    """The configuration object of the repository at one place, in a small file outside of it: it
+    never changes, so it need not be read again.
 
     It is used only where it verifies under the keys that the repository has now.
 

@@ -1,4 +1,6 @@
-"""Looks at every object that the newest state reaches and names each that is damaged; damage is what it reports, never what stops it."""
+"""Looks at every object that the newest state reaches and names each that is damaged; damage is
+what it reports, never what stops it.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ class Damage:
     """One thing that is not as it should be.
 
     Attributes:
-        kind: What it is: log entry, snapshot page, manifest, node, nodes, shard, chunk, index segment, …
+        kind: What it is: log entry, snapshot page, manifest, node, nodes, shard, chunk, index
+            segment, …
         name: The object, or the chunk's or node's id.
         why: In words.
         snapshots: Those that cannot be restored because of it.
@@ -103,14 +106,16 @@ class Report:
         damages: Everything that is wrong; empty if all is well.
         lost: Damage of which only quarantined snapshots suffer: known before.
         quarantined: Snapshots that were found to have lost data, and what.
-        foreign: What lies among the objects and is none of the repository's: it is left alone, and harms nothing.
+        foreign: What lies among the objects and is none of the repository's: it is left alone, and
+            harms nothing.
         failed: Damages that are only objects which the store failed to give: they may be well.
         denied: The first refusal, if the store refused to give any.
         doubtful: Shards that are damaged or missing, or hold a chunk that is.
         snapshots: How many are listed.
         objects: Number of objects by kind.
         bytes: Bytes of objects by kind.
-        unreached: Objects that nothing reaches and that wait for the collector, with their bytes. No damage.
+        unreached: Objects that nothing reaches and that wait for the collector, with their bytes.
+            No damage.
         chunks: Different chunks that are reached.
         read_chunks: Chunks that were decoded and verified.
     """
@@ -149,8 +154,9 @@ async def check(
     Args:
         read_data: Share of the reached chunks, 0 to 1, that are read, decoded and verified as well.
         threads: How many chunks are decoded at once.
-        register: Open a session for the time of the check, so that no collector deletes what is being looked at. Without, what others delete or
-            swap meanwhile may be reported as missing; for a place that cannot be written to.
+        register: Open a session for the time of the check, so that no collector deletes what is
+            being looked at. Without, what others delete or swap meanwhile may be reported as
+            missing; for a place that cannot be written to.
         session: One that is open already: look at the state at its beginning.
 
     Returns:
@@ -182,7 +188,8 @@ class _Checker:
         self._sizes: dict[Name, int] = {}
         self._named: set[Name] = set()
         self._seen: set[tuple[str, str, str]] = set()
-        #: Records of all different nodes, one array per node, and for each snapshot the numbers of its nodes.
+        #: Records of all different nodes, one array per node, and for each snapshot the numbers of
+        #: its nodes.
         self._nodes: list[Records] = []
         self._numbers: dict[tuple[bytes, bytes, int], int] = {}
         self._of_snapshot: dict[str, list[int]] = {}
@@ -260,7 +267,9 @@ class _Checker:
         self.report.unreached_bytes = sum(self._sizes[name] for name in unreached)
 
     async def _log_chain(self, state: State | None) -> Entry | None:
-        """Every log entry there is, from the newest on: readable, and the one that its successor names. The newest that can be read."""
+        """Every log entry there is, from the newest on: readable, and the one that its successor
+        names. The newest that can be read.
+        """
         log = self._repository.log
         try:
             newest: Entry | None = await log.newest()
@@ -328,7 +337,9 @@ class _Checker:
                     self.damage(ENTRY_KIND.title, log_name(lost), "it is missing")
 
     async def _trimmed(self, generation: int, newest: int) -> bool:
-        """Whether an entry is missing because everything older is, too; or it is no longer kept and its anchor is missing: a trim that is under way."""
+        """Whether an entry is missing because everything older is, too; or it is no longer kept and
+        its anchor is missing: a trim that is under way.
+        """
         left = {other async for other in self._repository.log.generations()}
         return min(left) > generation or (
             generation <= newest - KEPT_ENTRIES and anchor_before(generation) not in left
@@ -491,7 +502,9 @@ class _Checker:
             )
 
     async def _space(self, refs: Refs, snapshots: list[str]) -> dict[int, int]:
-        """Read the nodes that were not seen before; of each reference whose node can be read, the node's number."""
+        """Read the nodes that were not seen before; of each reference whose node can be read, the
+        node's number.
+        """
         keys = [(ref["node"].tobytes(), ref["pack"].tobytes(), int(ref["offset"])) for ref in refs]
         fresh = np.array([at for at, key in enumerate(keys) if key not in self._numbers], np.int64)
         for pack in {key[1] for key in keys}:
@@ -531,7 +544,9 @@ class _Checker:
             self._nodes.append(held)
 
     async def _footer(self, container: Container, kind: Kind, name: Name) -> Records | None:
-        """The table of a shard or pack, or None if it is damaged or missing (which is then reported)."""
+        """The table of a shard or pack, or None if it is damaged or missing (which is then
+        reported).
+        """
         size = self._sizes.get(name)
         if size is None:
             self.damage(kind, object_name(*name), "it is missing")
@@ -556,7 +571,9 @@ class _Checker:
         return self._footers[shard]
 
     async def _cells(self) -> Records:
-        """Hold every place that a record names against its shard's footer; the records of different chunks."""
+        """Hold every place that a record names against its shard's footer; the records of different
+        chunks.
+        """
         records = np.concatenate(self._nodes) if self._nodes else np.empty(0, CELL)
         records = records[records["place"]["length"] > 0]
         for place, chunk in (("place", "chunk"), ("base_place", "base")):

@@ -1,9 +1,11 @@
-"""Rewrites shards of which little is reached: copies the live chunks as they are stored, then swaps new nodes and manifests in under the same snapshot ids.
+"""Rewrites shards of which little is reached: copies the live chunks as they are stored, then swaps
+new nodes and manifests in under the same snapshot ids.
 
 Deltas whose base has gone with its snapshots are stored anew instead (``rebase``).
 
-It is an ordinary session. Everything that the state at its BEGIN reaches stays while it is open, so it needs no pins; a snapshot that was
-forgotten, or swapped by another, in the meantime is passed over.
+It is an ordinary session. Everything that the state at its BEGIN reaches stays while it is open, so
+it needs no pins; a snapshot that was forgotten, or swapped by another, in the meantime is passed
+over.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from icecore.store.snapshot.shard_writer import ShardWriter
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: Reads that are begun before the chunks of the one before are stored: they are verified by other threads.
+#: Reads that are begun before the chunks of the one before are stored: they are verified by other
+#: threads.
 _AHEAD = 3
 
 
@@ -163,7 +166,9 @@ async def _rebase(
 
 
 def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
-    """What is to be copied of a shard: not what was stored anew in another form, nor what nobody needs any more."""
+    """What is to be copied of a shard: not what was stored anew in another form, nor what nobody
+    needs any more.
+    """
     done = {offset for shard, offset in rebaser.gone | rebaser.moved.keys() if shard == item.shard}
     offsets = (
         item.live.offsets[~np.isin(item.live.offsets, list(done))] if done else item.live.offsets
@@ -217,7 +222,9 @@ class _Copier:
     def _verified(
         self, name: str, entries: Records, start: int, data: memoryview
     ) -> list[tuple[np.void, memoryview]]:
-        """Chunks that lie in ``data``, which is from offset ``start`` on, each with its stored form."""
+        """Chunks that lie in ``data``, which is from offset ``start`` on, each with its stored
+        form.
+        """
         found = []
         for entry in entries:
             at = int(entry["offset"]) - start

@@ -1,4 +1,6 @@
-"""What is damaged in a repository, and what can be put right from what there is: a look that changes nothing, for ``repair``."""
+"""What is damaged in a repository, and what can be put right from what there is: a look that
+changes nothing, for ``repair``.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ class Plan:
         quarantine: Snapshots that lost data, and what.
         release: Snapshots in quarantine that read again.
         beyond: Damage that cannot be put right from what there is.
-        recovered: Snapshots that are listed again because their manifests were found, and what is known of them.
+        recovered: Snapshots that are listed again because their manifests were found, and what is
+            known of them.
         unlisted: Manifests of no listed snapshot that are not listed again, and why.
     """
 
@@ -234,7 +237,8 @@ class Diagnosis:
                 and ref.first <= leading(manifest.snapshot) <= ref.last
             ):
                 record = record_of(manifest, info.name, data)
-                # Of two manifests of one snapshot one was swapped out by a collector: the one whose nodes are there counts.
+                # Of two manifests of one snapshot one was swapped out by a collector: the one whose
+                # nodes are there counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
                     found[manifest.snapshot] = record
         how = f"made anew from {len(found)} manifests; labels are as they were when the snapshots were taken"
@@ -296,7 +300,9 @@ class Diagnosis:
         return None
 
     async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
-        """Another manifest of a snapshot, all of which is there: a collector's that the log knows nothing of, or one that it has not deleted yet."""
+        """Another manifest of a snapshot, all of which is there: a collector's that the log knows
+        nothing of, or one that it has not deleted yet.
+        """
         async for info in self._repository.backend.list(PREFIX["manifest"]):
             if info.name in self._named:
                 continue
@@ -320,7 +326,8 @@ class Diagnosis:
         ):
             self._nodes[refs["node"][at].tobytes()] = cells
         for node, pack in zip(refs["node"], refs["pack"], strict=True):
-            # A pack of which a part is damaged: what still reads in it is stored anew, so that the pack can go.
+            # A pack of which a part is damaged: what still reads in it is stored anew, so that the
+            # pack can go.
             if (
                 object_name("nodes", pack.tobytes()) in self._packs
                 and node.tobytes() in self._nodes
@@ -383,14 +390,17 @@ class Diagnosis:
                 self._lose(snapshot, f"{gone} of its chunks are lost")
 
     async def _index(self, sizes: dict[bytes, int]) -> None:
-        """Segments without what cannot be used; and if one cannot be read, what it held, from the shards' footers."""
+        """Segments without what cannot be used; and if one cannot be read, what it held, from the
+        shards' footers.
+        """
         wrong = {damage.name for damage in self._report.damages if damage.kind == SEGMENT_TITLE}
         harmed = frozenset(self._survey.leave)
         kept, dropped = list[SegmentRef](), self._reindex
         for ref in self._state.segments:
             name = object_name("segment", ref.id)
             if name in wrong or self._survey.forget_marks:
-                # Which shards are condemned is not known without their marks: only what is reached may be found.
+                # Which shards are condemned is not known without their marks: only what is reached
+                # may be found.
                 self._survey.segments[ref.id], dropped = None, True
                 self._fix(
                     SEGMENT_TITLE, name, "left out; made anew from the shards that are reached"
@@ -472,7 +482,9 @@ class Diagnosis:
         await self._identity()
 
     async def _entries(self) -> None:
-        """Entries before the newest: nobody needs them but to tell that the log is the one that was seen, so they are noted as lost."""
+        """Entries before the newest: nobody needs them but to tell that the log is the one that was
+        seen, so they are noted as lost.
+        """
         log = self._repository.log
         damages = [damage for damage in self._report.damages if damage.kind == ENTRY_KIND.title]
         for damage in damages:

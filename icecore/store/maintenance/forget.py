@@ -1,4 +1,6 @@
-"""Which snapshots a retention policy keeps, and why. Pure: a list of records in, a list of decisions out; nothing is removed here."""
+"""Which snapshots a retention policy keeps, and why. Pure: a list of records in, a list of
+decisions out; nothing is removed here.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,14 @@ class Policy:
 
     Attributes:
         last: The newest so many.
-        hourly: Of each hour that has snapshots the newest, for the newest so many such hours; likewise the others.
+        hourly: Of each hour that has snapshots the newest, for the newest so many such hours;
+            likewise the others.
         within_seconds: All that are at most so much older than the newest.
         tags: All with one of these tags.
 
-    Numbers are 0 for none and ``ALL`` for no bound. Pinned snapshots are always kept; so are those in quarantine, which count for nothing else: what
-    they lost may come back from a replica, and a sound snapshot must not go in their stead.
+    Numbers are 0 for none and ``ALL`` for no bound. Pinned snapshots are always kept; so are those
+    in quarantine, which count for nothing else: what they lost may come back from a replica, and a
+    sound snapshot must not go in their stead.
     """
 
     last: int = 0
@@ -152,7 +156,8 @@ def _group(records: Sequence[SnapshotRecord], policy: Policy) -> list[Decision]:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in a duration like ``90min``, ``36h``, ``2w3d``, ``1y6mo`` (a month has 30 days, a year 365).
+    """Seconds in a duration like ``90min``, ``36h``, ``2w3d``, ``1y6mo`` (a month has 30 days, a
+    year 365).
 
     Raises:
         UsageError: It is none.

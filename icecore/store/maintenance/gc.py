@@ -1,13 +1,18 @@
-"""The garbage collector: plans what nothing reaches, condemns it in the log, and deletes it once no open session can have come to use it.
+"""The garbage collector: plans what nothing reaches, condemns it in the log, and deletes it once no
+open session can have come to use it.
 
 Why nothing is lost, at whatever point this or another collector, writer or reader stops:
 
-1. An object is condemned (at generation g) only if it was listed before the state that is changed was read, and neither that state nor anything
-   that its snapshots and pins reach names it. So whoever wrote it began before g.
-2. A session that began after g sees the mark and does not reuse the object; one that began before g keeps it from being deleted while it is open.
-3. An object is deleted only by a state m >= g in which every open session began after g, and from which it is still unreached. A snapshot or pin
-   of a later state can reach it only through a session that is open in m or begins later, and those do not (2). So it is dead for good.
-4. The mark of a shard stays until no live index segment names it, so that no session finds it there without seeing the mark.
+1. An object is condemned (at generation g) only if it was listed before the state that is changed
+   was read, and neither that state nor anything that its snapshots and pins reach names it. So
+   whoever wrote it began before g.
+2. A session that began after g sees the mark and does not reuse the object; one that began before g
+   keeps it from being deleted while it is open.
+3. An object is deleted only by a state m >= g in which every open session began after g, and from
+   which it is still unreached. A snapshot or pin of a later state can reach it only through a
+   session that is open in m or begins later, and those do not (2). So it is dead for good.
+4. The mark of a shard stays until no live index segment names it, so that no session finds it there
+   without seeing the mark.
 """
 
 from __future__ import annotations
@@ -50,8 +55,9 @@ from icecore.store.runtime.parallel import each
 
 Name = tuple[Kind, bytes]
 
-#: Purpose of the session that a collector has while it deletes. It uses nothing, so it keeps nothing from being deleted; it tells
-#: `icecore.store.replication.replicas` that names may be about to be deleted.
+#: Purpose of the session that a collector has while it deletes. It uses nothing, so it keeps
+#: nothing from being deleted; it tells `icecore.store.replication.replicas` that names may be about
+#: to be deleted.
 COLLECT = "gc"
 #: A collector that has been silent for so long is taken for dead: nobody waits for it but a sync.
 COLLECTOR_SECONDS = 86_400.0
@@ -102,12 +108,14 @@ class Plan:
     Attributes:
         fence: Sessions whose process has ended, or that gave no sign of life for long.
         condemn: Objects that nothing reaches.
-        delete: Objects that can be deleted at once: condemned before, or now and with no session open.
+        delete: Objects that can be deleted at once: condemned before, or now and with no session
+            open.
         wait: Objects that an open session keeps from being deleted.
         pardon: Objects that are condemned although a snapshot reaches them again.
         compact: Shards that are to be rewritten.
         rewrite: Number of index segments that are to be rewritten.
-        trim: Old log entries, stale heartbeats, filters of segments that are gone, hints that are of no use.
+        trim: Old log entries, stale heartbeats, filters of segments that are gone, hints that are
+            of no use.
         kept_bytes: What stays, compaction apart.
     """
 
@@ -140,8 +148,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Freed:
-    """What forgetting some snapshots would free once the collector has run and no session is open: ``objects`` of ``bytes`` together, and ``compact_bytes``
-    more by rewriting shards that become mostly dead."""
+    """What forgetting some snapshots would free once the collector has run and no session is open:
+    ``objects`` of ``bytes`` together, and ``compact_bytes`` more by rewriting shards that become
+    mostly dead.
+    """
 
     objects: int
     bytes: int
@@ -163,7 +173,8 @@ class Result:
 
 
 class Collector:
-    """One run of the collector. ``plan`` looks and changes nothing; ``collect`` does it, checking everything again where others may have interfered.
+    """One run of the collector. ``plan`` looks and changes nothing; ``collect`` does it, checking
+    everything again where others may have interfered.
 
     Args:
         repository: Which.
@@ -183,7 +194,8 @@ class Collector:
         """What there is to do.
 
         Raises:
-            Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown; nothing can be collected.
+            Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown;
+                nothing can be collected.
         """
         await self._survey()
         entry = await self._log.newest()
@@ -213,7 +225,8 @@ class Collector:
         )
 
     async def plan_forget(self, snapshots: Collection[str]) -> Freed:
-        """What there would be to free if these snapshots were forgotten, beside what there is already.
+        """What there would be to free if these snapshots were forgotten, beside what there is
+        already.
 
         Raises:
             Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
@@ -234,10 +247,12 @@ class Collector:
         return sum(item.bytes - item.live.bytes for item in sparse)
 
     async def collect(self) -> Result:
-        """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run beside anything.
+        """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run
+        beside anything.
 
         Raises:
-            Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown; nothing is deleted.
+            Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown;
+                nothing is deleted.
         """
         emit = self._repository.emit
         with phase(emit, "gc.survey"):
@@ -254,17 +269,21 @@ class Collector:
                 except StoreFull as error:
                     self._no_room("shards", error)
                 running.bytes = compacted.copied_bytes
-            # The old manifests' reach must be forgotten, or what was compacted would stay for another run.
+            # The old manifests' reach must be forgotten, or what was compacted would stay for
+            # another run.
             self._reach = Reach(self._repository)
             await self._survey()
-        # Open until the last deletion: whoever would create a name again that was deleted waits for its end.
+        # Open until the last deletion: whoever would create a name again that was deleted waits for
+        # its end.
         async with await self._repository.begin(None, COLLECT, load_index=False) as session:
             result = await self._collect(session.id, fenced, compacted)
         await self._backend.keep_reserve()
         return result
 
     def _no_room(self, what: str, error: StoreFull) -> None:
-        """Rewriting frees space in the end, but takes some first; what can be deleted as it is must not wait for that."""
+        """Rewriting frees space in the end, but takes some first; what can be deleted as it is must
+        not wait for that.
+        """
         self._repository.emit(
             Event(
                 "gc.no_room",
@@ -285,7 +304,8 @@ class Collector:
                 deletable, waits = await self._deletable(entry.state)
                 await each(deletable, lambda name: self._backend.delete(object_name(*name)))
                 running.bytes = sum(self._sizes.get(name, 0) for name in deletable)
-            # What was condemned before the listing began, and was not listed, has been deleted by a collector that stopped then.
+            # What was condemned before the listing began, and was not listed, has been deleted by a
+            # collector that stopped then.
             marks = await self._marks(entry.state)
             absent = {
                 name for name, at in marks.items() if at <= self._before and name not in self._sizes
@@ -311,7 +331,9 @@ class Collector:
         )
 
     async def _survey(self) -> None:
-        """List all objects that sessions write. Comes before reading the state: what is listed was written by a session that began before."""
+        """List all objects that sessions write. Comes before reading the state: what is listed was
+        written by a session that began before.
+        """
         self._before = (await self._log.newest()).generation
         self._sizes.clear()
         for kind in KINDS:
@@ -357,10 +379,12 @@ class Collector:
         return Item(object_name(*name), self._sizes.get(name, 0))
 
     async def _silent(self, state: State) -> list[SessionRecord]:
-        """Sessions that are taken for dead: their process has ended, or they gave no sign of life for long, by this machine's clock and theirs.
+        """Sessions that are taken for dead: their process has ended, or they gave no sign of life
+        for long, by this machine's clock and theirs.
 
-        It decides when to fence, never what is safe to delete. A collector's session is the exception, as syncs wait for its end: what it asked
-        to delete may still be under way when its process has ended.
+        It decides when to fence, never what is safe to delete. A collector's session is the
+        exception, as syncs wait for its end: what it asked to delete may still be under way when
+        its process has ended.
         """
         latest: dict[str, str] = {}
         async for info in self._backend.list(SESSIONS):
@@ -411,7 +435,9 @@ class Collector:
         return len(silent)
 
     async def _condemn(self) -> tuple[Entry, int]:
-        """CONDEMN what is unreached, and pardon what is reached again. The returned state is one for which the marking is complete."""
+        """CONDEMN what is unreached, and pardon what is reached again. The returned state is one
+        for which the marking is complete.
+        """
         condemned = 0
 
         async def change(state: State, pages: Pages) -> State:
@@ -427,12 +453,15 @@ class Collector:
             return changed
 
         entry = await self._log.transact(change, "condemn", leave=0)
-        # The entry may carry other transactions of this process, a commit among them, that were applied after ours.
+        # The entry may carry other transactions of this process, a commit among them, that were
+        # applied after ours.
         await self._mark(entry.state)
         return entry, condemned
 
     async def _deletable(self, state: State) -> tuple[list[Name], list[Name]]:
-        """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one for which the marking is complete."""
+        """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one
+        for which the marking is complete.
+        """
         marks = await self._marks(state)
         unreached = self._unreached(state)
         oldest = min((record.began for record in _keeping(state)), default=state.generation + 1)
@@ -444,8 +473,11 @@ class Collector:
         )
 
     async def _old(self) -> list[Item]:
-        """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints of nobody, probes."""
-        # A filter is stored after its segment: one that was there before a listing without its segment is that of a deleted one.
+        """What lies outside the state's reach and is known to be of no use: signs of sessions that
+        are over, hints of nobody, probes.
+        """
+        # A filter is stored after its segment: one that was there before a listing without its
+        # segment is that of a deleted one.
         filters = [info async for info in self._backend.list(FILTERS)]
         segments = (
             {info.name async for info in self._backend.list(PREFIX["segment"])}
@@ -459,7 +491,8 @@ class Collector:
             segment = filtered_segment(info.name)
             if segment is not None and object_name("segment", segment) not in segments:
                 old.append(Item(*info))
-        # Read after the listings: whoever stored what is listed has begun, so it is open in this state or over.
+        # Read after the listings: whoever stored what is listed has begun, so it is open in this
+        # state or over.
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}
         keeping = _keeping(state)
@@ -471,7 +504,9 @@ class Collector:
         return old
 
     def _advises(self, hint: str) -> bool:
-        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a lineage that has one."""
+        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a
+        lineage that has one.
+        """
         return hint in self._reach.hints or touched_lineage(hint) in self._reach.lineages
 
     async def _old_entries(self, newest: int) -> list[Item]:

@@ -1,4 +1,6 @@
-"""Large sets in little memory, for the collector: pieces of shards that are reached, spilled to a temporary file beyond a budget, and ids of nodes seen."""
+"""Large sets in little memory, for the collector: pieces of shards that are reached, spilled to a
+temporary file beyond a budget, and ids of nodes seen.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def _by_shard(pieces: npt.NDArray[np.void]) -> Iterator[tuple[int, int, npt.NDAr
 
 
 class Seen:
-    """A set of random ids of at least 16 bytes, of which 16 are held. One that is not found may have been added all the same (once in 2^64)."""
+    """A set of random ids of at least 16 bytes, of which 16 are held. One that is not found may
+    have been added all the same (once in 2^64).
+    """
 
     _PENDING = 1 << 16
 

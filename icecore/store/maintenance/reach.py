@@ -1,4 +1,6 @@
-"""What snapshots reach: from records through manifests and map nodes to packs, shards and the chunks in them; every node is read once."""
+"""What snapshots reach: from records through manifests and map nodes to packs, shards and the
+chunks in them; every node is read once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _READ_BYTES = 16 << 20
 #: So many nodes have 12 MiB of records.
 NODES_AT_ONCE = 1024
 
-#: Less than so many are decoded at once: to hand them to a thread and to wait for the interpreter takes longer.
+#: Less than so many are decoded at once: to hand them to a thread and to wait for the interpreter
+#: takes longer.
 _INLINE_NODES = 16
 
 Refs = npt.NDArray[np.void]
@@ -66,7 +69,8 @@ class Reach:
         """Mark what these snapshots reach; those whose manifest was marked before cost nothing.
 
         Raises:
-            Damaged, ObjectMissing: Part of a snapshot cannot be read, so what it reaches is unknown.
+            Damaged, ObjectMissing: Part of a snapshot cannot be read, so what it reaches is
+                unknown.
         """
         new = {
             record.manifest: record for record in records if record.manifest not in self._manifests
@@ -119,8 +123,9 @@ class Reach:
     def _claim(self, refs: Refs) -> Refs:
         """Those of ``refs`` that nobody is reading.
 
-        Snapshots of a lineage are read at the same time, and have most nodes in common. Whoever leaves a node to another relies on him, so what
-        both reach counts as marked only when both are done: see ``add``.
+        Snapshots of a lineage are read at the same time, and have most nodes in common. Whoever
+        leaves a node to another relies on him, so what both reach counts as marked only when both
+        are done: see ``add``.
         """
         ids = _ids(refs)
         mine = [at for at, node in enumerate(ids) if node not in self._claimed]
@@ -137,7 +142,8 @@ class Reach:
                 places = places[stored]
             shards = np.ascontiguousarray(places["shard"])
             halves = shards.view(np.uint64)
-            # Chunks of one shard mostly follow each other: its name is only looked at where it begins.
+            # Chunks of one shard mostly follow each other: its name is only looked at where it
+            # begins.
             starts = np.flatnonzero(
                 np.concatenate(([True], (halves[1:] != halves[:-1]).any(axis=1)))
             )

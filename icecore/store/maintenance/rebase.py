@@ -1,6 +1,8 @@
-"""Deltas whose base is nobody's own chunk any more: one is stored in full, the others as deltas of that one, where that takes hardly more bytes.
+"""Deltas whose base is nobody's own chunk any more: one is stored in full, the others as deltas of
+that one, where that takes hardly more bytes.
 
-Only in shards that are rewritten anyway. A base that several snapshots' deltas share goes when the newest of them can take its place.
+Only in shards that are rewritten anyway. A base that several snapshots' deltas share goes when the
+newest of them can take its place.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Orphan:
 
 
 class Orphans:
-    """Finds bases in ``shards`` that are nobody's own chunk, from all maps, one after the other in the order of the snapshots."""
+    """Finds bases in ``shards`` that are nobody's own chunk, from all maps, one after the other in
+    the order of the snapshots.
+    """
 
     def __init__(self, shards: Iterable[bytes]) -> None:
         self._shards = frozenset(shards)
@@ -88,7 +92,9 @@ class Orphans:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a chunk is to be stored: codec and parts; ``based`` if it is a delta of the new full chunk."""
+    """How a chunk is to be stored: codec and parts; ``based`` if it is a delta of the new full
+    chunk.
+    """
 
     row: Row
     number: int

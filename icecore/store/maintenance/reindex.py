@@ -1,6 +1,8 @@
-"""The collector's care for the index: drops entries of shards that are gone, merges what is many, then clears the marks that kept it safe.
+"""The collector's care for the index: drops entries of shards that are gone, merges what is many,
+then clears the marks that kept it safe.
 
-Long segments that have no filter, because an earlier version wrote them or their writer's session broke off, are given one.
+Long segments that have no filter, because an earlier version wrote them or their writer's session
+broke off, are given one.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Reindexer:
         self._damaged: set[bytes] = set()
 
     async def plan(self, segments: list[SegmentRef]) -> list[Merge]:
-        """What is to be rewritten: segments that are many and small, and those that name a shard that is gone."""
+        """What is to be rewritten: segments that are many and small, and those that name a shard
+        that is gone.
+        """
         await self._look(segments)
         sound = [ref for ref in segments if ref.id not in self._damaged]
         merges = plan_merges(sound, entries=_ANY_SIZE)

@@ -1,7 +1,9 @@
-"""Continues a log whose newest entries are lost: finds the newest intact entry and the snapshots with surviving manifests; plans, then writes one entry.
+"""Continues a log whose newest entries are lost: finds the newest intact entry and the snapshots
+with surviving manifests; plans, then writes one entry.
 
-The rule: nothing is overwritten or deleted. The new entry comes after every generation that is known to have existed. It records the lost ones
-(`icecore.store.format.gaps`), and their names stay taken, so that no suspended writer creates one.
+The rule: nothing is overwritten or deleted. The new entry comes after every generation that is
+known to have existed. It records the lost ones (`icecore.store.format.gaps`), and their names stay
+taken, so that no suspended writer creates one.
 """
 
 from __future__ import annotations
@@ -52,9 +54,11 @@ from icecore.store.runtime.parallel import each
 
 #: The label of snapshots that are listed because their manifests were found.
 RECOVERED = "recovered"
-#: Purpose of the session that a continued log begins with: it keeps what was condemned from being deleted while lost sessions may still be open.
+#: Purpose of the session that a continued log begins with: it keeps what was condemned from being
+#: deleted while lost sessions may still be open.
 GUARD = "repair"
-#: Where nothing tells which generations there were, the log goes on so far behind those that are known.
+#: Where nothing tells which generations there were, the log goes on so far behind those that are
+#: known.
 _FAR = 1 << 32
 #: More names than that are not filled.
 _FILLED = 4096
@@ -73,8 +77,10 @@ class Condition:
         base: The newest entry that can be read, or None.
         top: The newest generation that is known to have existed; 0 for none.
         damaged: Entries above ``base`` that cannot be read, and why.
-        missing: Runs of generations above ``base`` that have no entry; empty where they are too many to name.
-        absent: How many generations above ``base`` have no entry. Without ``base``, of the newest that a log keeps: older ones may have been trimmed.
+        missing: Runs of generations above ``base`` that have no entry; empty where they are too
+            many to name.
+        absent: How many generations above ``base`` have no entry. Without ``base``, of the newest
+            that a log keeps: older ones may have been trimmed.
         planted: Names beyond ``top`` that cannot be read and that no log entry can have.
     """
 
@@ -171,8 +177,9 @@ class Relogger:
     """One attempt. ``plan`` changes nothing; ``apply`` plans again and writes.
 
     Args:
-        accept_rollback: Go on even if this client has seen newer entries that are absent, or other ones: only a person can tell whether
-            storage has lost them, or somebody has put back an older copy.
+        accept_rollback: Go on even if this client has seen newer entries that are absent, or other
+            ones: only a person can tell whether storage has lost them, or somebody has put back an
+            older copy.
     """
 
     def __init__(self, repository: Repository, *, accept_rollback: bool = False) -> None:
@@ -185,7 +192,8 @@ class Relogger:
         """Return what there is to do, or None if the newest entry is intact.
 
         Raises:
-            RollbackDetected: The log is older than, or different from, what this client has seen, and that is not accepted.
+            RollbackDetected: The log is older than, or different from, what this client has seen,
+                and that is not accepted.
         """
         condition = await look(self._log)
         if not self._accept:
@@ -196,7 +204,9 @@ class Relogger:
         return None if condition.whole else await self._found(condition)
 
     async def _verify(self, condition: Condition, error: Damaged) -> None:
-        """Check that what is left continues what this client has seen, and that entries are damaged only: absent ones may be an older copy's."""
+        """Check that what is left continues what this client has seen, and that entries are damaged
+        only: absent ones may be an older copy's.
+        """
         if condition.absent:
             ends = (
                 f"generation {condition.base.generation}"
@@ -324,7 +334,9 @@ class Relogger:
         return records
 
     async def _listed_before(self, base: Entry | None, known: set[str]) -> set[str]:
-        """Return the snapshots that an entry before ``base`` lists and ``base`` does not: they were forgotten, so they stay forgotten."""
+        """Return the snapshots that an entry before ``base`` lists and ``base`` does not: they were
+        forgotten, so they stay forgotten.
+        """
         before: set[str] = set()
         pages: dict[bytes, PageRef] = {}
         if base is None:
@@ -386,7 +398,8 @@ class Relogger:
             pages=refs,
             tail=tail,
             sessions=[guard],
-            # What the lost entries condemned is not known: only what snapshots reach may be found in the index, which is made anew.
+            # What the lost entries condemned is not known: only what snapshots reach may be found
+            # in the index, which is made anew.
             segments=[],
             anchor=None,
             gaps=gaps.joined([*before.gaps, Gap(first, generation - 1, digest)]),
@@ -402,7 +415,9 @@ class Relogger:
 
 
 async def fill(repository: Repository, generation: int) -> None:
-    """Take the name of a lost entry, so that no suspended writer creates it and takes its entry for valid."""
+    """Take the name of a lost entry, so that no suspended writer creates it and takes its entry for
+    valid.
+    """
     name = log_name(generation)
     try:
         await repository.backend.create(

@@ -1,7 +1,9 @@
-"""Puts a damaged repository right: plans, then applies in one transaction; nothing that still reads is destroyed, and no snapshot goes without a word.
+"""Puts a damaged repository right: plans, then applies in one transaction; nothing that still reads
+is destroyed, and no snapshot goes without a word.
 
-What is damaged is looked for in a second source (a replica), then elsewhere in the repository, and stored anew under new names; the old objects are the
-collector's once nothing reaches them. Snapshots that lost data for good stay listed with the reason, quarantined.
+What is damaged is looked for in a second source (a replica), then elsewhere in the repository, and
+stored anew under new names; the old objects are the collector's once nothing reaches them.
+Snapshots that lost data for good stay listed with the reason, quarantined.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ class Repairer:
 
     Args:
         repository: Which.
-        source: A replica of it, opened: the place where what is damaged here is looked for first. They must share a master secret.
-        read_data: Share of the chunks that is read, 0 to 1; damage to data that is not read is not found.
+        source: A replica of it, opened: the place where what is damaged here is looked for first.
+            They must share a master secret.
+        read_data: Share of the chunks that is read, 0 to 1; damage to data that is not read is not
+            found.
         accept_rollback: As of `icecore.store.maintenance.relog.Relogger`.
 
     Raises:
@@ -69,10 +73,12 @@ class Repairer:
         self._relogger = Relogger(repository, accept_rollback=accept_rollback)
 
     async def plan(self) -> Plan:
-        """What there is to do. Where the newest log entry is lost, what else is damaged is found once the log goes on.
+        """What there is to do. Where the newest log entry is lost, what else is damaged is found
+        once the log goes on.
 
         Raises:
-            RollbackDetected: This client has seen a newer entry than there is, or another, and that is not accepted.
+            RollbackDetected: This client has seen a newer entry than there is, or another, and that
+                is not accepted.
             StoreError: The store failed; what it failed to give is not taken for damaged.
         """
         relogging = await self._relogger.plan()
@@ -84,7 +90,8 @@ class Repairer:
     async def apply(self) -> Plan:
         """Do it; safe to stop anywhere. Returns what was done; raises as ``plan``.
 
-        Maps that came from the replica may lead to more that is damaged: then there is another round, each one transaction.
+        Maps that came from the replica may lead to more that is damaged: then there is another
+        round, each one transaction.
         """
         done = Plan()
         relogging = await self._relogger.apply()
@@ -161,7 +168,9 @@ def _continued(relogging: Relogging) -> Plan:
 
 
 def _same_secret(one: Keys, other: Keys) -> bool:
-    """Whether two repositories are replicas; an encrypted one has a few keys of its own all the same."""
+    """Whether two repositories are replicas; an encrypted one has a few keys of its own all the
+    same.
+    """
     return one.secret == other.secret and one.encrypted == other.encrypted
 
 

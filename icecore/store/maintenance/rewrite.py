@@ -1,6 +1,8 @@
-"""Maps that name the new places of moved chunks (`shard_writer`) in new nodes and manifests: what compaction and repair share.
+"""Maps that name the new places of moved chunks (`shard_writer`) in new nodes and manifests: what
+compaction and repair share.
 
-Nothing old is changed or deleted: the session that wrote the new objects swaps the manifests in, and the collector takes what is unreached then.
+Nothing old is changed or deleted: the session that wrote the new objects swaps the manifests in,
+and the collector takes what is unreached then.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from icecore.store.maintenance.reach import Refs, read_nodes, space_refs
 
 _PACK_BYTES = 64 << 20
 
-#: Where a stored chunk lay (shard, offset) -> where its bytes lie now; or how else it is stored now, its base included.
+#: Where a stored chunk lay (shard, offset) -> where its bytes lie now; or how else it is stored
+#: now, its base included.
 Moved = Mapping[tuple[bytes, int], Place | Stored]
 ReadNodes = Callable[[Refs], Awaitable[tuple[Records, npt.NDArray[np.int64]]]]
 
@@ -115,7 +118,9 @@ class MapRewriter:
         return msgspec.structs.replace(manifest, spaces=spaces) if touched else None
 
     async def _look(self, refs: Refs) -> None:
-        """Read the nodes that were not seen before, and rewrite those that have a chunk that was moved."""
+        """Read the nodes that were not seen before, and rewrite those that have a chunk that was
+        moved.
+        """
         identities = np.ascontiguousarray(refs["node"]).tobytes()
         names = [identities[32 * at : 32 * at + 32] for at in range(len(refs))]
         fresh = [

@@ -1,4 +1,6 @@
-"""What can be saved of damaged shards: every stored chunk that is reached is read and verified by itself, then looked for elsewhere."""
+"""What can be saved of damaged shards: every stored chunk that is reached is read and verified by
+itself, then looked for elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Piece:
     Attributes:
         chunk: Its id.
         place: Where it should be.
-        bitmap: Its data bitmap; None for a base that no map names as a chunk of its own: then ``delta``, the row of one of its deltas, knows.
+        bitmap: Its data bitmap; None for a base that no map names as a chunk of its own: then
+            ``delta``, the row of one of its deltas, knows.
         base: Its base's id, if it is a delta.
     """
 
@@ -114,7 +117,8 @@ def _rows(records: Records, field: str, shards: frozenset[bytes]) -> Iterable[Ro
 
 
 class Salvager:
-    """Looks for pieces in the repository, then in ``source``, then as the same chunk at another place.
+    """Looks for pieces in the repository, then in ``source``, then as the same chunk at another
+    place.
 
     Args:
         source: A replica of the repository, with the same keys.

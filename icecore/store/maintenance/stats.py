@@ -1,4 +1,6 @@
-"""What a repository holds: bytes by job, lineage and codec, live and dead, from the maps alone; every place counts once, however many snapshots share it."""
+"""What a repository holds: bytes by job, lineage and codec, live and dead, from the maps alone;
+every place counts once, however many snapshots share it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from icecore.store.log import catalog
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
 
-#: A reached piece of a shard. ``key``: shard number << 40 | offset; ``pages`` is 0 for a base that no map names as a chunk of its own.
+#: A reached piece of a shard. ``key``: shard number << 40 | offset; ``pages`` is 0 for a base that
+#: no map names as a chunk of its own.
 _PIECE = np.dtype([("key", "<u8"), ("length", "<u4"), ("codec", "u1"), ("pages", "<u2")])
 _OFFSET_BITS = 40
 
@@ -48,7 +51,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Form:
-    """The chunks that are stored under one codec: their number, stored bytes, and bytes before coding."""
+    """The chunks that are stored under one codec: their number, stored bytes, and bytes before
+    coding.
+    """
 
     codec: str
     chunks: int
@@ -66,7 +71,8 @@ class Stats:
         chunks: Different chunks that they reach.
         chunk_bytes: Those chunks' bytes before coding.
         live: Those chunks' stored bytes.
-        dead: Bytes of chunks that nothing reaches, in shards of which other parts are reached or that wait for the collector.
+        dead: Bytes of chunks that nothing reaches, in shards of which other parts are reached or
+            that wait for the collector.
         objects: Number of objects by kind; ``object_bytes``: their bytes.
         jobs, lineages: Largest first.
         forms: By codec, largest first.
@@ -100,7 +106,8 @@ async def stats(repository: Repository, *, register: bool = True) -> Stats:
     """Count everything; what cannot be read of maps is left out ('check' names it).
 
     Args:
-        register: Open a session meanwhile, so that no collector deletes what is being read; without, for a place that cannot be written to.
+        register: Open a session meanwhile, so that no collector deletes what is being read;
+            without, for a place that cannot be written to.
 
     Raises:
         Damaged: The snapshot list cannot be read.

@@ -1,6 +1,8 @@
-"""What a sync has to do, from two replicas' snapshot lists: snapshots to bring, marks to carry, and, where that is asked for, forgets to follow.
+"""What a sync has to do, from two replicas' snapshot lists: snapshots to bring, marks to carry,
+and, where that is asked for, forgets to follow.
 
-The rule for forgets: only what came from this very source by a sync follows it, so that a region never loses what was taken there, or came from elsewhere.
+The rule for forgets: only what came from this very source by a sync follows it, so that a region
+never loses what was taken there, or came from elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Plan:
     Attributes:
         bring: Snapshots that the target does not list, in order of their commits.
         mark: The source's records of those that it lists with other, older pins or tags.
-        forget: The target's records of those that came from the source, which has forgotten them since.
+        forget: The target's records of those that came from the source, which has forgotten them
+            since.
     """
 
     bring: list[SnapshotRecord] = field(default_factory=list)
@@ -52,10 +55,12 @@ async def plan(
         job: Of that, and where ``records`` is None, only this job's.
 
     Raises:
-        UsageError: The two do not share a master secret, or forgets are asked for of a source that lists nothing.
+        UsageError: The two do not share a master secret, or forgets are asked for of a source that
+            lists nothing.
     """
     require_replica(source, target)
-    # In this order: what the target has from the source and the source does not list now, it has forgotten.
+    # In this order: what the target has from the source and the source does not list now, it has
+    # forgotten.
     there = {record.snapshot: record for record in await target.snapshots()}
     here = await source.snapshots()
     wanted = (

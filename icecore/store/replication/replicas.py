@@ -1,13 +1,18 @@
-"""Replicas: snapshots brought from a repository to another that shares its master secret; objects move as they are, and only what is missing travels.
+"""Replicas: snapshots brought from a repository to another that shares its master secret; objects
+move as they are, and only what is missing travels.
 
-A replica is a repository of its own (configuration, passphrases, log, sessions, index) whose shards, node packs, manifests and hints have the names and
-bytes that they have elsewhere, so that a restore can read each from wherever it is. It is the one place where a name may be created again that was
-deleted before. Why the replica's collector loses nothing by that:
+A replica is a repository of its own (configuration, passphrases, log, sessions, index) whose
+shards, node packs, manifests and hints have the names and bytes that they have elsewhere, so that a
+restore can read each from wherever it is. It is the one place where a name may be created again
+that was deleted before. Why the replica's collector loses nothing by that:
 
-1. What is needed is neither condemned in the state in which the sync's session began, nor can it be deleted by a collector that decided before: none
-   was at work in that state (each has a session while it deletes), or the sync waits.
-2. A collector that begins later deletes only what was condemned before the oldest session, so nothing that this one needs, created anew or found.
-3. A sync never deletes what it stored, as another may have come to use it; what a broken-off one leaves is the collector's, or the next sync's to use.
+1. What is needed is neither condemned in the state in which the sync's session began, nor can it be
+   deleted by a collector that decided before: none was at work in that state (each has a session
+   while it deletes), or the sync waits.
+2. A collector that begins later deletes only what was condemned before the oldest session, so
+   nothing that this one needs, created anew or found.
+3. A sync never deletes what it stored, as another may have come to use it; what a broken-off one
+   leaves is the collector's, or the next sync's to use.
 """
 
 from __future__ import annotations
@@ -84,9 +89,11 @@ class Synced:
         objects, bytes: What travelled.
         present: Objects that were there already.
         marked: Ids of snapshots that were there, and got the source's pins or tags.
-        forgotten: Ids of snapshots that were forgotten in the target, because the source has forgotten them.
+        forgotten: Ids of snapshots that were forgotten in the target, because the source has
+            forgotten them.
         kept: Ids of those that were not, as they are pinned in the target.
-        lost: Snapshots that were left out because the source has something damaged or missing of them.
+        lost: Snapshots that were left out because the source has something damaged or missing of
+            them.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -107,15 +114,18 @@ async def sync(
     patience: float = 60.0,
     register: bool = True,
 ) -> Synced:
-    """Do what `icecore.store.replication.reconcile.plan` found: marks first, as a pin protects; then the snapshots, each with all that it reaches first and its
-    place in the replica's log last; then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with a new plan.
+    """Do what `icecore.store.replication.reconcile.plan` found: marks first, as a pin protects;
+    then the snapshots, each with all that it reaches first and its place in the replica's log last;
+    then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with
+    a new plan.
 
     Args:
-        source: Where the snapshots are; lives in the same event loop as ``target``. Reads from other replicas too, if its back end does.
+        source: Where the snapshots are; lives in the same event loop as ``target``. Reads from
+            other replicas too, if its back end does.
         todo: What to do; what has been done meanwhile is passed over.
         patience: Seconds to wait for collectors that are at work in the target.
-        register: Keep what is read from being collected meanwhile; without, for a source that cannot be written to: what is then missing is told of
-            and left out.
+        register: Keep what is read from being collected meanwhile; without, for a source that
+            cannot be written to: what is then missing is told of and left out.
 
     Raises:
         UsageError: The two do not share a master secret.
@@ -169,7 +179,8 @@ class _Sync:
                 return
             names = sorted(object_name(*name) for name in reach.names)
             session = await self._begin(names)
-            # Not "async with": on failure what was stored stays, for the next attempt or the collector.
+            # Not "async with": on failure what was stored stays, for the next attempt or the
+            # collector.
             try:
                 if (
                     await catalog.find(session.state, record.snapshot, self._target.log.pages)
@@ -194,7 +205,9 @@ class _Sync:
         self._target.emit(Event("sync.lost", {"snapshot": record.snapshot, "error": str(error)}))
 
     async def _begin(self, names: Collection[str]) -> Session:
-        """A session in whose first state nothing that is needed is condemned, and no collector is at work."""
+        """A session in whose first state nothing that is needed is condemned, and no collector is
+        at work.
+        """
         wanted = {parsed for parsed in map(parse_name, names) if parsed is not None}
         waited, collected = 0.0, False
         while True:
@@ -211,7 +224,8 @@ class _Sync:
                 return session
             await session.abort()
             if marks and not busy and not collected:
-                # It was here before, and forgotten: its old self has to be gone before it can come again.
+                # It was here before, and forgotten: its old self has to be gone before it can come
+                # again.
                 await Collector(self._target).collect()
                 collected = True
                 continue
@@ -261,7 +275,8 @@ class _Sync:
         return np.concatenate(entries) if entries else None
 
     async def _fetch(self, name: str, record: SnapshotRecord) -> tuple[bytes, Records | None]:
-        """A whole object, sound, and what `verify` tells of it; from another replica of the source if its own is not.
+        """A whole object, sound, and what `verify` tells of it; from another replica of the source
+        if its own is not.
 
         Raises:
             Damaged, ObjectMissing: It is nowhere sound.
@@ -277,7 +292,9 @@ class _Sync:
         raise first
 
     async def _table(self, name: str) -> Records | None:
-        """Index entries of a shard that the target has, if its index does not have them: it came with a sync that broke off."""
+        """Index entries of a shard that the target has, if its index does not have them: it came
+        with a sync that broke off.
+        """
         parsed = parse_name(name)
         if parsed is None or parsed[0] != "shard" or parsed[1] in self._looked_at:
             return None
@@ -378,7 +395,9 @@ async def _exists(backend: Backend, name: str) -> bool:
 
 
 async def store(backend: Backend, name: str, data: bytes) -> None:
-    """Create an object whose bytes are the same whoever creates it: that another was faster, or that a reply was lost, is no failure."""
+    """Create an object whose bytes are the same whoever creates it: that another was faster, or
+    that a reply was lost, is no failure.
+    """
     tries = 0
     while True:
         try:

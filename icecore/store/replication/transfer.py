@@ -1,7 +1,9 @@
-"""Copies snapshots between repositories that have nothing in common: every cell is read, verified, and stored anew under the other's keys and codecs.
+"""Copies snapshots between repositories that have nothing in common: every cell is read, verified,
+and stored anew under the other's keys and codecs.
 
-A snapshot keeps its id, so a copy that broke off goes on where it was, and a copied parent serves its children: a cell that the source's child has from its
-parent is not read again, and one that differs a little is a delta again. Synchronous; threads read and store cells at the same time.
+A snapshot keeps its id, so a copy that broke off goes on where it was, and a copied parent serves
+its children: a cell that the source's child has from its parent is not read again, and one that
+differs a little is a delta again. Synchronous; threads read and store cells at the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Copied:
         logical: Bytes of their data pages, deduplicated or not.
         read: Of these, bytes that were read from the source; the others a copied parent had.
         stored: New bytes in shards.
-        lost: Snapshots that were left out because the source has something damaged or missing of them.
+        lost: Snapshots that were left out because the source has something damaged or missing of
+            them.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -70,8 +73,8 @@ def copy(
         records: Which; those that the target lists are passed over. In order of their commits.
         threads: That read and store; 0: one a core.
         objective: What the target's codecs are to save.
-        register: Keep what is read from being collected meanwhile; without, for a source that cannot be written to: what is then missing is told of
-            and left out.
+        register: Keep what is read from being collected meanwhile; without, for a source that
+            cannot be written to: what is then missing is told of and left out.
 
     Raises:
         UsageError: Source and target are the same.
@@ -86,7 +89,8 @@ def copy(
     done = Copied()
     there = loop.run(target.snapshots())
     listed = {record.snapshot for record in there}
-    # What both have, in order of commits, to build on. Chunks of those that lost data may be the damaged ones.
+    # What both have, in order of commits, to build on. Chunks of those that lost data may be the
+    # damaged ones.
     here = {record.snapshot: record for record in loop.run(source.snapshots())}
     sound = {record.snapshot for record in there if not record.quarantined}
     both = [record for name, record in here.items() if name in sound]
@@ -121,7 +125,9 @@ def copy(
 
 
 def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
-    """What a copy is built on: the parent, or where one of the two repositories has forgotten it, the lineage's newest before it."""
+    """What a copy is built on: the parent, or where one of the two repositories has forgotten it,
+    the lineage's newest before it.
+    """
     if any(one.snapshot == record.parent for one in both):
         return record.parent
     earlier = [

@@ -1,4 +1,6 @@
-"""One event loop in one thread, for callers that are threads themselves: everything of a repository that waits runs there."""
+"""One event loop in one thread, for callers that are threads themselves: everything of a repository
+that waits runs there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for other threads; a context manager. All methods may be called from any thread but the loop's own."""
+    """Runs coroutines for other threads; a context manager. All methods may be called from any
+    thread but the loop's own.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

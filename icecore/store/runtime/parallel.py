@@ -17,7 +17,8 @@ async def each(
     """Do ``work`` for each of ``items``, ``at_once`` of them at a time.
 
     Raises:
-        BaseException: The first that ``work`` raised, once all the others have ended or been cancelled.
+        BaseException: The first that ``work`` raised, once all the others have ended or been
+            cancelled.
     """
     left: Iterator[T] = iter(items)
 
@@ -38,9 +39,11 @@ async def each(
 async def in_order(
     items: Iterable[T], work: Callable[[T], Awaitable[R]], *, ahead: int
 ) -> AsyncGenerator[R, None]:
-    """What ``work`` makes of ``items``, in their order; ``ahead`` of them are begun before it is their turn.
+    """What ``work`` makes of ``items``, in their order; ``ahead`` of them are begun before it is
+    their turn.
 
-    To be closed (``contextlib.aclosing``) where it may not be read to its end: what was begun is then cancelled.
+    To be closed (``contextlib.aclosing``) where it may not be read to its end: what was begun is
+    then cancelled.
 
     Raises:
         BaseException: What ``work`` raised, when it is that item's turn.

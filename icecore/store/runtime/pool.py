@@ -1,6 +1,8 @@
-"""Reused memory: shard buffers behind one bound, and each worker thread's scratch; nothing large is allocated while bytes move.
+"""Reused memory: shard buffers behind one bound, and each worker thread's scratch; nothing large is
+allocated while bytes move.
 
-The first touch of fresh 4 KiB pages costs more than a codec does, hence huge pages, and the same buffers again and again.
+The first touch of fresh 4 KiB pages costs more than a codec does, hence huge pages, and the same
+buffers again and again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ SAMPLE_BYTES = 64 << 10
 
 
 def huge_buffer(length: int) -> memoryview:
-    """Anonymous memory of at least ``length`` bytes, advised to be of huge pages; zeroed, touched on first use."""
+    """Anonymous memory of at least ``length`` bytes, advised to be of huge pages; zeroed, touched
+    on first use.
+    """
     rounded = -(-length // _HUGE) * _HUGE
     region = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
@@ -33,7 +37,9 @@ def huge_buffer(length: int) -> memoryview:
 
 
 class BufferPool:
-    """At most ``count`` buffers of ``length`` bytes, made when first needed and handed round. Thread-safe."""
+    """At most ``count`` buffers of ``length`` bytes, made when first needed and handed round.
+    Thread-safe.
+    """
 
     def __init__(self, length: int, count: int) -> None:
         self.length = length
@@ -77,7 +83,8 @@ class BufferPool:
 
 
 class Scratch:
-    """What one thread needs to decode or encode one cell at a time, about 7 MiB, and 2 more where something is encrypted. Not thread-safe.
+    """What one thread needs to decode or encode one cell at a time, about 7 MiB, and 2 more where
+    something is encrypted. Not thread-safe.
 
     Attributes:
         stored, base_stored: Stored bytes of one chunk, and of its base.

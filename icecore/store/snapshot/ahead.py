@@ -1,7 +1,8 @@
-"""Reads on where reads follow each other: chunks that are asked for one by one (bases of deltas, a check) mostly lie in shards in that order.
+"""Reads on where reads follow each other: chunks that are asked for one by one (bases of deltas, a
+check) mostly lie in shards in that order.
 
-For storage that is far away and for threads that need one chunk at a time. The rule: what is read ahead is bounded, and never needed: whatever is wrong
-with it, the chunk is read by itself.
+For storage that is far away and for threads that need one chunk at a time. The rule: what is read
+ahead is bounded, and never needed: whatever is wrong with it, the chunk is read by itself.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from icecore.store.backend.base import Backend
 T = TypeVar("T")
 
 _WINDOW = 4 << 20
-#: Windows in flight or waiting in front of the last read, and bytes kept behind it: threads do not come in order.
+#: Windows in flight or waiting in front of the last read, and bytes kept behind it: threads do not
+#: come in order.
 _AHEAD = 4
 _BEHIND = 4 << 20
-#: A read that begins within so many bytes of the furthest end follows it; so many in a row are a sequence, until one is far from it.
+#: A read that begins within so many bytes of the furthest end follows it; so many in a row are a
+#: sequence, until one is far from it.
 _NEAR = 2 << 20
 _FAR = 16 << 20
 _IN_A_ROW = 2
@@ -30,7 +33,9 @@ _OBJECTS = 4
 
 
 class _Sequence:
-    """Reads of one object: where the last ended, how many followed each other, and what is read ahead, by offset."""
+    """Reads of one object: where the last ended, how many followed each other, and what is read
+    ahead, by offset.
+    """
 
     def __init__(self) -> None:
         self.end = 0

@@ -1,4 +1,6 @@
-"""Deltas for the writer: finds a chunk's base in the parent's record, reads and verifies it, and says whether a delta pays."""
+"""Deltas for the writer: finds a chunk's base in the parent's record, reads and verifies it, and
+says whether a delta pays.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,16 @@ from icecore.store.snapshot.trial import (
 #: Fills a buffer from a shard (16-byte name) at an offset.
 Fetch = Callable[[bytes, int, memoryview], None]
 
-#: A delta is taken when it is shorter than this share of the best full form. A half would cost a restore no more bytes than the full form does; above
-#: that the repository still grows less, and measured on a key-value cache by a third.
+#: A delta is taken when it is shorter than this share of the best full form. A half would cost a
+#: restore no more bytes than the full form does; above that the repository still grows less, and
+#: measured on a key-value cache by a third.
 WORTH = 0.75
 #: A delta of less than one in this many pages is small.
 _SMALL = 4
 #: Estimates off by less than this are tried.
 _DOUBT = 1.1
-#: A chunk whose full form is shorter than one in this many of its bytes is not worth reading a base for.
+#: A chunk whose full form is shorter than one in this many of its bytes is not worth reading a base
+#: for.
 _LITTLE = 16
 _LONGEST_PAUSE = 16
 
@@ -65,21 +69,25 @@ class Base:
 
 @dataclass
 class _Luck:
-    """How deltas fared in one region, for bases that can not be looked at cheaply: after losses some are not even read."""
+    """How deltas fared in one region, for bases that can not be looked at cheaply: after losses
+    some are not even read.
+    """
 
     losses: int = 0
     pause: int = 0
 
 
 class Deltas:
-    """Makes the deltas of one stream. Threads may share it: a lost update costs one needless or one missed delta.
+    """Makes the deltas of one stream. Threads may share it: a lost update costs one needless or one
+    missed delta.
 
     Args:
         fetch: Reads shards.
         usable: Whether a shard may be referred to.
         key: The repository's chunk key.
         objective: As for full forms.
-        emit: Told when a base turns out damaged (``store.base_damaged``); the chunk is then stored in full.
+        emit: Told when a base turns out damaged (``store.base_damaged``); the chunk is then stored
+            in full.
         peek: Whether small reads are cheap, so that a look at some pages pays.
     """
 
@@ -98,11 +106,13 @@ class Deltas:
         self._usable = usable
         self._key = key
         self._emit = emit
-        # Small deltas are made at every snapshot and cost little time whatever is done to them: there bytes are dearer.
+        # Small deltas are made at every snapshot and cost little time whatever is done to them:
+        # there bytes are dearer.
         self._small = Habit(), objective.for_small_deltas()
         self._large = Habit(), objective
         self._luck: dict[int, _Luck] = {}
-        # The bases' bitmaps of deltas made here: what pre-copy stored may change again before it can be read back.
+        # The bases' bitmaps of deltas made here: what pre-copy stored may change again before it
+        # can be read back.
         self._made: dict[bytes, bytes] = {}
 
     def make(
@@ -115,7 +125,8 @@ class Deltas:
         full: float,
         scratch: Scratch,
     ) -> Delta | None:
-        """A delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the best full form is expected to take ``full`` bytes.
+        """A delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the best full
+        form is expected to take ``full`` bytes.
 
         The base is the parent's chunk, or the parent's base where that chunk is a delta itself.
 
@@ -124,7 +135,8 @@ class Deltas:
         """
         base, place = previous.chunk, previous.stored.place
         if place.codec & codec.DELTA:
-            # What its base's pages are is written at its head, which is out of reach while it is still on its way out.
+            # What its base's pages are is written at its head, which is out of reach while it is
+            # still on its way out.
             if previous.chunk not in self._made and not self._usable(place.shard):
                 return None
             base, place = previous.stored.base, previous.stored.base_place
@@ -228,7 +240,9 @@ class Deltas:
             raise Damaged("chunk", chunk.hex(), f"{error} (in {name})") from error
 
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
-        """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
+        """How long a delta would be, from a few of the base's pages; None where such a look is not
+        possible or not cheap.
+        """
         pages = len(data) // PAGE
         if (
             not self._peek

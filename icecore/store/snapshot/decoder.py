@@ -1,5 +1,6 @@
-"""A chunk's stored bytes become a cell's data pages; its rule: nothing is handed out that was not verified, but to who verifies it. No storage
-is asked."""
+"""A chunk's stored bytes become a cell's data pages; its rule: nothing is handed out that was not
+verified, but to who verifies it. No storage is asked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from icecore.store.runtime.pool import Scratch
 
 
 class ChunkDecoder:
-    """Turns stored bytes into a cell's verified data pages. Thread-safe; each thread brings its own buffers.
+    """Turns stored bytes into a cell's verified data pages. Thread-safe; each thread brings its own
+    buffers.
 
     Args:
         key: The repository's chunk key.
@@ -50,8 +52,8 @@ class ChunkDecoder:
             verified: Compare them with the chunk's id. Without, the caller must do so.
 
         Returns:
-            The bytes, verified unless that was declined: the beginning of ``out``, or ``stored`` itself where that is raw and not encrypted
-            (then ``out`` is untouched).
+            The bytes, verified unless that was declined: the beginning of ``out``, or ``stored``
+            itself where that is raw and not encrypted (then ``out`` is untouched).
 
         Raises:
             Damaged: Names the chunk (the cell's or the base's) and its shard.
@@ -116,7 +118,8 @@ class ChunkDecoder:
             theirs = delta.base_bitmap(stored)
         except ValueError as error:
             raise damaged_chunk(row.chunk, place, str(error)) from error
-        # Where base and chunk have the same pages, the base is decoded to where the chunk is wanted.
+        # Where base and chunk have the same pages, the base is decoded to where the chunk is
+        # wanted.
         content = out[:size]
         room = content if theirs == row.data else scratch.base[: pages_of(theirs) * PAGE]
         try:

@@ -1,4 +1,6 @@
-"""The maps of one snapshot on their way into storage: nodes that the parent has are referred to, new ones gathered in one pack."""
+"""The maps of one snapshot on their way into storage: nodes that the parent has are referred to,
+new ones gathered in one pack.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class MapWriter:
 
         Args:
             records: CELL records, an array per region, each ascending by cell.
-            parent: The same space in the parent snapshot, which the session pins; its equal nodes are reused.
+            parent: The same space in the parent snapshot, which the session pins; its equal nodes
+                are reused.
 
         Returns:
             The NODE_REF records for :attr:`Space.nodes`.
@@ -128,7 +131,9 @@ class MapWriter:
         return reused
 
     def _keep(self, use: Counter[bytes]) -> set[bytes]:
-        """Of the parent's packs, those with most of the nodes, so that with the new one there are at most MAX_PACKS in this snapshot."""
+        """Of the parent's packs, those with most of the nodes, so that with the new one there are
+        at most MAX_PACKS in this snapshot.
+        """
         for pack, _ in use.most_common():
             if len(self._kept_packs) < MAX_PACKS - 1:
                 self._kept_packs.add(pack)

@@ -1,4 +1,6 @@
-"""Reads one snapshot: maps from few ranges, cells from at most two chunks; nothing is handed out that was not verified."""
+"""Reads one snapshot: maps from few ranges, cells from at most two chunks; nothing is handed out
+that was not verified.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ T = TypeVar("T")
 #: Nodes of a pack that lie closer than this are read together, up to ``_READ_BYTES`` at once.
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: Records of a snapshot's cells take at most an eighth of the memory: they are a 5000th of what they describe.
+#: Records of a snapshot's cells take at most an eighth of the memory: they are a 5000th of what
+#: they describe.
 _MAP_BYTES = max(256 << 20, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
 
 
@@ -91,7 +94,8 @@ class SnapshotReader:
     Args:
         repository: Where it is.
         manifest: Its manifest (``Repository.manifest``).
-        loop: The event loop in which the repository lives; it runs in another thread than the callers'. Needed unless the back end reads directly.
+        loop: The event loop in which the repository lives; it runs in another thread than the
+            callers'. Needed unless the back end reads directly.
 
     Attributes:
         manifest: The snapshot's.
@@ -134,7 +138,8 @@ class SnapshotReader:
         )
 
     def records(self, space: Space) -> list[Records]:
-        """The CELL records of a space: one array per region, ascending by cell. Nodes are read in few large ranges and verified.
+        """The CELL records of a space: one array per region, ascending by cell. Nodes are read in
+        few large ranges and verified.
 
         Raises:
             Damaged: Names the node, or the manifest if the references in it cannot be.

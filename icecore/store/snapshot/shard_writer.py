@@ -1,4 +1,6 @@
-"""Stored chunks laid out in new shards, for whoever moves them; rule: what is stored and what comes next are under way at the same time, and nothing else."""
+"""Stored chunks laid out in new shards, for whoever moves them; rule: what is stored and what comes
+next are under way at the same time, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class _Buffered(_Filling):
 
 
 class _Drafted(_Filling):
-    """In a draft, to which pieces are appended as they come: their bytes are not copied before, and no shard is in memory."""
+    """In a draft, to which pieces are appended as they come: their bytes are not copied before, and
+    no shard is in memory.
+    """
 
     def __init__(self, repository: Repository, session: Session, limit: int) -> None:
         self.table = ShardTable(random_id(), limit)
@@ -138,7 +142,8 @@ class _Drafted(_Filling):
 class ShardWriter:
     """Lays stored chunks out in new shards of one session.
 
-    An async context manager: at its end nothing is under way any more, so that the session can delete what it stored.
+    An async context manager: at its end nothing is under way any more, so that the session can
+    delete what it stored.
 
     Attributes:
         bytes: Stored bytes so far.

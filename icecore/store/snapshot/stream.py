@@ -1,7 +1,9 @@
-"""Streams of shards: the chunks of one process, in the order in which they come, go into one open shard after the other; full ones are stored.
+"""Streams of shards: the chunks of one process, in the order in which they come, go into one open
+shard after the other; full ones are stored.
 
-Storage into which threads can write takes each chunk at once from where it was encoded (:class:`DraftStream`); other storage takes whole shards out
-of a bounded number of buffers (:class:`BufferedStream`).
+Storage into which threads can write takes each chunk at once from where it was encoded
+(:class:`DraftStream`); other storage takes whole shards out of a bounded number of buffers
+(:class:`BufferedStream`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class ShardStream(ABC):
             parts: Its stored bytes, not referred to after the call; ``length`` in all.
 
         Returns:
-            The name of its shard, its offset there, and how many bytes it has there: more than ``length`` if it is encrypted.
+            The name of its shard, its offset there, and how many bytes it has there: more than
+            ``length`` if it is encrypted.
 
         Raises:
             StoreError: It, or one before it, could not be stored.
@@ -77,8 +80,9 @@ class _Lane:
 class DraftStream(ShardStream):
     """Writes each chunk into a draft as it comes.
 
-    Writing to one file from two threads makes one of them wait, so there are several lanes, each with a shard of its own; the later ones are only used
-    when the earlier ones are taken, so that little data makes one shard.
+    Writing to one file from two threads makes one of them wait, so there are several lanes, each
+    with a shard of its own; the later ones are only used when the earlier ones are taken, so that
+    little data makes one shard.
 
     Args:
         uploads: Makes and publishes the drafts.
@@ -118,7 +122,8 @@ class DraftStream(ShardStream):
             self._uploads.append(draft, parts)
             return table.name, table.add(chunk, data, base, number, stored), stored
         except BaseException:
-            # Part of the chunk may have been written: nothing else may go to its place, least of all under the same key and nonce.
+            # Part of the chunk may have been written: nothing else may go to its place, least of
+            # all under the same key and nonce.
             if lane.draft is not None:
                 lane.draft.discard()
             lane.table = lane.draft = None
@@ -171,7 +176,9 @@ class DraftStream(ShardStream):
 
 
 class _OpenShard:
-    """A shard being filled: ``filling`` threads are copying into it; it may be uploaded when it is closed and none is."""
+    """A shard being filled: ``filling`` threads are copying into it; it may be uploaded when it is
+    closed and none is.
+    """
 
     def __init__(self, builder: ShardBuilder) -> None:
         self.builder = builder
@@ -183,7 +190,8 @@ class BufferedStream(ShardStream):
     """Gathers shards in memory.
 
     Args:
-        pool: Where shard buffers come from and go back to; its bound is what slows the threads down to the storage's pace.
+        pool: Where shard buffers come from and go back to; its bound is what slows the threads down
+            to the storage's pace.
         uploads: Stores the closed shards.
         keys: The repository's.
         closed: Called once for each shard.
@@ -199,7 +207,8 @@ class BufferedStream(ShardStream):
         self._closed = closed
         self._patience = patience
         self._order = threading.Lock()
-        # Apart from the lock above, under which a thread may wait for a buffer: who finishes copying must never wait for that.
+        # Apart from the lock above, under which a thread may wait for a buffer: who finishes
+        # copying must never wait for that.
         self._count = threading.Lock()
         self._open: _OpenShard | None = None
         self._begun = False
@@ -237,7 +246,9 @@ class BufferedStream(ShardStream):
         return shard.builder.name, offset, stored
 
     def _due(self, shard: _OpenShard) -> bool:
-        """Whether it goes out although there is room: the first one, while nothing is on its way, or the link would wait until a shard is full."""
+        """Whether it goes out although there is room: the first one, while nothing is on its way,
+        or the link would wait until a shard is full.
+        """
         return not self._begun and shard.builder.used >= _WORTH_SENDING and self._uploads.idle
 
     def flush(self) -> None:

@@ -1,7 +1,9 @@
-"""Which full form suits a chunk: tried on a sample, measured in bytes and CPU time, kept for its neighbours until the data looks different.
+"""Which full form suits a chunk: tried on a sample, measured in bytes and CPU time, kept for its
+neighbours until the data looks different.
 
-The cost of a form is the time that one byte of the job needs on its way in and out again: its stored bytes cross the link twice (written once,
-read once), it is encoded and decoded once on one of the cores. The form of least cost wins.
+The cost of a form is the time that one byte of the job needs on its way in and out again: its
+stored bytes cross the link twice (written once, read once), it is encoded and decoded once on one
+of the cores. The form of least cost wins.
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ _BUCKETS = 8
 _FIRST_INTERVAL = 8
 _LAST_INTERVAL = 128
 _TOLERANCE = 0.15
-#: Seconds of trials per byte of data: 5 % of what hashing, copying and writing a byte takes at the least.
+#: Seconds of trials per byte of data: 5 % of what hashing, copying and writing a byte takes at the
+#: least.
 _CREDIT_PER_BYTE = 0.05 * 0.7e-9
 _FIRST_CREDIT = 0.006
 _LARGEST_CREDIT = 0.1
-#: Except on a slow link, a form that saves less of the bytes than this is not taken: the gain is within what a busy machine makes of the times.
+#: Except on a slow link, a form that saves less of the bytes than this is not taken: the gain is
+#: within what a busy machine makes of the times.
 _LEAST_GAIN = 0.15
 #: A form must be cheaper by this than one that was tried before it: measuring is no more exact.
 _MARGIN = 0.97
@@ -65,7 +69,8 @@ class Objective:
     """What is to be saved, bytes or time.
 
     Attributes:
-        link: Assumed rate in bytes per second at which stored bytes are written and read back. Low: fewer bytes, at more CPU time.
+        link: Assumed rate in bytes per second at which stored bytes are written and read back. Low:
+            fewer bytes, at more CPU time.
         cores: How many threads encode or decode at the same time.
     """
 
@@ -73,7 +78,9 @@ class Objective:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def cost(self, ratio: float, cpu: float) -> float:
-        """Seconds per byte of a form that stores ``ratio`` of the bytes and takes ``cpu`` seconds per byte to encode and decode."""
+        """Seconds per byte of a form that stores ``ratio`` of the bytes and takes ``cpu`` seconds
+        per byte to encode and decode.
+        """
         return 2 * ratio / self.link + cpu / self.cores
 
     @property
@@ -93,7 +100,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The outcome of a trial: the winner, the share of the bytes that it stores and its cost as measured on the sample.
+    """The outcome of a trial: the winner, the share of the bytes that it stores and its cost as
+    measured on the sample.
 
     ``kind`` is 0, or the delta bit (icecore.store.format.codec) whose data was tried.
     """
@@ -110,7 +118,9 @@ def sample_starts(pages: int) -> list[int]:
 
 
 def sample(data: memoryview) -> memoryview:
-    """At most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is no longer than that."""
+    """At most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is no longer
+    than that.
+    """
     pages = len(data) // PAGE
     if pages <= SAMPLE_PAGES:
         return data
@@ -120,7 +130,9 @@ def sample(data: memoryview) -> memoryview:
 
 
 def trial(data: memoryview, scratch: Scratch, objective: Objective, kind: int = 0) -> Estimate:
-    """Try every candidate on ``data`` (a sample) and return the cheapest; CPU time, not wall time, so that other threads do not count."""
+    """Try every candidate on ``data`` (a sample) and return the cheapest; CPU time, not wall time,
+    so that other threads do not count.
+    """
     length = len(data)
     best, ratio, least = _RAW, 1.0, objective.cost(1.0, 0.0)
     limit = 1.0 if objective.slow else 1.0 - _LEAST_GAIN
@@ -147,10 +159,12 @@ class _Kept:
 
 
 class Habit:
-    """What was chosen lately in one stream, by region and by how the data looks. Threads may share it: a lost update only costs a trial.
+    """What was chosen lately in one stream, by region and by how the data looks. Threads may share
+    it: a lost update only costs a trial.
 
-    Trials may take 5 % of the time that the data takes anyway; what they have left over is saved up. With nothing left, a region that was never
-    tried takes what suited alike data elsewhere in the stream.
+    Trials may take 5 % of the time that the data takes anyway; what they have left over is saved
+    up. With nothing left, a region that was never tried takes what suited alike data elsewhere in
+    the stream.
     """
 
     def __init__(self) -> None:
@@ -167,8 +181,9 @@ class Habit:
     ) -> Estimate:
         """The form for a chunk of ``region``.
 
-        That of lately if the data looks as it did then, else by ``measure`` (a trial); that follows at the latest after 8 chunks, later and later
-        (up to 128) while it keeps confirming the choice.
+        That of lately if the data looks as it did then, else by ``measure`` (a trial); that follows
+        at the latest after 8 chunks, later and later (up to 128) while it keeps confirming the
+        choice.
         """
         self._credit = min(self._credit + len(data) * _CREDIT_PER_BYTE, _LARGEST_CREDIT)
         bucket = _probe(data, scratch)
@@ -196,7 +211,9 @@ class Habit:
         return estimate
 
     def surprised(self, region: int) -> None:
-        """A chunk of ``region`` became much longer or shorter than estimated: look again at the next one."""
+        """A chunk of ``region`` became much longer or shorter than estimated: look again at the
+        next one.
+        """
         for bucket in range(_BUCKETS + 2):
             kept = self._kept.get((region, bucket))
             if kept is not None:
@@ -209,7 +226,9 @@ def surprising(estimate: Estimate, length: int, stored: int) -> bool:
 
 
 def _probe(data: memoryview, scratch: Scratch) -> int:
-    """How well a few kilobytes of ``data`` compress with the quickest form, in eighths: alike for alike data, at 1 % of a codec's time."""
+    """How well a few kilobytes of ``data`` compress with the quickest form, in eighths: alike for
+    alike data, at 1 % of a codec's time.
+    """
     pages = len(data) // PAGE
     step = max(1, pages // _PROBE_PAGES)
     head = np.ascontiguousarray(as_pages(data)[::step, :_PROBE_BYTES]).reshape(-1).data

@@ -1,4 +1,6 @@
-"""Writes one snapshot: cells in, records out, everything else in the background; synchronous and thread-safe, so that worker threads can share it."""
+"""Writes one snapshot: cells in, records out, everything else in the background; synchronous and
+thread-safe, so that worker threads can share it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ from icecore.store.snapshot.trial import Habit, Objective, sample, surprising, t
 
 T = TypeVar("T")
 
-#: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3 carries 85 to 90 MB/s.
+#: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3
+#: carries 85 to 90 MB/s.
 IN_FLIGHT = 8
 _LEAST_SHARD_BYTES = 4 * CELL_BYTES
 _PATIENCE_SECONDS = 600.0
@@ -53,9 +56,11 @@ _ZEROS = bytes(64)
 
 @dataclass
 class Statistics:
-    """What was written so far. ``stored`` new bytes in shards, ``by_codec`` the same by codec name, ``reused`` logical bytes found elsewhere.
+    """What was written so far. ``stored`` new bytes in shards, ``by_codec`` the same by codec name,
+    ``reused`` logical bytes found elsewhere.
 
-    ``chunks`` and ``deltas`` count what was newly stored, ``reused_from`` the chunks found in the session, the parent, or the index.
+    ``chunks`` and ``deltas`` count what was newly stored, ``reused_from`` the chunks found in the
+    session, the parent, or the index.
     """
 
     logical: int = 0
@@ -77,12 +82,14 @@ class SnapshotWriter:
     Args:
         repository: Where to.
         session: An open session of it, begun in ``loop``.
-        loop: The event loop in which repository and session live; it runs in another thread than those that call the writer.
-        streams: How many shard streams there are: one for each process whose restore should read its own shards.
+        loop: The event loop in which repository and session live; it runs in another thread than
+            those that call the writer.
+        streams: How many shard streams there are: one for each process whose restore should read
+            its own shards.
         objective: What is to be saved, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
-        memory: Bound in bytes of the shard buffers, where the back end needs some; shards are then as small as it demands. Each calling thread takes
-            7 to 9 MiB more.
+        memory: Bound in bytes of the shard buffers, where the back end needs some; shards are then
+            as small as it demands. Each calling thread takes 7 to 9 MiB more.
     """
 
     def __init__(
@@ -158,7 +165,8 @@ class SnapshotWriter:
             )
 
     def lookup_many(self, ids: Bytes) -> npt.NDArray[np.bool_]:
-        """Ask the index for many chunks at once, ahead of their :meth:`store_cell`, which then need not.
+        """Ask the index for many chunks at once, ahead of their :meth:`store_cell`, which then need
+        not.
 
         Args:
             ids: u1[n, 32].
@@ -197,15 +205,18 @@ class SnapshotWriter:
             data_bitmap: Its data pages, 32 bytes.
             zero_bitmap: Its zero pages, 32 bytes.
             data: The data pages' bytes in address order; not referred to after the call.
-            previous: The parent's (or pre-copy's) record of the same cell: what it may be a delta of.
-            region: Which region of the stream's process it is in; neighbours in a region are taken to be alike. The region's index, or its start.
+            previous: The parent's (or pre-copy's) record of the same cell: what it may be a delta
+                of.
+            region: Which region of the stream's process it is in; neighbours in a region are taken
+                to be alike. The region's index, or its start.
             identity: The chunk's id where the caller has computed it.
 
         Returns:
             The CELL record for :meth:`put_map`.
 
         Raises:
-            StoreError: Storing this or an earlier cell failed; the snapshot cannot be committed any more.
+            StoreError: Storing this or an earlier cell failed; the snapshot cannot be committed any
+                more.
         """
         self._uploads.check()
         if len(data) != pages_of(data_bitmap) * PAGE:
@@ -238,7 +249,8 @@ class SnapshotWriter:
 
         Args:
             space_kind: As in :class:`Space`, like ``key``, ``size`` and ``regions``.
-            records: CELL records as :meth:`store_cell` (or the parent) gave them: one array per region, ascending by cell.
+            records: CELL records as :meth:`store_cell` (or the parent) gave them: one array per
+                region, ascending by cell.
             parent: The same space in the session's base; its equal nodes are reused.
         """
         if len(records) != len(regions):
@@ -246,10 +258,12 @@ class SnapshotWriter:
         return Space(space_kind, key, size, regions, self._maps.add(records, parent))
 
     def put_hints(self, lineage: str, fingerprints: Buffer) -> tuple[str, bytes]:
-        """Store what may help the next snapshot or a restore of this lineage; advice, so its loss costs time only.
+        """Store what may help the next snapshot or a restore of this lineage; advice, so its loss
+        costs time only.
 
         Returns:
-            The object's name and digest, for :attr:`Manifest.hints` and :attr:`Manifest.hints_digest`.
+            The object's name and digest, for :attr:`Manifest.hints` and
+            :attr:`Manifest.hints_digest`.
         """
         name = f"{HINTS}{lineage}/{random_id().hex()}"
         sealed = seal(HINTS_KIND, bytes(fingerprints), self._keys.hints, name)
@@ -257,13 +271,15 @@ class SnapshotWriter:
         return name, sealed.digest
 
     def commit(self, manifest: Manifest) -> str:
-        """Store what is left, then the manifest, and list the snapshot. No other thread may still be storing cells.
+        """Store what is left, then the manifest, and list the snapshot. No other thread may still
+        be storing cells.
 
         Returns:
             The snapshot's id, ``manifest.snapshot``.
 
         Raises:
-            StoreError: Something could not be stored; nothing was committed unless the error says that this is unknown (:meth:`abort` finds out).
+            StoreError: Something could not be stored; nothing was committed unless the error says
+                that this is unknown (:meth:`abort` finds out).
             SessionFenced: The session was declared dead.
         """
         with phase(self._emit, "store.commit", snapshot=manifest.snapshot) as running:
@@ -312,7 +328,8 @@ class SnapshotWriter:
         """End the session and delete what was stored; also after a failed :meth:`commit`.
 
         Returns:
-            False if it turned out that the commit had taken place, or that another process had ended the session.
+            False if it turned out that the commit had taken place, or that another process had
+            ended the session.
         """
         if self._over:
             return False
@@ -338,7 +355,8 @@ class SnapshotWriter:
         try:
             self.abort()
         except StoreError as failure:
-            # The collector deletes what an unfinished session left; the first error is the one to be told.
+            # The collector deletes what an unfinished session left; the first error is the one to
+            # be told.
             self._emit(Event("store.abort", {"error": str(failure)}))
             if error is None:
                 raise
@@ -347,7 +365,9 @@ class SnapshotWriter:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _claim(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
-        """How the chunk is stored already; or None: this thread must store it and then :meth:`_settle`."""
+        """How the chunk is stored already; or None: this thread must store it and then
+        :meth:`_settle`.
+        """
         while True:
             with self._lock:
                 held = self._chunks.get(chunk)
@@ -411,8 +431,9 @@ class SnapshotWriter:
         return "", None
 
     def _can_be(self, place: Place, length: int) -> bool:
-        """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's record, only says so; a map with a place that cannot be
-        would be refused as a whole."""
+        """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's
+        record, only says so; a map with a place that cannot be would be refused as a whole.
+        """
         tag = overhead(self._keys.chunk)
         longest = (
             place.length <= length + tag
@@ -487,7 +508,9 @@ class SnapshotWriter:
             self._entries.append(entries)
 
     def _usable_base(self, shard: bytes) -> bool:
-        """Whether a chunk in ``shard`` may be read and be a base: one that is still on its way out can not be read back."""
+        """Whether a chunk in ``shard`` may be read and be a base: one that is still on its way out
+        can not be read back.
+        """
         if shard in self._own_shards:
             return self._uploads.stored(shard)
         return self.session.usable(shard)
