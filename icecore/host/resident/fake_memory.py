@@ -118,9 +118,9 @@ class FakeMemory:
         """See `DeviceMemory`."""
         self._fault("digests")
         found = [
-            digest.reference((ctypes.c_char * CELL).from_address(int(at)), key).copy()
+            digest.reference(memoryview((ctypes.c_char * CELL).from_address(int(at))), key).copy()
             for at in cells
-        ]  # type: ignore[arg-type]
+        ]
         if self._asked("digests-wrong"):
             found[0][0, 0] ^= 1
         return np.concatenate(found) if found else np.empty((0, digest.BYTES), np.uint8)
