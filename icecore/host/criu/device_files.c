@@ -16,7 +16,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-#include "criu_device_files.h"
+#include "device_files.h"
 
 #define RECORD "icecore-device-files.img"
 

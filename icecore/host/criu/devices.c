@@ -23,7 +23,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "criu_device_files.h"
+#include "device_files.h"
 
 /* criu-plugin.h of version 0.2.0: CRIU 4.0 is the first to have all of these. */
 enum { STAGE_DUMP, STAGE_PRE_DUMP, STAGE_RESTORE };
