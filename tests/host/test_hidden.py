@@ -33,7 +33,7 @@ with Pagemap(int(sys.argv[1])) as pages:
 
 SOURCE = Path(__file__).resolve().parents[2] / "icecore" / "host" / "criu" / "pages.c"
 _READ = """
-#include "criu_pages.c"
+#include "pages.c"
 int main(void)
 {
     char line[4096];

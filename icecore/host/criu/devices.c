@@ -6,7 +6,7 @@
  * before it is let go "end", or "failed"; a restore gives "held" when all is there and before anything runs. Then it takes orders, each one message, and
  * answers each with an errno: "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they did), "bind PROCESS…" (should CRIU
  * end before it lets them go, the kernel kills them), and last, without an answer, "go" or "fail". See icecore.host.cuda.holder.
- * The other hooks are criu_device_files.c's. */
+ * The other hooks are device_files.c's. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
