@@ -138,7 +138,7 @@ def test_pycriu_agrees(criu):
         import sys, numpy as np
         from pathlib import Path
         from icecore.host.criu.program import Criu
-        from icecore.host import images as im, pagemap_image as pi
+        from icecore.host.criu import images as im, pagemap_image as pi
         criu = Criu(Path({str(criu.path)!r}), {criu.version}, Path({str(criu.pycriu)!r}))
         folder = Path({str(folder)!r})
         known = 0
