@@ -1,3 +1,4 @@
+# ruff: noqa: ASYNC110 - what is waited for is time that passes in another task
 """The lease of a job's name: one holder on whatever nodes, by the log alone."""
 
 from __future__ import annotations
