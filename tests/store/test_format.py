@@ -1,4 +1,4 @@
-"""docs/format.md and the code say the same: magics, bounds, sizes and key names; and fixed bytes
+"""docs/reference/format.md and the code say the same: magics, bounds, sizes and key names; and fixed bytes
 that every later version must read.
 """
 
@@ -49,7 +49,7 @@ from icecore.store.log import catalog, index
 from icecore.store.log import chain as log
 from icecore.store.log.session import BEAT_KIND
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text()
 ENVELOPES = [
     CONFIG_KIND,
     KEY_KIND,
