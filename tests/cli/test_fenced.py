@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ EXAMPLES = [
     *sorted((ROOT / "docs" / "how-to").glob("*.md")),
 ]
 SHELL = ("sh", "console")
-_FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+_FENCE = re.compile(r"^ *```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 #: The job of the examples; README calls it serve.py.
@@ -79,7 +80,8 @@ def blocks(document: Path) -> Iterator[Block]:
     for about, text in _FENCE.findall(document.read_text()):
         language, *words = about.split() or [""]
         assert set(words) <= {"norun"}, f"{document.name}: unknown word in ```{about}"
-        yield Block(language, language in SHELL and "norun" not in words, text)
+        runs = language in SHELL and "norun" not in words
+        yield Block(language, runs, textwrap.dedent(text))
 
 
 def named(document: Path) -> str:
