@@ -166,6 +166,7 @@ EXPECTED = {
     "docs/explanation/repository.md",
     "docs/explanation/security.md",
     "docs/decisions",
+    "docs/results/2026-11-23-resident-memory.md",
 }
 #: Pages that the same change removes.
 GOING = {"design.md", "contracts.md", "resident.md", "security.md"}
