@@ -192,6 +192,27 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not wrong, f"{named(document)}: {wrong}"
 
 
+#: Names that sources still use for pages that have moved.
+MOVED = {
+    f"docs/{name}.md"
+    for name in (
+        *("benchmarks", "cli", "contracts", "design", "events", "format-data", "format"),
+        *("gpu", "object-storage", "regions", "resident", "scale", "security"),
+    )
+}
+
+
+def test_every_document_that_a_source_names_exists() -> None:
+    named = set()
+    for folder in ("icecore", "tests", "tools", "benchmarks", "configs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path != Path(__file__):
+                text = path.read_bytes().decode(errors="replace")
+                named |= set(re.findall(r"(?<![\w/.])docs/[\w/.-]*\.md\b", text))
+    assert len(named) > 3
+    assert not {name for name in named - MOVED - EXPECTED if not (ROOT / name).exists()}
+
+
 def test_documents_were_found() -> None:
     assert len(DOCUMENTS) > 10 and all(path.is_file() for path in EXAMPLES)
     assert sum(block.runs for path in EXAMPLES for block in blocks(path)) > 10
