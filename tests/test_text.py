@@ -157,7 +157,7 @@ def test_json_is_strict_and_utf8(fields: dict[str, Any]) -> None:
 
 
 def exact(fields: Mapping[str, Any], name: str) -> bytes:
-    """The bytes of a field of an event, as docs/reference/events.md says that they are to be had."""
+    """The bytes of a field of an event, as docs/events.md says that they are to be had."""
     return (
         base64.b64decode(fields[f"{name}_base64"])
         if f"{name}_base64" in fields

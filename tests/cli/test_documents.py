@@ -1,4 +1,6 @@
-"""docs/reference says what the code does: names and fields of events, exit statuses, commands."""
+"""docs/events.md and docs/cli.md say what the code does: names and fields of events, exit codes,
+commands.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,14 @@ def _keys(node: ast.Dict) -> list[str]:
 def test_every_event_is_documented_and_every_documented_one_exists() -> None:
     found, documented = said(), documented_events()
     assert len(found) > 50  # the sources were read
-    assert found.keys() - documented.keys() == set(), "in the code, not in docs/reference/events.md"
-    assert documented.keys() - found.keys() == set(), "in docs/reference/events.md, not in the code"
+    assert found.keys() - documented.keys() == set(), "in the code, not in docs/events.md"
+    assert documented.keys() - found.keys() == set(), "in docs/events.md, not in the code"
     wrong = {
         name: fields - documented[name].all
         for name, fields in found.items()
         if fields - documented[name].all
     }
-    assert not wrong, f"fields that docs/reference/events.md does not have: {wrong}"
+    assert not wrong, f"fields that docs/events.md does not have: {wrong}"
 
 
 def error_classes() -> list[type[IcecoreError]]:

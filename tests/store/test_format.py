@@ -1,4 +1,4 @@
-"""docs/reference/format.md and the code say the same: magics, bounds, sizes and key names; and fixed bytes
+"""docs/format.md and the code say the same: magics, bounds, sizes and key names; and fixed bytes
 that every later version must read.
 """
 
