@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,15 +29,16 @@ def rows(document: str, section: str) -> list[list[str]]:
     """The cells of the first table in a section."""
     text = (ROOT / "docs" / document).read_text()
     part = re.split(r"^## ", text.split(f"\n## {section}\n")[1], flags=re.MULTILINE)[0]
-    lines = [line for line in part.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    lines = dropwhile(lambda line: not line.startswith("| "), part.splitlines())
+    table = list(takewhile(lambda line: line.startswith("| "), lines))
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table[2:]]
 
 
 def documented_events() -> dict[str, Documented]:
     """Every event by name."""
     found = {}
     for section, column in (("Phases", 1), ("While it works", 1), ("Results", 2)):
-        for cells in rows("events.md", section):
+        for cells in rows("reference/events.md", section):
             fields = re.findall(r"`(\w+\??)`", cells[column])
             always = {name for name in fields if not name.endswith("?")}
             sometimes = {name[:-1] for name in fields if name.endswith("?")}

@@ -9,7 +9,10 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import icecore
 from icecore.cli import build_parser
@@ -110,7 +113,7 @@ def error_classes() -> list[type[IcecoreError]]:
 def test_exit_codes_are_documented() -> None:
     table = {
         int(code): set(classes.replace("`", "").split(", "))
-        for code, classes, *_ in rows("cli.md", "Exit codes")
+        for code, classes, *_ in rows("reference/cli.md", "Exit statuses")
         if code.isdecimal()
     }
     assert {code for code in table if code < 100} == {
@@ -145,7 +148,9 @@ def test_every_error_has_a_docstring_and_every_exit_code_one_meaning() -> None:
 def test_every_command_is_documented() -> None:
     parsers = next(action for action in build_parser()._actions if action.dest == "command")
     assert parsers.choices is not None
-    documented = {words[0].split("`")[1].split()[0] for words in rows("cli.md", "Commands")}
+    documented = {
+        words[0].split("`")[1].split()[0] for words in rows("reference/cli.md", "Commands")
+    }
     assert set(parsers.choices) == documented
 
 
@@ -161,9 +166,15 @@ def test_the_readme_names_only_commands_that_exist() -> None:
     assert {line[1] for line in words} <= set(parsers.choices)
 
 
+def security_page() -> Path:
+    """Return the page, which moves to docs/explanation/."""
+    moved = ROOT / "docs" / "explanation" / "security.md"
+    return moved if moved.exists() else ROOT / "docs" / "security.md"
+
+
 def test_every_test_that_the_security_page_names_exists() -> None:
     """Whoever reads a promise there can run what shows it."""
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = security_page().read_text()
     files = list((ROOT / "tests").rglob("test_*.py"))
     defined = {
         name
@@ -173,3 +184,14 @@ def test_every_test_that_the_security_page_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) > 50 and not named - defined
     assert set(re.findall(r"`(test_\w+\.py)`", text)) <= {path.name for path in files}
+
+
+def test_the_generated_pages_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "tools" / "generate-docs"), "--check"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

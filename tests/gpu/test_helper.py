@@ -94,7 +94,7 @@ def test_what_the_driver_refuses(helper: Helper, launch: Launch, world: World) -
     assert isinstance(helper.checkpoint([target.pid])[1][target.pid], IllegalState)
     world.fault("lock", code=801)
     error = helper.lock([target.pid], 5.0)[target.pid]
-    assert isinstance(error, NotSupported) and "docs/gpu.md" in error.cure
+    assert isinstance(error, NotSupported) and "docs/how-to/gpu-jobs.md" in error.cure
     assert helper.lock([os.getpid()], 5.0)[os.getpid()].code == 1
     target.wait_steps(2)
 

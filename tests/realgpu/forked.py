@@ -5,7 +5,7 @@ what a checkpoint with live children does.
     on after a part that fails
 
 Needs neither PyTorch nor CRIU. It decides nothing: what icecore makes of these facts is in
-docs/gpu.md ("Forked children").
+docs/results/2026-11-24.md ("Forked children of a CUDA process").
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ from icecore.store.log import catalog, index
 from icecore.store.log import chain as log
 from icecore.store.log.session import BEAT_KIND
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text()
+#: Without its line ends.
+PROSE = " ".join(DOCUMENT.split())
 ENVELOPES = [
     CONFIG_KIND,
     KEY_KIND,
@@ -92,14 +94,14 @@ def test_names_are_as_documented() -> None:
     assert heartbeat_name("ab" * 16, 3) == f"sessions/{'ab' * 16}/0000000000000003"
     assert filter_name(identity) == f"filters/{identity.hex()}"
     kinds = ", ".join(f"{number} {kind}" for number, kind in enumerate(KINDS))
-    assert kinds in DOCUMENT and NAME_BYTES == 17
+    assert kinds in PROSE and NAME_BYTES == 17
 
 
 def test_numbers_are_as_documented() -> None:
-    assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
+    assert f"array of {NODE_REF.itemsize}-byte records" in PROSE
     assert (
-        f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT
-        and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
+        f"| | {segment.ENTRY.itemsize}·n |" in PROSE
+        and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in PROSE
     )
     assert (
         segment.BLOCK_ENTRIES == 1024
@@ -107,12 +109,10 @@ def test_numbers_are_as_documented() -> None:
         and index.SPLIT_ENTRIES == 1 << 20
     )
     assert (
-        f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT
-        and f"⌈{BITS}·n/256⌉ blocks of" in DOCUMENT
+        f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in PROSE
+        and f"⌈{BITS}·n/256⌉ blocks of" in PROSE
     )
-    assert (
-        f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in DOCUMENT
-    )
+    assert f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in PROSE
     counts = [
         block_count(SegmentRef(bytes(16), bytes(32), 1, count, bits))
         for bits in (6, 8)
@@ -126,11 +126,11 @@ def test_numbers_are_as_documented() -> None:
         and catalog.PAGE_RECORDS == 2048
     )
     assert (
-        f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
-        and f"the last {REMEMBERED} generations" in DOCUMENT
+        f"The newest {log.KEPT_ENTRIES} entries are kept" in PROSE
+        and f"the last {REMEMBERED} generations" in PROSE
     )
     assert HEADER_BYTES == 56 and FORMAT == 1 and ENCRYPTED_FORMAT == 2
-    uses = re.search(r"with the uses ((`\w+`[,. \n]+)+)", DOCUMENT)
+    uses = re.search(r"with the uses ((`\w+`[,. \n]+)+)", PROSE)
     assert uses is not None
     assert re.findall(r"`(\w+)`", uses.group(1)) == list(USES)
 

@@ -120,7 +120,7 @@ class NotSupported(DeviceError):
 
     cures = (
         "the driver cannot do this with managed memory, memory shared between processes (NCCL's P2P and SHM transports, CUDA IPC), MIG or MPS: "
-        "docs/gpu.md names the settings that avoid them; 'icecore run --gpu' makes them"
+        "docs/how-to/gpu-jobs.md names the settings that avoid them; 'icecore run --gpu' makes them"
     )
 
 
