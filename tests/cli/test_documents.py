@@ -163,7 +163,7 @@ def test_the_readme_names_only_commands_that_exist() -> None:
 
 def test_every_test_that_the_security_page_names_exists() -> None:
     """Whoever reads a promise there can run what shows it."""
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "security.md").read_text()
     files = list((ROOT / "tests").rglob("test_*.py"))
     defined = {
         name
