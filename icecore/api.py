@@ -108,8 +108,8 @@ def run(
         gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless
             ``isolation`` says otherwise), and NCCL is told what makes its jobs snapshotable
             (docs/gpu.md).
-        resident: With ``gpu``: windows leave its device memory where it is
-            (docs/explanation/resident-memory.md); None: what the configuration says.
+        resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md);
+            None: what the configuration says.
         keep_resident: With ``gpu``: where it breaks off after a snapshot, its device memory stays
             on its GPUs, for a restore with `RestoreOptions.from_resident`, until the instance is
             removed. Default: what the configuration says.

@@ -1,4 +1,4 @@
-/* What the preload, its keeper and their clients say to each other; rule: one message is one packet of fixed size (docs/explanation/resident-memory.md, client.py). */
+/* What the preload, its keeper and their clients say to each other; rule: one message is one packet of fixed size (docs/resident.md, client.py). */
 #ifndef ICECORE_RESIDENT_PROTOCOL_H
 #define ICECORE_RESIDENT_PROTOCOL_H
 
@@ -24,7 +24,7 @@ enum keeper_operation {
 	KEEPER_RETAIN = 20,    /* token, count (0 or 1) -> result: kept although the process ends, as after KEEPER_PARKED */
 	KEEPER_FORGET = 21,    /* token -> result: let go of all of it */
 	KEEPER_FETCH = 22, /* token, identity -> result, and that allocation with its descriptor */
-	KEEPER_KEEP = 23,  /* token, pid (of the job's init), lease, and the init's status file -> result: kept where the job breaks off (docs/explanation/resident-memory.md) */
+	KEEPER_KEEP = 23,  /* token, pid (of the job's init), lease, and the init's status file -> result: kept where the job breaks off (docs/resident.md) */
 	KEEPER_YIELD = 24, /* -> count: of processes that ended while their job ran on, which was kept: the job needs the memory */
 	KEEPER_DROP = 25,  /* token, identity -> result: let go of that one, of a process that has ended */
 	KEEPER_END = 31,

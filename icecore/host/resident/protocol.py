@@ -61,7 +61,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One packet; which fields count depends on the operation (protocol.h).
+    """One packet; which fields count depends on the operation (docs/resident.md).
 
     Attributes:
         result: 0, an errno, or 10000 + a CUresult.
