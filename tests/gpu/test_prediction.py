@@ -1,4 +1,4 @@
-"""How long a window is said to be, against the windows of docs/gpu.md and docs/resident.md."""
+"""How long a window is said to be, against the windows that were measured (docs/results)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_windows_through_the_driver() -> None:
 
 
 def test_a_first_snapshot_with_and_without_room() -> None:
-    """docs/resident.md: 13 of 112 GiB had room on the GPU, 58 in the host's memory."""
+    """docs/results: 13 of 112 GiB had room on the GPU, 58 in the host's memory."""
     for size, host, windows, left in (
         (64 * GIB, 100 * GIB, [1.08, 1.19], 0),
         (112 * GIB, 116 * GIB, [9.9], 41),

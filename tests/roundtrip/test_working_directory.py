@@ -30,7 +30,7 @@ pytestmark = [
 
 _COUNT = "import itertools, time\nfor number in itertools.count(): print(number, flush=True); time.sleep(0.01)"
 _LETTERS = 7  # of the directory's name in /run, of which nothing is left
-_LEFT = "proc.crtools"  # by a CRIU that was killed: docs/design.md
+_LEFT = "proc.crtools"  # by a CRIU that was killed: docs/explanation/dump.md
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@ what can be checkpointed but not restored is a lost job.
 
 Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks
 share lets the driver's checkpoint succeed and its restore fail. Under the preload
-(docs/resident.md) what ranks share through cuMem is taken away before, and P2P may stay on.
+(docs/explanation/resident-memory.md) what ranks share through cuMem is taken away before, and P2P
+may stay on.
 """
 
 from __future__ import annotations
