@@ -29,9 +29,10 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.common import ROOT, Result, progress, show
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.faulty import FaultyBackend
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL, CELL_BYTES, PLACE
+from icecore.store.format.cell import CELL, PLACE
 from icecore.store.format.cellmap import NODE_CELLS
 from icecore.store.format.codec import RAW
 from icecore.store.format.manifest import (

@@ -17,11 +17,11 @@ import pytest
 import icecore
 from icecore.config import CacheSettings, Config, S3Settings
 from icecore.events import Event
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.replicas import ReplicaBackend
 from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.format import keys
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.format.names import CONFIG
 from icecore.store.log.repository import Repository
 from tests.bad_proxy import at_random, unreliable

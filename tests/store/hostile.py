@@ -41,9 +41,10 @@ from icecore.restorer.gpu import gpus, resident_record
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import check_requirements
 from icecore.restorer.restore import _run_record
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
-from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.cellmap import NodeEncoder, decode_node, node_ids, pack_footer
 from icecore.store.format.container import TAIL_BYTES
 from icecore.store.format.envelope import ObjectKind, digest_of, seal, unseal

@@ -14,17 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from icecore.events import Event
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import (
-    BITMAP_BYTES,
-    CELL,
-    CELL_BYTES,
-    CELL_PAGES,
-    PAGE,
-    Records,
-    bitmap_of,
-)
+from icecore.store.format.cell import CELL, Records, bitmap_of
 from icecore.store.format.keys import Parameters
 from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
 from icecore.store.format.names import new_snapshot_id

@@ -12,10 +12,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.faulty import FaultyBackend, Plan, always
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.format.cell import CELL, PLACE, Records
 from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.cipher import overhead
 from icecore.store.format.manifest import (

@@ -13,8 +13,9 @@ import zstandard
 from hypothesis import given, settings
 
 from icecore.errors import Damaged
+from icecore.sizes import PAGE
 from icecore.store.format import cellmap, codec
-from icecore.store.format.cell import CELL, NODE_CELLS, PAGE, Records
+from icecore.store.format.cell import CELL, NODE_CELLS, Records
 from icecore.store.format.cellmap import (
     MAX_STORED_NODE_BYTES,
     PACK,

@@ -12,8 +12,8 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format.codec import Choice
 from tests.store.images import KINDS, make_data
 

@@ -26,11 +26,11 @@ from icecore.errors import (
     UsageError,
     WrongPassphrase,
 )
+from icecore.sizes import PAGE
 from icecore.store.backend.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import cipher, slots
-from icecore.store.format.cell import PAGE
 from icecore.store.format.cipher import (
     Key,
     open_piece,

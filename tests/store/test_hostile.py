@@ -18,9 +18,10 @@ import zstandard
 
 from icecore.errors import Damaged, StoreError
 from icecore.restorer.files.images import image_targets
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.format.cell import CELL, PLACE, Records
 from icecore.store.format.cellmap import check_regions
 from icecore.store.format.hints import HINTS_KIND
 from icecore.store.format.keys import Config, Keys, Parameters, decode_config, encode_config

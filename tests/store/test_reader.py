@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 
 from icecore.errors import Damaged, NotFound, ObjectMissing
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.faulty import FaultyBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE
+from icecore.store.format.cell import NODE_CELLS
 from icecore.store.format.manifest import NODE_REF, Region
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged, FormatTooNew
+from icecore.sizes import PAGE
 from icecore.store.format import codec, shard
-from icecore.store.format.cell import PAGE
 from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.codec import Choice
 from icecore.store.format.container import TAIL_BYTES

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from icecore.sizes import CELL_PAGES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_PAGES, PAGE
 from icecore.store.runtime.pool import SAMPLE_BYTES, Scratch
 from icecore.store.snapshot.trial import Estimate, Habit, Objective, sample, surprising, trial
 from tests.store.images import make_data

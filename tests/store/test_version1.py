@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.check import check
 from icecore.store.runtime.loop import LoopThread

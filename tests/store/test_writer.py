@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from icecore.errors import StoreError, StoreFull
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.container import TAIL_BYTES
 from icecore.store.format.manifest import Region

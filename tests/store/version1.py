@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from icecore.sizes import CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL, CELL_PAGES, PAGE, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.keys import Parameters
 from icecore.store.format.manifest import (
     MANIFEST_FORMAT,

@@ -7,10 +7,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-PAGE = 4096
-CELL_BYTES = 1 << 20
-CELL_PAGES = CELL_BYTES // PAGE
-BITMAP_BYTES = CELL_PAGES // 8
+from icecore.sizes import BITMAP_BYTES, CELL_PAGES
+
 NODE_CELLS = 64
 
 Bytes = npt.NDArray[np.uint8]

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import zstandard
 
 from icecore.errors import Damaged
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE, Bytes, Records
+from icecore.store.format.cell import CELL, NODE_CELLS, Bytes, Records
 from icecore.store.format.cipher import TAG_BYTES, opened_piece, overhead, sealed_piece
 from icecore.store.format.codec import Buffer
 from icecore.store.format.container import Container

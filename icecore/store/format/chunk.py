@@ -7,7 +7,8 @@ from __future__ import annotations
 import blake3
 import numpy as np
 
-from icecore.store.format.cell import BITMAP_BYTES, CELL_PAGES, PAGE, Bytes, page_mask
+from icecore.sizes import BITMAP_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.cell import Bytes, page_mask
 from icecore.store.format.codec import Buffer
 
 #: The key of "no chunk" in a record.

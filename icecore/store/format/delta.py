@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from icecore.sizes import BITMAP_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import BITMAP_BYTES, PAGE, Bytes, page_mask
+from icecore.store.format.cell import Bytes, page_mask
 from icecore.store.format.chunk import align, as_pages, changed_pages, pages_of
 from icecore.store.format.codec import Buffer
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 
 if TYPE_CHECKING:
     from icecore.store.format.manifest import Manifest, Space

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import NO_CHUNK
 from icecore.store.format.cipher import overhead, seal_piece
 from icecore.store.format.codec import Buffer

@@ -22,8 +22,9 @@ from icecore.errors import (
     StoreError,
 )
 from icecore.events import Event, phase
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import FOREIGN_AT_MOST, READERS_LEAVE, Foreign
-from icecore.store.format.cell import CELL, CELL_BYTES, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.cellmap import PACK, check_regions, parse_pack_footer
 from icecore.store.format.container import TAIL_BYTES, Container
 from icecore.store.format.envelope import ObjectKind

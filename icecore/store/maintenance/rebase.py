@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from icecore.errors import Damaged, ObjectMissing
+from icecore.sizes import CELL_BYTES
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import CELL_BYTES, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import align
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import Buffer, Choice

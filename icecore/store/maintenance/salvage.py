@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import CELL_BYTES, PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import opened_piece
 from icecore.store.format.names import object_name

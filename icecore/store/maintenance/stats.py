@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import phase
+from icecore.sizes import PAGE
 from icecore.store.backend.base import READERS_LEAVE
 from icecore.store.format import codec
-from icecore.store.format.cell import PAGE, Records, data_pages
+from icecore.store.format.cell import Records, data_pages
 from icecore.store.format.names import KINDS, PREFIX, parse_name
 from icecore.store.format.state import SnapshotRecord, State
 from icecore.store.log import catalog

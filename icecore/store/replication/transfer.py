@@ -19,8 +19,9 @@ import numpy as np
 
 from icecore.errors import Damaged, NotFound, ObjectMissing, UsageError
 from icecore.events import Event, phase
+from icecore.sizes import CELL_BYTES
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import Manifest, Region, Sizes, Space
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import UNREGISTERED, Repository

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable
 
 from icecore.errors import StoreError
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES, HUGE_PAGE
 from icecore.store.format.codec import MAX_OVERHEAD, Encoder
 
-_HUGE = 2 << 20
 _STORED_ROOM = CELL_BYTES + mmap.PAGESIZE
 _STORED_BYTES = CELL_BYTES + MAX_OVERHEAD
 
@@ -27,7 +26,7 @@ def huge_buffer(length: int) -> memoryview:
     """Anonymous memory of at least ``length`` bytes, advised to be of huge pages; zeroed, touched
     on first use.
     """
-    rounded = -(-length // _HUGE) * _HUGE
+    rounded = -(-length // HUGE_PAGE) * HUGE_PAGE
     region = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         region.madvise(mmap.MADV_HUGEPAGE)

@@ -10,8 +10,8 @@ from functools import partial
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import Event, Sink
+from icecore.sizes import BITMAP_BYTES, PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import BITMAP_BYTES, PAGE
 from icecore.store.format.chunk import align, chunk_id, pages_of
 from icecore.store.format.cipher import open_piece, overhead, peek_piece
 from icecore.store.format.codec import Buffer

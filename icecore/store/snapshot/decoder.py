@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from icecore.errors import Damaged
+from icecore.sizes import PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import PAGE
 from icecore.store.format.chunk import chunk_id, pages_of
 from icecore.store.format.cipher import encryption_of, open_piece
 from icecore.store.format.names import object_name

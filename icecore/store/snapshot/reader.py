@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged, ObjectMissing, StoreError
+from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format import codec
-from icecore.store.format.cell import PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.cellmap import NodeDecoder, check_regions, parse_refs
 from icecore.store.format.chunk import chunk_id, pages_of
 from icecore.store.format.keys import Keys

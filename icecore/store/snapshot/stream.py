@@ -13,8 +13,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import Draft
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import MAX_OVERHEAD, Buffer
 from icecore.store.format.keys import Keys

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from icecore.sizes import PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import PAGE
 from icecore.store.format.chunk import as_pages
 from icecore.store.format.codec import Choice
 from icecore.store.runtime.pool import SAMPLE_BYTES, Scratch

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from icecore.errors import StoreError, UsageError
 from icecore.events import Event, Sink, discard, phase
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, PAGE, PLACE, Bytes, Records
+from icecore.store.format.cell import PLACE, Bytes, Records
 from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import overhead
