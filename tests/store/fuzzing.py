@@ -74,10 +74,10 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     SegmentRef,
     SessionRecord,
     SnapshotRecord,
-    State,
     Written,
     decode_entry,
     decode_names,
@@ -166,10 +166,10 @@ def _manifest() -> Manifest:
     )
 
 
-def _state() -> State:
+def _state() -> LogState:
     record = _record()
     session = SessionRecord("d" * 32, 3, "dump", "host", 1, [record])
-    return State(
+    return LogState(
         5,
         bytes(32),
         7,

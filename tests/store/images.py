@@ -17,7 +17,7 @@ from icecore.events import Event
 from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL, Records, bitmap_of
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.keys import Parameters
 from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
 from icecore.store.format.names import new_snapshot_id
@@ -36,7 +36,7 @@ def bitmap(pages: list[int]) -> bytes:
     """The page bitmap that has just these pages."""
     mask = np.zeros(CELL_PAGES, np.bool_)
     mask[pages] = True
-    return bitmap_of(mask).tobytes()
+    return np.packbits(mask, bitorder="little").tobytes()
 
 
 def make_data(kind: str, pages: int, seed: int = 0) -> bytes:

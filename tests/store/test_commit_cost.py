@@ -12,7 +12,7 @@ import pytest
 
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.names import new_snapshot_id
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -41,7 +41,7 @@ def synthetic(count: int) -> list[SnapshotRecord]:
 
 
 async def fill(repository: Repository, records: list[SnapshotRecord]) -> None:
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         return await catalog.add(state, records, pages)
 
     await repository.log.transact(change, "fill")

@@ -16,7 +16,7 @@ import pytest
 Shard = str
 
 
-class State(NamedTuple):
+class ModelState(NamedTuple):
     """The newest log entry, and what lies in the store."""
 
     generation: int
@@ -43,7 +43,7 @@ class State(NamedTuple):
 class World(NamedTuple):
     """Where everybody stands: for each actor its step and what it remembers."""
 
-    state: State
+    state: ModelState
     actors: tuple[tuple[object, ...], ...]
     forgets: int
     fences: int
@@ -60,8 +60,8 @@ RULES = (
 
 
 def writer(
-    name: str, state: State, memory: tuple[object, ...], broken: str
-) -> Iterator[tuple[State, tuple[object, ...]]]:
+    name: str, state: ModelState, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[ModelState, tuple[object, ...]]]:
     """BEGIN, then reuse what the index finds or put a new shard; COMMIT, or end and delete what it
     put.
     """
@@ -100,8 +100,8 @@ def writer(
 
 
 def reader(
-    name: str, state: State, memory: tuple[object, ...], broken: str
-) -> Iterator[tuple[State, tuple[object, ...]]]:
+    name: str, state: ModelState, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[ModelState, tuple[object, ...]]]:
     """BEGIN pins a snapshot that is listed; END."""
     generation = state.generation + 1
     if memory[0] == "begin":
@@ -122,8 +122,8 @@ def reader(
 
 
 def collector(
-    name: str, state: State, memory: tuple[object, ...], broken: str
-) -> Iterator[tuple[State, tuple[object, ...]]]:
+    name: str, state: ModelState, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[ModelState, tuple[object, ...]]]:
     """LIST, CONDEMN, DELETE one after the other by the state that condemned, then clear the marks
     of what is gone.
     """
@@ -186,7 +186,7 @@ ACTORS = (
     ("gc-1", collector, ("list",)),
     ("gc-2", collector, ("list",)),
 )
-FIRST = State(
+FIRST = ModelState(
     1,
     frozenset({("first", "old")}),
     frozenset(),

@@ -29,7 +29,7 @@ from icecore.store.format.manifest import NODE_REF, Region, Space, decode_manife
 from icecore.store.format.names import object_name
 from icecore.store.format.segment import encode_segment, parse_segment
 from icecore.store.format.slots import Cost, Slot, Slots, decode_slots, encode_slots
-from icecore.store.format.state import SnapshotRecord, State, encode_entry, encode_page
+from icecore.store.format.state import LogState, SnapshotRecord, encode_entry, encode_page
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.check import check
 from icecore.store.runtime.loop import LoopThread
@@ -352,7 +352,7 @@ def test_what_no_reader_takes_is_not_written() -> None:
     )
     for work in (
         lambda: encode_page([one], world.keys.log),
-        lambda: encode_entry(State(1, b"", 7, tail=[one]), world.keys.log),
+        lambda: encode_entry(LogState(1, b"", 7, tail=[one]), world.keys.log),
     ):
         with pytest.raises(StoreError, match="cannot be written"):
             work()

@@ -31,7 +31,13 @@ from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.names import log_generation, log_name
-from icecore.store.format.state import SegmentRef, SessionRecord, State, decode_entry, encode_entry
+from icecore.store.format.state import (
+    LogState,
+    SegmentRef,
+    SessionRecord,
+    decode_entry,
+    encode_entry,
+)
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
 from icecore.store.log.watermark import FileWatermark, Seen, Watermark
@@ -42,7 +48,7 @@ KEY = b"k" * 32
 def enter(identity: str) -> object:
     """A change that adds a session of this id, whatever the state."""
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         record = SessionRecord(identity, state.generation, "test", "host", 0)
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
@@ -64,7 +70,7 @@ def drawn(count: int) -> list[str]:
     return [secrets.token_hex(16) for _ in range(count)]
 
 
-async def chain(log: Log) -> State:
+async def chain(log: Log) -> LogState:
     """The newest state, after the whole chain was followed back to the beginning."""
     newest = following = await log.newest()
     for generation in range(newest.generation - 1, 0, -1):
@@ -293,7 +299,7 @@ def test_trimming_in_any_order_misleads_no_sleeper(
         sleeper, mine, done = Log(sleepy, KEY), drawn(1)[0], False
         await write(sleeper, drawn(slept_at - 2))
 
-        async def leave(state: State, pages: Pages) -> State:
+        async def leave(state: LogState, pages: Pages) -> LogState:
             if state.session(mine) is None:
                 raise NotFound("it never began")
             left = [record for record in state.sessions if record.id != mine]
@@ -439,7 +445,7 @@ def test_the_error_of_a_change_is_that_of_the_newest_state() -> None:
         mine = drawn(1)
         await write(other, mine)
 
-        async def needs(state: State, pages: Pages) -> State:
+        async def needs(state: LogState, pages: Pages) -> LogState:
             if state.session(mine[0]) is None:
                 raise NotFound("not there")
             return msgspec.structs.replace(state, sessions=[])
@@ -456,10 +462,10 @@ def test_one_bad_change_does_not_spoil_its_neighbours() -> None:
     async def body() -> None:
         log = await founded(MemoryBackend())
 
-        async def bad(state: State, pages: Pages) -> State:
+        async def bad(state: LogState, pages: Pages) -> LogState:
             raise NotFound("no")
 
-        async def nothing(state: State, pages: Pages) -> State:
+        async def nothing(state: LogState, pages: Pages) -> LogState:
             return state
 
         ids = drawn(2)

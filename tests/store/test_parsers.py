@@ -55,12 +55,12 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     NameListRef,
     PageRef,
     SegmentRef,
     SessionRecord,
     SnapshotRecord,
-    State,
     Written,
     decode_entry,
     decode_names,
@@ -102,7 +102,7 @@ name_bytes = st.lists(names, max_size=5).map(
     lambda items: b"".join(bytes([KINDS.index(k)]) + i for k, i in items)
 )
 states = st.builds(
-    State,
+    LogState,
     generation=st.just(5),
     predecessor=digests,
     created_ns=st.integers(0, 2**62),
@@ -172,7 +172,7 @@ def a_manifest() -> Manifest:
     )
 
 
-STATE = State(
+STATE = LogState(
     5,
     bytes(32),
     7,
@@ -272,7 +272,7 @@ def test_sealed_nonsense_is_named(title: str) -> None:
         lambda inner: (
             st.lists(inner, max_size=4)
             | st.dictionaries(
-                st.sampled_from([*State.__struct_fields__, *Manifest.__struct_fields__, "x"]),
+                st.sampled_from([*LogState.__struct_fields__, *Manifest.__struct_fields__, "x"]),
                 inner,
                 max_size=4,
             )
@@ -320,7 +320,7 @@ def test_the_next_version_is_told_apart_from_damage(title: str) -> None:
 
 @QUICK
 @given(states)
-def test_entries_round_trip(state: State) -> None:
+def test_entries_round_trip(state: LogState) -> None:
     assert decode_entry("n", 5, encode_entry(state, KEY).data, KEY) == state
     with pytest.raises(Damaged):
         decode_entry("n", 6, encode_entry(state, KEY).data, KEY)

@@ -16,7 +16,7 @@ from icecore.store.backend.faulty import Crashed, stop_at
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import gaps
 from icecore.store.format.names import log_name
-from icecore.store.format.state import Gap, State
+from icecore.store.format.state import Gap, LogState
 from icecore.store.log import catalog
 from icecore.store.log.chain import Log
 from icecore.store.log.repository import Repository
@@ -411,7 +411,7 @@ def test_a_writer_that_slept_does_not_win_a_lost_generation(harm: Harm) -> None:
             harm(place.backend.objects, name)
         await Repairer(await place.open(watermark), accept_rollback=True).apply()
 
-        async def change(state: State, pages: catalog.Pages) -> State:
+        async def change(state: LogState, pages: catalog.Pages) -> LogState:
             return msgspec.structs.replace(state, changes=["late"])
 
         entry = await sleeper.transact(change, "late", prove=False)

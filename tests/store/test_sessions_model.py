@@ -25,7 +25,7 @@ from icecore.store.backend.faulty import Outcome
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.keys import Parameters
 from icecore.store.format.names import log_name
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
@@ -530,7 +530,7 @@ class Deceit:
         return self.attempt(client, client.repository.log.newest(prove=prove))
 
     def advance(self, client: Client, entries: int) -> None:
-        async def step(state: State, pages: Pages) -> State:
+        async def step(state: LogState, pages: Pages) -> LogState:
             return msgspec.structs.replace(state)
 
         async def body() -> None:

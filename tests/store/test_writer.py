@@ -101,25 +101,6 @@ def test_what_another_lineage_has_is_found_in_the_index(here: Place) -> None:
     assert here.content(taken.snapshot) == other
 
 
-def test_many_can_be_looked_up_at_once(here: Place) -> None:
-    content = image(4)
-    here.take(content)
-    key = here.repository.keys.chunk
-    ids = [
-        chunk_id(key, bits, data)
-        for bits, data in (*content.values(), (FULL, bytes(CELL_BYTES - 1) + b"x"))
-    ]
-    with here.writer() as writer:
-        found = writer.lookup_many(np.frombuffer(b"".join(ids), np.uint8).reshape(-1, 32))
-        assert found.tolist() == [True] * 4 + [False]
-        here.store(writer, content)
-        record = writer.store_cell(
-            0, 9, FULL, NONE, memoryview(content[0][1]), None, identity=ids[0]
-        )
-        assert record["chunk"].tobytes() == ids[0]
-        assert writer.statistics.reused == 5 * CELL_BYTES
-
-
 def test_few_changed_pages_cost_little_more_than_the_pages(here: Place) -> None:
     first = here.take(image(8, "float32"))
     later = touch(image(8, "float32"), [1, 3], pages=4, seed=1)

@@ -55,6 +55,7 @@ _PIECES = [str(number) for number in range(RESERVE_PIECES)]
 #: Bytes that must be free before any are set aside.
 _PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
 _VECTORS = 512
+_THREADS = 8
 _READING = ("read", "list")
 _READ_CURE = "run as who may read what lies there"
 _WRITE_CURE = "make it writable for who runs this, or only read it: restore, export, copy, sync, check and stats have --read-only for that"
@@ -85,7 +86,6 @@ class LocalBackend(Backend):
         root: The directory; it must exist unless ``create`` is true.
         create: Make the directory (and its parents).
         open_files: How many files stay open for reads.
-        threads: How many file operations run at once.
 
     Raises:
         NotFound: ``root`` is no directory.
@@ -101,7 +101,6 @@ class LocalBackend(Backend):
         *,
         create: bool = False,
         open_files: int = 64,
-        threads: int = 8,
     ) -> None:
         self.root = Path(root).absolute()
         self.where = self.folder = str(self.root)
@@ -126,7 +125,7 @@ class LocalBackend(Backend):
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._made: set[tuple[str, ...]] = {()}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="icecore-local")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="icecore-local")
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """``function`` in one of the threads of this back end."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from icecore.sizes import BITMAP_BYTES, CELL_PAGES
+from icecore.sizes import BITMAP_BYTES
 
 NODE_CELLS = 64
 
@@ -45,16 +45,3 @@ def data_pages(records: Records) -> npt.NDArray[np.int64]:
 def page_mask(bitmap: Bytes) -> npt.NDArray[np.bool_]:
     """A 32-byte page bitmap as 256 booleans in page order."""
     return np.unpackbits(bitmap, bitorder="little").view(np.bool_)
-
-
-def bitmap_of(mask: npt.NDArray[np.bool_]) -> Bytes:
-    """256 booleans in page order as a 32-byte page bitmap."""
-    return np.packbits(mask, bitorder="little")
-
-
-def page_runs(bitmap: Bytes) -> list[tuple[int, int]]:
-    """Runs of set pages in a bitmap as ``(first page, pages)``, in page order."""
-    mask = np.zeros(CELL_PAGES + 2, np.int8)
-    mask[1:-1] = np.unpackbits(bitmap, bitorder="little")
-    edges = np.flatnonzero(np.diff(mask))
-    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

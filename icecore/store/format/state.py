@@ -169,7 +169,7 @@ class Gap(msgspec.Struct, frozen=True, array_like=True):
     base: bytes = b""
 
 
-class State(msgspec.Struct, frozen=True):
+class LogState(msgspec.Struct, frozen=True):
     """All that a log entry says.
 
     ``predecessor`` is the digest of the entry before; ``transactions`` the last generations'
@@ -202,13 +202,13 @@ class State(msgspec.Struct, frozen=True):
         return sum(page.count for page in self.pages) + len(self.tail)
 
 
-_ENTRY = msgspec.msgpack.Decoder(State)
+_ENTRY = msgspec.msgpack.Decoder(LogState)
 _PAGE: msgspec.msgpack.Decoder[list[SnapshotRecord]] = msgspec.msgpack.Decoder(
     Annotated[list[SnapshotRecord], msgspec.Meta(max_length=PAGE_LIMIT)]
 )
 
 
-def encode_entry(state: State, key: bytes) -> Sealed:
+def encode_entry(state: LogState, key: bytes) -> Sealed:
     """The log entry of ``state``.
 
     Raises:
@@ -225,7 +225,7 @@ def encode_entry(state: State, key: bytes) -> Sealed:
         ) from error
 
 
-def _decode_state(name: str, body: bytes) -> State:
+def _decode_state(name: str, body: bytes) -> LogState:
     """The state in an entry's body.
 
     Raises:
@@ -258,7 +258,7 @@ def _decode_state(name: str, body: bytes) -> State:
     return state
 
 
-def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
+def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> LogState:
     """The state in log entry ``name``, which has to be that of ``generation``.
 
     Raises:

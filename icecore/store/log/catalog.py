@@ -17,10 +17,10 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     NameListRef,
     PageRef,
     SnapshotRecord,
-    State,
     decode_names,
     decode_page,
     encode_names,
@@ -42,6 +42,8 @@ TAIL_LIMIT = 4 * TAIL_RECORDS
 #: Names of condemned objects that the entry holds itself.
 INLINE_NAMES = 64
 
+#: Pages whose bytes are cached.
+_REMEMBERED = 64
 _PARSED_RECORDS = 2 * PAGE_RECORDS
 
 
@@ -53,11 +55,10 @@ class Pages:
     entry of its own, so it can only come between by taking that generation.
     """
 
-    def __init__(self, backend: Backend, key: bytes, *, remembered: int = 64) -> None:
+    def __init__(self, backend: Backend, key: bytes) -> None:
         self.attempt = 0
         self._backend = backend
         self._key = key
-        self._remembered = remembered
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
         #: Pages that were parsed last: to find a base is then no matter of how long its page is.
         self._parsed: OrderedDict[bytes, list[SnapshotRecord]] = OrderedDict()
@@ -74,7 +75,7 @@ class Pages:
 
     def _remember(self, digest: bytes, data: bytes) -> None:
         self._cache[digest] = data
-        while len(self._cache) > self._remembered:
+        while len(self._cache) > _REMEMBERED:
             self._cache.popitem(last=False)
 
     async def _store(self, identity: bytes, sealed: Sealed) -> None:
@@ -128,7 +129,7 @@ class Pages:
         )
 
 
-async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> State:
+async def add(state: LogState, records: Sequence[SnapshotRecord], pages: Pages) -> LogState:
     """``state`` with ``records`` appended to its snapshot list.
 
     Raises:
@@ -161,11 +162,11 @@ def _size_class(count: int) -> int:
 
 
 async def edit(
-    state: State,
+    state: LogState,
     snapshots: Collection[str],
     change: Callable[[SnapshotRecord], SnapshotRecord | None],
     pages: Pages,
-) -> State:
+) -> LogState:
     """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages
     that hold one of them are rewritten.
 
@@ -206,7 +207,7 @@ async def edit(
     return msgspec.structs.replace(state, pages=refs, tail=apply(state.tail))
 
 
-async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | None:
+async def find(state: LogState, snapshot: str, pages: Pages) -> SnapshotRecord | None:
     """The record of ``snapshot``; reads only pages whose range covers it."""
     for record in state.tail:
         if record.snapshot == snapshot:
@@ -222,7 +223,7 @@ async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | No
     return None
 
 
-async def newest_of(state: State, job: str, pages: Pages) -> SnapshotRecord | None:
+async def newest_of(state: LogState, job: str, pages: Pages) -> SnapshotRecord | None:
     """The last listed snapshot of ``job``; reads pages from the newest on."""
     records: Sequence[SnapshotRecord] = state.tail
     for ref in [*reversed(state.pages), None]:
@@ -233,7 +234,7 @@ async def newest_of(state: State, job: str, pages: Pages) -> SnapshotRecord | No
     return None
 
 
-async def everything(state: State, pages: Pages) -> list[SnapshotRecord]:
+async def everything(state: LogState, pages: Pages) -> list[SnapshotRecord]:
     """All listed snapshots in order of their commits."""
     records: list[SnapshotRecord] = []
     for ref in state.pages:
@@ -241,7 +242,7 @@ async def everything(state: State, pages: Pages) -> list[SnapshotRecord]:
     return [*records, *state.tail]
 
 
-async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]:
+async def condemned_names(state: LogState, pages: Pages) -> set[tuple[Kind, bytes]]:
     """Every object that ``state`` marks for deletion."""
     names: set[tuple[Kind, bytes]] = set()
     for batch in state.condemned:
@@ -249,7 +250,9 @@ async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]
     return names
 
 
-async def pardon(state: State, cleared: Collection[tuple[Kind, bytes]], pages: Pages) -> State:
+async def pardon(
+    state: LogState, cleared: Collection[tuple[Kind, bytes]], pages: Pages
+) -> LogState:
     """``state`` without the marks of ``cleared``; the others keep the generation at which they were
     made.
     """

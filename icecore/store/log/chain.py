@@ -32,7 +32,7 @@ from icecore.store.format.state import (
     REMEMBERED,
     Anchor,
     Gap,
-    State,
+    LogState,
     Written,
     decode_entry,
     encode_entry,
@@ -44,7 +44,7 @@ from icecore.store.log.watermark import Seen, Watermark
 #: What a transaction does: from a state to the next. It may be called again with a newer state, so
 #: it must not remember what it saw; an error that it raises ends the transaction and changes
 #: nothing.
-Change = Callable[[State, Pages], Awaitable[State]]
+Change = Callable[[LogState, Pages], Awaitable[LogState]]
 
 #: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to
 #: the newest.
@@ -76,7 +76,7 @@ _NOTHING_LEFT = (
 class Entry:
     """A state, and the digest by which the next entry names it."""
 
-    state: State
+    state: LogState
     digest: bytes
 
     @property
@@ -182,13 +182,13 @@ class Log:
         self._planted: set[int] = set()
 
     @property
-    def known(self) -> State | None:
+    def known(self) -> LogState | None:
         """The newest state that this object has seen; others may have changed it since."""
         return self._known.state if self._known else None
 
     async def found(self) -> None:
         """Write the first entry, of a repository in which nothing is; no error if it is there."""
-        first = State(generation=1, predecessor=b"", created_ns=time.time_ns(), changes=["init"])
+        first = LogState(generation=1, predecessor=b"", created_ns=time.time_ns(), changes=["init"])
         try:
             await self._backend.create(log_name(1), [encode_entry(first, self._key).data])
         except ObjectExists:
@@ -687,7 +687,7 @@ class Log:
         )
         return await self._digest(generation) == digest
 
-    async def _won(self, state: State, sealed: Sealed, proven: Entry, *, prove: bool) -> bool:
+    async def _won(self, state: LogState, sealed: Sealed, proven: Entry, *, prove: bool) -> bool:
         """Create the entry; whether it is now part of the log, found out rather than believed.
 
         Args:
@@ -740,7 +740,7 @@ class Log:
             return None
         return entry_digest(bytes(header))
 
-    async def _reached(self, state: State, sealed: Sealed) -> bool:
+    async def _reached(self, state: LogState, sealed: Sealed) -> bool:
         """Whether the entry is in the chain of the newest, by the transaction ids that entries
         repeat; if not, it is removed.
         """

@@ -49,6 +49,8 @@ _BLOCKS = 128
 _AT_ONCE = 32
 #: How many of many ids are sought in blocks at first: if their shards know many of the others,
 #: those need no block each.
+#: Filters held in memory.
+_FILTER_BYTES = 176 << 20
 _PROBES = 8
 #: So many are sought at once; or that part of what was asked.
 _FEW = 64
@@ -73,7 +75,6 @@ class Index:
         key: The repository's segment key.
         avoid: Shards whose chunks are not to be found: condemned ones.
         budget: Bytes of segments to hold.
-        filters: Bytes of filters to hold.
         shard_key: The repository's shard key, to find what lies beside what was found, also if no
             live segment names it; None: only what one names.
         recent: What this process read or wrote before.
@@ -92,7 +93,6 @@ class Index:
         *,
         avoid: frozenset[bytes] = frozenset(),
         budget: int = 32 << 20,
-        filters: int = 176 << 20,
         shard_key: bytes | None = None,
         recent: RecentSegments | None = None,
         emit: Sink = discard,
@@ -120,7 +120,6 @@ class Index:
             whole.add(ref.id)
         self._whole = [ref for ref in refs if ref.id in whole]
         self._large = [ref for ref in refs if ref.id not in whole]
-        self._filter_bytes = filters
         self._filters: FilterSet | None = None
         self._rows: dict[bytes, Records] = {}
         self._held: Records = np.empty(0, ENTRY)
@@ -145,7 +144,7 @@ class Index:
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        self._filters = FilterSet(self._large, self._filter_bytes) if self._large else None
+        self._filters = FilterSet(self._large, _FILTER_BYTES) if self._large else None
         edges = np.concatenate([[0], np.cumsum([ref.count for ref in self._whole], dtype=np.int64)])
         held = np.empty(int(edges[-1]), ENTRY)
 

@@ -40,7 +40,7 @@ from icecore.store.format.keys import (
 from icecore.store.format.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.format.names import CONFIG, copy_name, key_name, parse_name
 from icecore.store.format.slots import Cost, new_slots
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog, identity
 from icecore.store.log import session as sessions
 from icecore.store.log.catalog import Pages
@@ -267,7 +267,7 @@ class Repository:
         """
         return await self._current(lambda state: self._find(state, snapshot), prove=False)
 
-    async def _find(self, state: State, snapshot: str) -> SnapshotRecord:
+    async def _find(self, state: LogState, snapshot: str) -> SnapshotRecord:
         record = await catalog.find(state, snapshot, self.log.pages)
         if record is None:
             raise NotFound(
@@ -296,7 +296,7 @@ class Repository:
         if isinstance(snapshot, SnapshotRecord):
             return await self._manifest(snapshot)
 
-        async def read(state: State) -> Manifest:
+        async def read(state: LogState) -> Manifest:
             return await self._manifest(await self._find(state, snapshot))
 
         return await self._current(read, prove=False)
@@ -331,7 +331,7 @@ class Repository:
             )
         return manifest
 
-    async def _current(self, read: Callable[[State], Awaitable[T]], *, prove: bool = True) -> T:
+    async def _current(self, read: Callable[[LogState], Awaitable[T]], *, prove: bool = True) -> T:
         """``read`` the newest state; again if an object went away because the state moved on.
 
         Args:
@@ -431,7 +431,7 @@ class Repository:
             removed.append(record)
             return None
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             removed.clear()
             changed = await catalog.edit(state, snapshots, remove, pages)
             return changed if removed else state
@@ -457,7 +457,7 @@ class Repository:
             updated.append(record)
             return record
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             updated.clear()
             changed = await catalog.edit(state, [snapshot], set_fields, pages)
             if not updated:

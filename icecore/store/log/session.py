@@ -38,7 +38,7 @@ from icecore.store.format.names import (
     random_id,
 )
 from icecore.store.format.segment import sort_entries
-from icecore.store.format.state import SegmentRef, SessionRecord, SnapshotRecord, State
+from icecore.store.format.state import LogState, SegmentRef, SessionRecord, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Entry, Log
@@ -267,14 +267,14 @@ class Session:
             StoreError: The store failed. ``abort`` finds out whether the commit took place.
         """
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             return await catalog.add(state, [record], pages)
 
         return await self.transform(change, f"commit {record.snapshot}", entries)
 
     async def transform(
         self,
-        change: Callable[[State, Pages], Awaitable[State]],
+        change: Callable[[LogState, Pages], Awaitable[LogState]],
         words: str,
         entries: Records | None = None,
     ) -> Entry:
@@ -293,7 +293,7 @@ class Session:
             if parsed is not None
         }
 
-        async def whole(state: State, pages: Pages) -> State:
+        async def whole(state: LogState, pages: Pages) -> LogState:
             state = self._without(state)
             state = msgspec.structs.replace(state, segments=await publish(state.segments))
             # A collector that saw these objects before any state named them has marked them; nobody
@@ -311,7 +311,7 @@ class Session:
         await self._silence()
         return entry
 
-    def _without(self, state: State) -> State:
+    def _without(self, state: LogState) -> LogState:
         if state.session(self.id) is None:
             raise SessionFenced(
                 f"session {self.id} has been ended by another process, its work is void",
@@ -396,7 +396,7 @@ class Session:
             await self._delete_created()
         was_open = False
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             nonlocal was_open
             was_open = state.session(self.id) is not None
             return self._without(state) if was_open else state
@@ -467,7 +467,7 @@ async def begin(
     host = host_name()
     record: SessionRecord | None = None
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         nonlocal record
         found = []
         for snapshot in pins:

@@ -58,9 +58,9 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     SegmentRef,
     SnapshotRecord,
-    State,
 )
 from icecore.store.log.chain import FAR, KEPT_ENTRIES, PLANTED, Entry, anchor_before
 from icecore.store.log.identity import inspect
@@ -74,6 +74,7 @@ from icecore.store.snapshot.reader import SnapshotReader
 
 Name = tuple[Kind, bytes]
 _READ_BATCH = 64
+_DECODED_AT_ONCE = 4
 #: Of a run of entries that are missing, so many are named.
 _HOLE = 64
 
@@ -146,7 +147,6 @@ async def check(
     repository: Repository,
     *,
     read_data: float = 0.0,
-    threads: int = 4,
     register: bool = True,
     session: Session | None = None,
 ) -> Report:
@@ -154,7 +154,6 @@ async def check(
 
     Args:
         read_data: Share of the reached chunks, 0 to 1, that are read, decoded and verified as well.
-        threads: How many chunks are decoded at once.
         register: Open a session for the time of the check, so that no collector deletes what is
             being looked at. Without, what others delete or swap meanwhile may be reported as
             missing; for a place that cannot be written to.
@@ -163,7 +162,7 @@ async def check(
     Returns:
         What was found; only errors of the store's reachability are raised.
     """
-    checker = _Checker(repository, read_data, threads)
+    checker = _Checker(repository, read_data)
     with phase(repository.emit, "check"):
         if session is not None or not register:
             await checker.run(session.state if session is not None else None)
@@ -179,13 +178,12 @@ async def check(
 
 
 class _Checker:
-    def __init__(self, repository: Repository, share: float, threads: int) -> None:
+    def __init__(self, repository: Repository, share: float) -> None:
         self.report = Report()
         self._repository = repository
         self._backend = repository.backend
         self._keys = repository.keys
         self._share = share
-        self._threads = threads
         self._sizes: dict[Name, int] = {}
         self._named: set[Name] = set()
         self._seen: set[tuple[str, str, str]] = set()
@@ -225,7 +223,7 @@ class _Checker:
             self.report.damages.append(Damage(kind, name, why, tuple(snapshots)))
             self._repository.emit(Event("check.damage", {"kind": kind, "object": name, "why": why}))
 
-    async def run(self, state: State | None) -> None:
+    async def run(self, state: LogState | None) -> None:
         """The whole check."""
         await self._look(state)
         self.report.lost = [damage for damage in self.report.damages if self._known(damage)]
@@ -234,7 +232,7 @@ class _Checker:
     def _known(self, damage: Damage) -> bool:
         return bool(damage.snapshots) and self.report.quarantined.keys() >= set(damage.snapshots)
 
-    async def _look(self, state: State | None) -> None:
+    async def _look(self, state: LogState | None) -> None:
         await self._identity()
         entry = await self._log_chain(state)
         if entry is None:
@@ -267,7 +265,7 @@ class _Checker:
         self.report.unreached = len(unreached)
         self.report.unreached_bytes = sum(self._sizes[name] for name in unreached)
 
-    async def _log_chain(self, state: State | None) -> Entry | None:
+    async def _log_chain(self, state: LogState | None) -> Entry | None:
         """Every log entry there is, from the newest on: readable, and the one that its successor
         names. The newest that can be read.
         """
@@ -376,7 +374,7 @@ class _Checker:
                 Event("check.foreign", {"object": ascii(one.name)[1:-1], "what": one.what})
             )
 
-    async def _records(self, state: State) -> list[SnapshotRecord]:
+    async def _records(self, state: LogState) -> list[SnapshotRecord]:
         records: list[SnapshotRecord] = []
         for ref in state.pages:
             self._named.add(("page", ref.id))
@@ -632,7 +630,7 @@ class _Checker:
             if not nodes.isdisjoint(numbers)
         ]
 
-    async def _segments(self, state: State) -> None:
+    async def _segments(self, state: LogState) -> None:
         """Index segments: readable, and what they say of shards is so."""
         condemned = {name for batch in state.condemned for name in await self._names(batch)}
         for ref in state.segments:
@@ -730,7 +728,7 @@ class _Checker:
                 )
                 self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
 
-        await each(range(0, len(cells), _READ_BATCH), work, at_once=self._threads)
+        await each(range(0, len(cells), _READ_BATCH), work, at_once=_DECODED_AT_ONCE)
 
 
 def _agree(table: Records, places: Records, chunks: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

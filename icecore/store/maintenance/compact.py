@@ -25,7 +25,7 @@ from icecore.store.format.chunk import chunk_id
 from icecore.store.format.cipher import opened_piece
 from icecore.store.format.names import Kind, object_name
 from icecore.store.format.rows import Place, Stored
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -133,7 +133,7 @@ async def compact(
             old, new = swaps[record.snapshot]
             return new(record) if record.manifest == old else record
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             return await catalog.edit(state, swaps.keys(), swap, pages)
 
         await session.transform(change, f"compact {len(copied)} shards", writer.entries())

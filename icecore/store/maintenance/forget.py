@@ -5,7 +5,6 @@ decisions out; nothing is removed here.
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,16 +15,6 @@ from icecore.store.format.state import SnapshotRecord
 ALL = -1
 
 _NS = 1_000_000_000
-_UNITS = {
-    "s": 1,
-    "min": 60,
-    "h": 3600,
-    "d": 86_400,
-    "w": 7 * 86_400,
-    "mo": 30 * 86_400,
-    "y": 365 * 86_400,
-}
-_DURATION = re.compile(r"(\d+)(min|mo|[shdwy])")
 
 Bucket = Callable[[datetime.datetime], tuple[int, ...]]
 
@@ -153,15 +142,3 @@ def _group(records: Sequence[SnapshotRecord], policy: Policy) -> list[Decision]:
         if record.pinned:
             reasons[record.snapshot].append("pinned")
     return [Decision(record, reasons[record.snapshot]) for record in reversed(by_age)]
-
-
-def parse_duration(text: str) -> float:
-    """Seconds in a duration like ``90min``, ``36h``, ``2w3d``, ``1y6mo`` (a month has 30 days, a
-    year 365).
-
-    Raises:
-        UsageError: It is none.
-    """
-    if not re.fullmatch(f"({_DURATION.pattern})+", text):
-        raise UsageError(f"{text!r} is no duration", cure="write it like 90min, 36h, 2w3d or 1y6mo")
-    return float(sum(int(number) * _UNITS[unit] for number, unit in _DURATION.findall(text)))

@@ -41,7 +41,7 @@ from icecore.store.format.names import (
     object_name,
     parse_name,
 )
-from icecore.store.format.state import SessionRecord, State
+from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import KEPT_ENTRIES, Entry
@@ -342,13 +342,13 @@ class Collector:
                 if parsed is not None:
                     self._sizes[parsed] = info.size
 
-    async def _mark(self, state: State) -> None:
+    async def _mark(self, state: LogState) -> None:
         """Mark what the state's snapshots and pins reach; what was marked before is not read again."""
         records = await catalog.everything(state, self._log.pages)
         pins = [record for session in state.sessions for record in session.pins]
         await self._reach.add([*records, *pins])
 
-    async def _mark_newest(self) -> State:
+    async def _mark_newest(self) -> LogState:
         entry = await self._log.newest()
         while True:
             try:
@@ -360,14 +360,14 @@ class Collector:
                     raise
                 entry = newer  # a manifest was swapped and deleted while we read
 
-    def _unreached(self, state: State) -> set[Name]:
+    def _unreached(self, state: LogState) -> set[Name]:
         """Listed objects that neither the state nor what it reaches names."""
         named: set[Name] = {("page", ref.id) for ref in state.pages}
         named |= {("page", batch.ref.id) for batch in state.condemned if batch.ref is not None}
         named |= {("segment", ref.id) for ref in state.segments}
         return self._sizes.keys() - named - self._reach.names
 
-    async def _marks(self, state: State) -> dict[Name, int]:
+    async def _marks(self, state: LogState) -> dict[Name, int]:
         """Condemned objects and the generation at which they were."""
         marks: dict[Name, int] = {}
         for batch in state.condemned:
@@ -378,7 +378,7 @@ class Collector:
     def _item(self, name: Name) -> Item:
         return Item(object_name(*name), self._sizes.get(name, 0))
 
-    async def _silent(self, state: State) -> list[SessionRecord]:
+    async def _silent(self, state: LogState) -> list[SessionRecord]:
         """Sessions that are taken for dead: their process has ended, or they gave no sign of life
         for long, by this machine's clock and theirs.
 
@@ -422,7 +422,7 @@ class Collector:
         if not silent:
             return 0
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             left = [record for record in state.sessions if record.id not in silent]
             return (
                 state
@@ -440,7 +440,7 @@ class Collector:
         """
         condemned = 0
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             nonlocal condemned
             await self._mark(state)
             marks = await self._marks(state)
@@ -458,7 +458,7 @@ class Collector:
         await self._mark(entry.state)
         return entry, condemned
 
-    async def _deletable(self, state: State) -> tuple[list[Name], list[Name]]:
+    async def _deletable(self, state: LogState) -> tuple[list[Name], list[Name]]:
         """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one
         for which the marking is complete.
         """
@@ -524,6 +524,6 @@ class Collector:
         return trimmed + len(old) + await self._backend.sweep(self._options.sweep_seconds)
 
 
-def _keeping(state: State) -> list[SessionRecord]:
+def _keeping(state: LogState) -> list[SessionRecord]:
     """The open sessions that may use what is condemned after they began: all but collectors'."""
     return [record for record in state.sessions if record.purpose != COLLECT]

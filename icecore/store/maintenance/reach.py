@@ -22,6 +22,7 @@ from icecore.store.maintenance.pieces import Pieces, Seen
 from icecore.store.runtime.parallel import each
 from icecore.store.snapshot.reader import plan_nodes
 
+_AT_ONCE = 8  # manifests
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
 #: So many nodes have 12 MiB of records.
@@ -52,13 +53,12 @@ class Reach:
         held: Shards that quarantined snapshots reach.
     """
 
-    def __init__(self, repository: Repository, *, at_once: int = 8) -> None:
+    def __init__(self, repository: Repository) -> None:
         self.names: set[tuple[Kind, bytes]] = set()
         self.hints: set[str] = set()
         self.lineages: set[str] = set()
         self.held: set[bytes] = set()
         self._repository = repository
-        self._at_once = at_once
         self._manifests: set[str] = set()
         self._nodes = Seen()
         self._claimed: set[bytes] = set()
@@ -75,7 +75,7 @@ class Reach:
         new = {
             record.manifest: record for record in records if record.manifest not in self._manifests
         }
-        await each(new.values(), self._snapshot, at_once=self._at_once)
+        await each(new.values(), self._snapshot, at_once=_AT_ONCE)
         self._manifests.update(new)
 
     async def _snapshot(self, record: SnapshotRecord) -> None:

@@ -18,7 +18,7 @@ from icecore.events import Event
 from icecore.store.format.cell import Records
 from icecore.store.format.names import FILTERS, Kind, filter_name, object_name, random_id
 from icecore.store.format.segment import in_shards
-from icecore.store.format.state import SegmentRef, State
+from icecore.store.format.state import LogState, SegmentRef
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.index import (
@@ -94,7 +94,7 @@ class Reindexer:
                 if ref.id not in rewritten | self._damaged:
                     await self._filter(session, ref)
 
-            async def change(state: State, pages: Pages) -> State:
+            async def change(state: LogState, pages: Pages) -> LogState:
                 segments = state.segments
                 for merge, made in zip(merges, outputs, strict=True):
                     swapped = replaced(segments, merge.inputs, made)
@@ -124,7 +124,7 @@ class Reindexer:
         except ObjectExists:
             pass  # another collector did it
 
-    async def _clear(self, state: State, pages: Pages) -> State:
+    async def _clear(self, state: LogState, pages: Pages) -> LogState:
         await self._look(state.segments)  # those that came since
         named = {shard for ref in state.segments for shard in self._naming.get(ref.id, ())}
         cleared = {name for name in self._gone if name[0] != "shard" or name[1] not in named}

@@ -40,10 +40,10 @@ from icecore.store.format.names import (
 from icecore.store.format.state import (
     REMEMBERED,
     Gap,
+    LogState,
     PageRef,
     SessionRecord,
     SnapshotRecord,
-    State,
     Written,
     encode_entry,
 )
@@ -363,7 +363,7 @@ class Relogger:
 
     async def _write(self, plan: Relogging) -> None:
         base, generation, pages = plan.condition.base, plan.generation, self._log.pages
-        before = base.state if base is not None else State(generation, bytes(32), 0)
+        before = base.state if base is not None else LogState(generation, bytes(32), 0)
         first = base.generation + 1 if base is not None else 1
         tail, refs = [*before.tail, *plan.recovered], list(before.pages)
         while len(tail) >= _PAGE_AT:

@@ -21,7 +21,7 @@ from icecore.store.format.manifest import MANIFEST_KIND
 from icecore.store.format.names import log_name, random_id
 from icecore.store.format.rows import Place, Stored
 from icecore.store.format.segment import sort_entries
-from icecore.store.format.state import ENTRY_KIND, PageRef, SegmentRef, SnapshotRecord, State
+from icecore.store.format.state import ENTRY_KIND, LogState, PageRef, SegmentRef, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.identity import inspect, mend
@@ -217,7 +217,7 @@ class _Apply:
             )
             return msgspec.structs.replace(record, quarantined=why)
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             refs = list[PageRef]()
             for ref in state.pages:
                 found = survey.pages.get(ref.id)

@@ -27,7 +27,7 @@ _OTHERS = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A stored chunk that maps refer to.
 
     Attributes:
@@ -54,7 +54,7 @@ class Piece:
 class Saved:
     """Verified stored bytes of a piece, and whether they came from the second source."""
 
-    piece: Piece
+    piece: ShardPiece
     bitmap: bytes
     stored: bytes
     elsewhere: bool
@@ -76,7 +76,7 @@ class Salvage:
     saved: dict[Key, Saved] = field(default_factory=dict)
     found: dict[Key, Place] = field(default_factory=dict)
     twins: dict[Key, Key] = field(default_factory=dict)
-    lost: dict[Key, Piece] = field(default_factory=dict)
+    lost: dict[Key, ShardPiece] = field(default_factory=dict)
     places: dict[Key, Place] = field(default_factory=dict)
     instead: dict[Key, Place] = field(default_factory=dict)
 
@@ -93,21 +93,21 @@ class Salvage:
         }
 
 
-def pieces_in(records: Records, shards: frozenset[bytes]) -> list[Piece]:
+def pieces_in(records: Records, shards: frozenset[bytes]) -> list[ShardPiece]:
     """The different pieces in ``shards`` to which CELL records refer, bases included."""
-    pieces: dict[Key, Piece] = {}
+    pieces: dict[Key, ShardPiece] = {}
     for row in _rows(records, "place", shards):
         pieces.setdefault((row.stored.place.shard, row.stored.place.offset), _own(row))
     for row in _rows(records, "base_place", shards):
         place = row.stored.base_place
         pieces.setdefault(
-            (place.shard, place.offset), Piece(row.stored.base, place, None, NO_CHUNK, row)
+            (place.shard, place.offset), ShardPiece(row.stored.base, place, None, NO_CHUNK, row)
         )
     return list(pieces.values())
 
 
-def _own(row: Row) -> Piece:
-    return Piece(row.chunk, row.stored.place, row.data, row.stored.base)
+def _own(row: Row) -> ShardPiece:
+    return ShardPiece(row.chunk, row.stored.place, row.data, row.stored.base)
 
 
 def _rows(records: Records, field: str, shards: frozenset[bytes]) -> Iterable[Row]:
@@ -175,7 +175,7 @@ class Salvager:
                 salvage.instead[piece.key] = found
         return salvage
 
-    def _based(self, bases: frozenset[Key]) -> list[Piece]:
+    def _based(self, bases: frozenset[Key]) -> list[ShardPiece]:
         """Deltas on pieces that are lost."""
         rows = _rows(self._records, "base_place", frozenset(shard for shard, _ in bases))
         pieces = (
@@ -185,7 +185,7 @@ class Salvager:
         )
         return list({piece.key: piece for piece in pieces}.values())
 
-    async def _look(self, piece: Piece) -> Saved | None:
+    async def _look(self, piece: ShardPiece) -> Saved | None:
         bitmap = piece.bitmap if piece.bitmap is not None else await self._bitmap(piece)
         if bitmap is None:
             return None
@@ -195,7 +195,7 @@ class Salvager:
                 return Saved(piece, bitmap, stored, elsewhere)
         return None
 
-    async def _bitmap(self, piece: Piece) -> bytes | None:
+    async def _bitmap(self, piece: ShardPiece) -> bytes | None:
         """A base's data bitmap, which its deltas begin with."""
         assert piece.delta is not None
         for repository, _ in self._places:
@@ -204,7 +204,7 @@ class Salvager:
                 return delta.base_bitmap(stored)
         return None
 
-    def _good(self, piece: Piece, bitmap: bytes, stored: bytes) -> bool:
+    def _good(self, piece: ShardPiece, bitmap: bytes, stored: bytes) -> bool:
         number, size = piece.place.codec, pages_of(bitmap) * PAGE
         if number & codec.DELTA:
             return _sealed(stored)  # the base is a piece of its own
@@ -217,19 +217,19 @@ class Salvager:
                 return False
         return len(content) == size and chunk_id(self._keys.chunk, bitmap, content) == piece.chunk
 
-    async def _another(self, piece: Piece) -> Place | None:
+    async def _another(self, piece: ShardPiece) -> Place | None:
         """Another place that holds the same chunk in full, verified."""
         bitmap = piece.bitmap if piece.bitmap is not None else await self._bitmap(piece)
         if bitmap is None:
             return None
         for place in await asyncio.to_thread(self._candidates, piece):
-            other = Piece(piece.chunk, place, bitmap)
+            other = ShardPiece(piece.chunk, place, bitmap)
             stored = await _read(self._places[0][0], piece.chunk, place)
             if stored is not None and await asyncio.to_thread(self._good, other, bitmap, stored):
                 return place
         return None
 
-    def _candidates(self, piece: Piece) -> Sequence[Place]:
+    def _candidates(self, piece: ShardPiece) -> Sequence[Place]:
         wanted = np.frombuffer(piece.chunk, np.uint8)
         places = []
         for chunk, place in (("chunk", "place"), ("base", "base_place")):
@@ -265,7 +265,7 @@ class Salvager:
         ]
 
 
-def _is_delta(piece: Piece) -> bool:
+def _is_delta(piece: ShardPiece) -> bool:
     return piece.place.codec & codec.DELTA != 0
 
 

@@ -18,7 +18,7 @@ from icecore.store.backend.base import READERS_LEAVE
 from icecore.store.format import codec
 from icecore.store.format.cell import Records, data_pages
 from icecore.store.format.names import KINDS, PREFIX, parse_name
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
@@ -127,7 +127,7 @@ class _Counter:
         self._repository = repository
         self._numbers: dict[bytes, int] = {}
 
-    async def run(self, state: State) -> Stats:
+    async def run(self, state: LogState) -> Stats:
         """All of it."""
         objects: Counter[str] = Counter()
         object_bytes: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from icecore.errors import UsageError
 from icecore.store.format.marks import joined
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -111,7 +111,7 @@ async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> 
             changed.append(record.snapshot)
         return after
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         changed.clear()
         edited = await catalog.edit(state, theirs, carry, pages)
         return edited if changed else state

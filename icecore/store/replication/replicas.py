@@ -49,7 +49,7 @@ from icecore.store.format.keys import Keys
 from icecore.store.format.manifest import NODE_REF, decode_manifest
 from icecore.store.format.names import object_name, parse_name
 from icecore.store.format.shard import SHARD, parse_footer
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.lookup import Index
@@ -314,7 +314,7 @@ class _Sync:
         return bool(found.all())
 
 
-async def _list(record: SnapshotRecord, state: State, pages: Pages) -> State:
+async def _list(record: SnapshotRecord, state: LogState, pages: Pages) -> LogState:
     """List a snapshot, unless another sync was faster."""
     if await catalog.find(state, record.snapshot, pages) is not None:
         return state

@@ -14,13 +14,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from icecore.errors import StoreError, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import PLACE, Bytes, Records
+from icecore.store.format.cell import PLACE, Records
 from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import overhead
@@ -48,6 +47,9 @@ T = TypeVar("T")
 #: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3
 #: carries 85 to 90 MB/s.
 IN_FLIGHT = 8
+#: Bound of the shard buffers of all streams, for a back end without drafts; shards are then as
+#: small as it demands.
+_BUFFER_BYTES = 256 << 20
 _LEAST_SHARD_BYTES = 4 * CELL_BYTES
 _PATIENCE_SECONDS = 600.0
 _CLAIM_WAIT_SECONDS = 0.5
@@ -89,8 +91,6 @@ class SnapshotWriter:
             its own shards.
         objective: What is to be saved, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
-        memory: Bound in bytes of the shard buffers, where the back end needs some; shards are then
-            as small as it demands. Each calling thread takes 7 to 9 MiB more.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class SnapshotWriter:
         streams: int = 1,
         objective: Objective | None = None,
         emit: Sink = discard,
-        memory: int = 256 << 20,
     ) -> None:
         if streams < 1:
             raise UsageError(f"a snapshot has at least one stream, not {streams}")
@@ -113,7 +112,7 @@ class SnapshotWriter:
         self._objective = objective or Objective()
         self._keys = repository.keys
         self._uploads = Uploads(session, loop, emit)
-        self._streams = self._make_streams(streams, memory)
+        self._streams = self._make_streams(streams)
         self._habits = [Habit() for _ in range(streams)]
         self._deltas = [
             Deltas(
@@ -131,20 +130,21 @@ class SnapshotWriter:
         self._maps = MapWriter(self._keys)
         self._lock = threading.Lock()
         self._chunks: dict[bytes, Stored | _Claim] = {}
-        self._looked_up: dict[bytes, Stored | None] = {}
         self._entries: list[Records] = []
         self._own_shards: set[bytes] = set()
         self._statistics = Statistics()
         self._over = False
 
-    def _make_streams(self, count: int, memory: int) -> Sequence[ShardStream]:
+    def _make_streams(self, count: int) -> Sequence[ShardStream]:
         keys, shard_bytes = self._keys, self._repository.config.parameters.shard_bytes
         if self._repository.backend.drafts:
             return [
                 DraftStream(self._uploads, keys, self._closed, shard_bytes) for _ in range(count)
             ]
         buffers = count + IN_FLIGHT
-        pool = BufferPool(max(_LEAST_SHARD_BYTES, min(shard_bytes, memory // buffers)), buffers)
+        pool = BufferPool(
+            max(_LEAST_SHARD_BYTES, min(shard_bytes, _BUFFER_BYTES // buffers)), buffers
+        )
         return [
             BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS)
             for _ in range(count)
@@ -165,27 +165,6 @@ class SnapshotWriter:
                 now.reused_from.copy(),
             )
 
-    def lookup_many(self, ids: Bytes) -> npt.NDArray[np.bool_]:
-        """Ask the index for many chunks at once, ahead of their :meth:`store_cell`, which then need
-        not.
-
-        Args:
-            ids: u1[n, 32].
-
-        Returns:
-            bool[n]: which are stored already, where they may be referred to.
-        """
-        found, places = self.session.index.lookup(ids)
-        answers: dict[bytes, Stored | None] = {}
-        usable = np.zeros(len(ids), np.bool_)
-        for at in range(len(ids)):
-            stored = self._from_index(places[at]) if found[at] else None
-            usable[at] = stored is not None
-            answers[ids[at].tobytes()] = stored
-        with self._lock:
-            self._looked_up.update(answers)
-        return usable
-
     def store_cell(
         self,
         stream: int,
@@ -196,7 +175,6 @@ class SnapshotWriter:
         previous: np.void | None,
         *,
         region: int = 0,
-        identity: bytes | None = None,
     ) -> np.void:
         """Store one cell, unless its bytes are stored already.
 
@@ -210,7 +188,6 @@ class SnapshotWriter:
                 of.
             region: Which region of the stream's process it is in; neighbours in a region are taken
                 to be alike. The region's index, or its start.
-            identity: The chunk's id where the caller has computed it.
 
         Returns:
             The CELL record for :meth:`put_map`.
@@ -224,7 +201,7 @@ class SnapshotWriter:
             raise ValueError(f"{len(data)} bytes for {pages_of(data_bitmap)} data pages")
         if not len(data):
             return pack(Row(cell, data_bitmap, zero_bitmap, NO_CHUNK, _NOTHING_HERE))
-        chunk = identity or chunk_id(self._keys.chunk, data_bitmap, data)
+        chunk = chunk_id(self._keys.chunk, data_bitmap, data)
         before = unpack(previous) if previous is not None else None
         stored = self._claim(chunk, before, len(data))
         if stored is None:
@@ -423,8 +400,6 @@ class SnapshotWriter:
                 return "parent", was
             if delta and was.base == chunk and usable(was.base_place.shard):
                 return "parent", Stored(was.base_place)
-        if chunk in self._looked_up:
-            return "index", self._looked_up[chunk]
         if self.session.index.entries:
             place = self.session.index.find(chunk)
             if place is not None:
