@@ -45,12 +45,12 @@ class Foreign(NamedTuple):
 
 
 def is_part(text: str) -> bool:
-    """Whether ``text`` can be a part of an object's name."""
+    """Return whether ``text`` can be a part of an object's name."""
     return len(text) <= MAX_PART and _PART.match(text) is not None
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be an object's name."""
+    """Return whether ``text`` can be an object's name."""
     return 0 < len(text) <= MAX_NAME and all(map(is_part, text.split("/")))
 
 
@@ -162,7 +162,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
-        """The whole object, read only if it has at most ``limit`` bytes.
+        """Return the whole object, read only if it has at most ``limit`` bytes.
 
         Raises:
             ObjectMissing: No such object.
@@ -182,7 +182,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def size(self, name: str) -> int:
-        """Size of the object in bytes.
+        """Return the size of the object in bytes.
 
         Raises:
             ObjectMissing: No such object.
@@ -198,8 +198,8 @@ class Backend(ABC):
         """
 
     async def foreign(self) -> Sequence[Foreign]:
-        """What lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it out,
-        and reads of its name fail. Where only listings show it, what those showed so far.
+        """Return what lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it
+        out, and reads of its name fail. Where only listings show it, what those showed so far.
         """
         return []
 
@@ -227,7 +227,7 @@ class Backend(ABC):
         return None
 
     def draft(self, name: str) -> Draft:
-        """A draft of object ``name``, from any thread; only where ``drafts`` is true.
+        """Return a draft of object ``name``, from any thread; only where ``drafts`` is true.
 
         Raises:
             StoreFull, StoreError: It could not be begun.

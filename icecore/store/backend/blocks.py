@@ -63,7 +63,7 @@ class Blocks:
         return self.folder / key[:2] / f"{key}-{number:08x}"
 
     def read(self, key: str, number: int, room: memoryview) -> tuple[int, int] | None:
-        """A block's bytes, verified.
+        """Return a block's bytes, verified.
 
         Args:
             key: The object's, hexadecimal digits.
@@ -148,7 +148,7 @@ class Blocks:
                 self._remove(self.folder / key[:2] / name)
 
     def used(self) -> int:
-        """Bytes of all files, counted."""
+        """Return the bytes of all files, counted."""
         return sum(size for _, size, _ in self._files())
 
     @contextmanager
@@ -161,7 +161,7 @@ class Blocks:
             os.close(descriptor)
 
     def _used(self, lock: int) -> int | None:
-        """What the lock's file says is used; None if it says nothing."""
+        """Return what the lock's file says is used; None if it says nothing."""
         data = os.pread(lock, _USED.size, 0)
         return int(_USED.unpack(data)[0]) if len(data) == _USED.size else None
 

@@ -33,7 +33,7 @@ _THREADS = 4
 
 
 def never_changes(name: str) -> bool:
-    """Whether the object's name is drawn at random for one content and never used again."""
+    """Return whether the object's name is drawn at random for one content and never used again."""
     return parse_name(name) is not None or name.startswith((HINTS, FILTERS))
 
 
@@ -200,7 +200,7 @@ class Cached(Wrapper):
         return data
 
     def _whole(self, key: str, name: str, limit: int) -> bytes | None:
-        """The object, if all of it is kept."""
+        """Return the object, if all of it is kept."""
         room = memoryview(bytearray(_BLOCK))
         pieces: list[bytes] = []
         have, size = 0, 1

@@ -63,8 +63,8 @@ def stop_at(number: int, *, effect: bool) -> Plan:
 
 
 def at_random(seed: int, *, fail: float, lose: float = 0.0) -> Plan:
-    """Each call fails without effect, or loses its reply, with these probabilities; the same for
-    the same seed and order of calls.
+    """Return a plan by which each call fails without effect, or loses its reply, with these probabilities; the same
+    for the same seed and order of calls.
     """
     draw = random.Random(seed)
 
@@ -76,7 +76,7 @@ def at_random(seed: int, *, fail: float, lose: float = 0.0) -> Plan:
 
 
 def far_away(round_trip: float, bytes_per_second: float = math.inf) -> Callable[[Call], float]:
-    """A delay for a store that is ``round_trip`` seconds away and gives each call this rate."""
+    """Return a delay for a store that is ``round_trip`` seconds away and gives each call this rate."""
     return lambda call: round_trip + call.bytes / bytes_per_second
 
 
@@ -106,7 +106,7 @@ class FaultyBackend(Wrapper):
         self._dead = False
 
     def enter(self, operation: str, name: str, size: int = 0) -> tuple[Call, Outcome]:
-        """A call begins: count it, and fail or stop before it if the plan says so."""
+        """Count a call that begins; fail or stop before it if the plan says so."""
         if self._dead:
             raise Crashed(f"{operation} {name} after the end")
         call = Call(len(self.calls) + 1, operation, name, size)

@@ -128,7 +128,7 @@ class LocalBackend(Backend):
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="icecore-local")
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """``function`` in one of the threads of this back end."""
+        """Return ``function`` in one of the threads of this back end."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
@@ -416,8 +416,8 @@ class LocalBackend(Backend):
 
 
 def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
-    """The objects in a folder, and the folders in it: what has another name, or is no regular file,
-    is no object.
+    """Return the objects in a folder, and the folders in it: what has another name, or is no
+    regular file, is no object.
     """
     try:
         found = scan(root, folder.split("/")[:-1])
@@ -516,7 +516,7 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
 
 
 def _size(name: str, folder: int) -> int:
-    """Bytes of a file in the open ``folder``; -1 where there is none."""
+    """Return the bytes of a file in the open ``folder``; -1 where there is none."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
     except FileNotFoundError:

@@ -51,7 +51,7 @@ class Metered(Wrapper):
         self._running: dict[str, int] = {}
 
     def counts(self) -> dict[str, Counts]:
-        """A copy of the counts so far, by operation."""
+        """Return a copy of the counts so far, by operation."""
         with self._lock:
             return {operation: replace(counts) for operation, counts in self._counts.items()}
 

@@ -116,7 +116,9 @@ class ReplicaBackend(Backend):
     async def _first(
         self, name: str, read: Callable[[Backend], Awaitable[T]], size: int | None
     ) -> T:
-        """What the first place gives that answers; the next is asked when one fails, or is slow."""
+        """Return what the first place gives that answers; the next is asked when one fails, or is
+        slow.
+        """
         waiting = self._order(name)
         if len(waiting) == 1:
             return await read(waiting[0])

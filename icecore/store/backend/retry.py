@@ -40,15 +40,15 @@ class Patience:
     longest: float = 5.0
 
     def pauses(self, draw: Callable[[float, float], float] = random.uniform) -> Iterator[float]:
-        """Seconds to wait after the first failure, the second, …: anything between nothing and the
-        bound.
+        """Yield the seconds to wait after the first failure, the second, …: anything between
+        nothing and the bound.
         """
         for number in range(self.attempts - 1):
             yield draw(0.0, min(self.longest, self.first * 2.0**number))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the store failed, and did not say no."""
+    """Return whether the same request may succeed later: the store failed, and did not say no."""
     return isinstance(error, StoreError) and not isinstance(error, _FINAL)
 
 
@@ -93,7 +93,7 @@ class Retrying(Wrapper):
                 await asyncio.sleep(self._pause("create", name, error, pauses))
 
     async def _holds(self, name: str, parts: Sequence[Buffer]) -> bool:
-        """Whether the object has exactly these bytes."""
+        """Return whether the object has exactly these bytes."""
         try:
             if await self.size(name) != length_of(parts):
                 return False
@@ -165,7 +165,9 @@ class Retrying(Wrapper):
     def _pause(
         self, operation: str, name: str, error: StoreError, pauses: Iterator[float]
     ) -> float:
-        """Seconds to wait before the next try; raises ``error`` if there is none to be made."""
+        """Return the seconds to wait before the next try; raises ``error`` if there is none to be
+        made.
+        """
         pause = next(pauses, None) if may_pass(error) else None
         if pause is None:
             raise error

@@ -222,7 +222,7 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
 
 
 def _endpoint_of(session: boto3.Session, profile: dict[str, Any]) -> str | None:
-    """What a profile's own lines say of the endpoint: those of its services section, or the
+    """Return what a profile's own lines say of the endpoint: those of its services section, or the
     profile's.
     """
     services = session._session.full_config.get("services", {}).get(profile.get("services", ""), {})
@@ -369,7 +369,7 @@ class S3Backend(Backend):
                     await self.delete(name)
 
     async def _within(self, size: int, doing: str, reply: Awaitable[T]) -> T:
-        """The reply, if it comes in the time that a request of ``size`` bytes may take."""
+        """Return the reply, if it comes in the time that a request of ``size`` bytes may take."""
         seconds = self.place.patience + size / _SLOWEST_BYTES_PER_SECOND
         try:
             async with asyncio.timeout(seconds):
@@ -432,7 +432,7 @@ class _Order:
         return ready if slash else ready + self.rest()
 
     def rest(self) -> list[ObjectInfo]:
-        """The rows that were held back.
+        """Return the rows that were held back.
 
         Raises:
             StoreError: The store lists in some other order.

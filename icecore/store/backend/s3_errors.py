@@ -53,7 +53,7 @@ class Reply(NamedTuple):
 
 
 def parse(text: str) -> Reply:
-    """The reply in a client's error text."""
+    """Return the reply in a client's error text."""
     text = text.partition(_DEBUG)[0]
     status, code, message = _STATUS.search(text), _CODE.search(text), _MESSAGE.search(text)
     words = message[1] if message else text.rpartition(" - ")[2].strip()[:300]
@@ -61,14 +61,14 @@ def parse(text: str) -> Reply:
 
 
 def is_past_end(text: str) -> bool:
-    """Whether a range was asked for that begins behind the object's end."""
+    """Return whether a range was asked for that begins behind the object's end."""
     reply = parse(text)
     return reply.status == 416 or reply.code == _RANGE
 
 
 def is_conflict(text: str) -> bool:
-    """Whether a conditional write met another one in flight: nothing is decided, unlike by a failed
-    precondition.
+    """Return whether a conditional write met another one in flight: nothing is decided, unlike by a
+    failed precondition.
     """
     return parse(text).status == 409
 

@@ -38,7 +38,7 @@ class BackendConformance(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractAsyncContextManager[Backend]:
-        """A client of one and the same place, empty when the test begins; each call may make
+        """Return a client of one and the same place, empty when the test begins; each call may make
         another client.
         """
 

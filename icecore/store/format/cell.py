@@ -37,11 +37,11 @@ CELL = np.dtype(
 
 
 def data_pages(records: Records) -> npt.NDArray[np.int64]:
-    """Number of data pages of each record."""
+    """Return the number of data pages of each record."""
     counts: npt.NDArray[np.int64] = np.bitwise_count(records["data"]).sum(axis=1, dtype=np.int64)
     return counts
 
 
 def page_mask(bitmap: Bytes) -> npt.NDArray[np.bool_]:
-    """A 32-byte page bitmap as 256 booleans in page order."""
+    """Return a 32-byte page bitmap as 256 booleans in page order."""
     return np.unpackbits(bitmap, bitorder="little").view(np.bool_)

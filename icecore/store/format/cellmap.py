@@ -70,7 +70,7 @@ class Groups:
         return len(self.region)
 
     def node_bytes(self) -> list[memoryview]:
-        """The uncompressed bytes of every node."""
+        """Return the uncompressed bytes of every node."""
         data = np.ascontiguousarray(self.records).view(np.uint8).reshape(-1).data
         edges = (self.starts * CELL.itemsize).tolist()
         return [data[a:b] for a, b in pairwise(edges)]
@@ -99,7 +99,7 @@ def group(records: Sequence[Records]) -> Groups:
 
 
 def node_ids(key: bytes, nodes: Sequence[Buffer]) -> list[bytes]:
-    """The ids of nodes, from their uncompressed bytes."""
+    """Return the ids of nodes, from their uncompressed bytes."""
     return [blake3.blake3(node, key=key).digest() for node in nodes]
 
 
@@ -112,7 +112,7 @@ class NodeEncoder:
         )
 
     def encode(self, node: memoryview) -> bytes:
-        """The stored form of one node."""
+        """Return the stored form of one node."""
         compressed = self._zstd.compress(node)
         if len(compressed) + codec.DIGEST_BYTES >= len(node):
             return _PLAIN + node
@@ -120,15 +120,15 @@ class NodeEncoder:
 
 
 def place_node(key: bytes, pack: bytes, offset: int, identity: bytes, stored: bytes) -> bytes:
-    """What goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where
+    """Return what goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where
     ``key``, the repository's node key, encrypts.
     """
     return sealed_piece(key, object_name("nodes", pack), offset, identity, stored)
 
 
 def encode_nodes(key: bytes, records: Sequence[Records]) -> list[tuple[bytes, bytes]]:
-    """All nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is the
-    repository's node key.
+    """Return all nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is
+    the repository's node key.
     """
     nodes = group(records).node_bytes()
     encoder = NodeEncoder()
@@ -150,7 +150,7 @@ class NodeDecoder:
         self._zstd = zstandard.ZstdDecompressor()
 
     def plain(self, stored: memoryview, identity: bytes) -> Buffer:
-        """The uncompressed bytes of a node.
+        """Return the uncompressed bytes of a node.
 
         Raises:
             Damaged: They are not those of node ``identity``; no more than a node's bytes are ever
@@ -235,7 +235,7 @@ class NodeDecoder:
 
 
 def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
-    """The CELL records of one node, given its stored form (decrypted).
+    """Return the CELL records of one node, given its stored form (decrypted).
 
     Raises:
         Damaged: It is not what was written.
@@ -244,8 +244,8 @@ def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
 
 
 def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.NDArray[np.bool_]:
-    """Which records cannot have been written: a wrong group or order, a page both data and zero, a
-    codec or length that does not fit the pages.
+    """Return which records cannot have been written: a wrong group or order, a page both data and
+    zero, a codec or length that does not fit the pages.
 
     Args:
         tag: Bytes by which stored chunks are longer because they are encrypted.
@@ -310,8 +310,8 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
 
 
 def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence[int]) -> bytes:
-    """The footer of a pack whose nodes lie one after the other; ``key`` is the repository's shard
-    key, as for every footer.
+    """Return the footer of a pack whose nodes lie one after the other; ``key`` is the repository's
+    shard key, as for every footer.
     """
     table, offset = [], 0
     for identity, length in zip(ids, lengths, strict=True):
@@ -321,7 +321,7 @@ def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence
 
 
 def parse_pack_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-    """The nodes of a pack: PACK_ENTRY records in order.
+    """Return the nodes of a pack: PACK_ENTRY records in order.
 
     Raises:
         Damaged, FormatTooNew: As :meth:`Container.parse_footer`.
@@ -333,7 +333,7 @@ def parse_pack_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Rec
 
 
 def parse_refs(nodes: bytes, regions: int) -> npt.NDArray[np.void]:
-    """A space's NODE_REF records, checked.
+    """Return a space's NODE_REF records, checked.
 
     Raises:
         ValueError: Not whole records, not ascending, of a region that is not there, or of a length

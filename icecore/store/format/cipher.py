@@ -60,23 +60,23 @@ class Key(bytes):
 
 
 def encryption_of(key: bytes) -> bytes | None:
-    """The encryption key that comes with ``key``; None if what it guards is not encrypted."""
+    """Return the encryption key that comes with ``key``; None if what it guards is not encrypted."""
     return key.encryption if isinstance(key, Key) else None
 
 
 def overhead(key: bytes) -> int:
-    """Bytes by which a piece grows when it is stored under ``key``: 16 or none."""
+    """Return the bytes by which a piece grows when it is stored under ``key``: 16 or none."""
     return TAG_BYTES if encryption_of(key) is not None else 0
 
 
 def flag(key: bytes) -> int:
-    """What is set in the version of objects written under ``key``."""
+    """Return what is set in the version of objects written under ``key``."""
     return ENCRYPTED if encryption_of(key) is not None else 0
 
 
 def seal_whole(key: bytes, name: str, header: Buffer, body: Buffer) -> bytes:
-    """``body`` of object ``name`` encrypted: salt, ciphertext, tag; ``header`` is authenticated
-    with it.
+    """Return ``body`` of object ``name`` encrypted: salt, ciphertext, tag; ``header`` is
+    authenticated with it.
 
     Args:
         key: One that encrypts.
@@ -90,7 +90,7 @@ def seal_whole(key: bytes, name: str, header: Buffer, body: Buffer) -> bytes:
 
 
 def open_whole(key: bytes, name: str, header: Buffer, payload: Buffer) -> bytes:
-    """What :func:`seal_whole` was given.
+    """Return what :func:`seal_whole` was given.
 
     Raises:
         ValueError: It is not what was encrypted under this key for an object of that name and
@@ -180,7 +180,7 @@ def peek_piece(
 
 
 def sealed_piece(key: bytes, name: str, offset: int, context: Buffer, piece: Buffer) -> bytes:
-    """A small piece as it is stored: encrypted if ``key`` encrypts, else as it is."""
+    """Return a small piece as it is stored: encrypted if ``key`` encrypts, else as it is."""
     if encryption_of(key) is None:
         return bytes(piece)
     out = bytearray(len(piece) + TAG_BYTES)
@@ -189,7 +189,7 @@ def sealed_piece(key: bytes, name: str, offset: int, context: Buffer, piece: Buf
 
 
 def opened_piece(key: bytes, name: str, offset: int, context: Buffer, stored: Buffer) -> Buffer:
-    """The inverse of :func:`sealed_piece`; raises what :func:`open_piece` does."""
+    """Return the inverse of :func:`sealed_piece`; raises what :func:`open_piece` does."""
     if encryption_of(key) is None:
         return stored
     return open_piece(

@@ -108,14 +108,16 @@ class Choice:
 
 
 def known(codec: int) -> bool:
-    """Whether this version can decode the number."""
+    """Return whether this version can decode the number."""
     if codec & DELTA:
         return codec & DELTA != DELTA and codec & ~DELTA in _NAMES and codec & ~DELTA != ZERO
     return codec in _NAMES
 
 
 def name(codec: int) -> str:
-    """The codec's name as events, ``show`` and the documents write it, e.g. ``xor/shuffle4+zstd``."""
+    """Return the codec's name as events, ``show`` and the documents write it, e.g.
+    ``xor/shuffle4+zstd``.
+    """
     base = _NAMES.get(codec & ~DELTA, f"unknown {codec}")
     return {0: base, XOR: f"xor/{base}", PATCH: f"patch/{base}"}.get(
         codec & DELTA, f"unknown {codec}"
@@ -123,7 +125,7 @@ def name(codec: int) -> str:
 
 
 def seal(*parts: Buffer) -> bytes:
-    """The 8 bytes that follow ``parts`` in the store."""
+    """Return the 8 bytes that follow ``parts`` in the store."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -131,7 +133,7 @@ def seal(*parts: Buffer) -> bytes:
 
 
 def unseal(stored: memoryview) -> memoryview:
-    """The stored bytes without their last 8, which are compared.
+    """Return the stored bytes without their last 8, which are compared.
 
     Raises:
         ValueError: They do not match.
@@ -153,8 +155,8 @@ class Encoder:
         self._zstd: dict[int, zstandard.ZstdCompressor] = {}
 
     def body(self, data: memoryview, choice: Choice) -> Buffer:
-        """The form without its digest: ``data`` itself for raw, else new bytes (possibly longer
-        than ``data``: the caller then takes raw).
+        """Return the form without its digest: ``data`` itself for raw, else new bytes (possibly
+        longer than ``data``: the caller then takes raw).
         """
         if choice.codec == RAW:
             return data
@@ -181,7 +183,7 @@ class Encoder:
 def encode(
     data: Buffer, choice: Choice, encoder: Encoder | None = None
 ) -> tuple[int, tuple[Buffer, ...]]:
-    """One full form of ``data``.
+    """Return one full form of ``data``.
 
     Returns:
         The codec number (raw where the chosen form would not be smaller) and the parts to store one

@@ -52,7 +52,9 @@ class Container:
     max_entries: int
 
     def footer(self, key: bytes, name: bytes, table: bytes, offset: int) -> bytes:
-        """The footer of object ``name`` whose pieces end at ``offset``; ``table`` is their entries."""
+        """Return the footer of object ``name`` whose pieces end at ``offset``; ``table`` is their
+        entries.
+        """
         count = len(table) // self.entry.itemsize
         head = _TAIL.pack(self.magic, self.version | flag(key), count, offset, name, b"")[
             :-_DIGEST_BYTES
@@ -61,8 +63,8 @@ class Container:
         return table + head + _digest(key, table, head)
 
     def parse_tail(self, name: bytes, size: int, tail: Buffer) -> Where:
-        """Where the footer of an object of ``size`` bytes begins, from its last :data:`TAIL_BYTES`;
-        the same in all versions.
+        """Return where the footer of an object of ``size`` bytes begins, from its last
+        :data:`TAIL_BYTES`; the same in all versions.
 
         Only :meth:`parse_footer` can say whether it is true.
 
@@ -86,7 +88,8 @@ class Container:
         return Where(offset, length)
 
     def parse_footer(self, key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-        """The table of an object of ``size`` bytes, from its last :attr:`Where.length` bytes.
+        """Return the table of an object of ``size`` bytes, from its last :attr:`Where.length`
+        bytes.
 
         Returns:
             Records of ``entry`` in order of their offset; they tile the bytes before the table.
@@ -127,7 +130,7 @@ class Container:
         return entries
 
     def damaged(self, name: bytes, why: str) -> Damaged:
-        """The error for object ``name`` of this kind."""
+        """Return the error for object ``name`` of this kind."""
         return Damaged(self.kind, object_name(self.kind, name), why)
 
 

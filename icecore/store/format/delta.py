@@ -59,7 +59,7 @@ def difference(data: memoryview, base: memoryview, own: memoryview, xor: memoryv
 
 
 def parts(number: int, base_bitmap: bytes, changed: bytes, body: Buffer) -> tuple[Buffer, ...]:
-    """The parts to store for a delta of codec ``number`` whose changed pages were encoded to
+    """Return the parts to store for a delta of codec ``number`` whose changed pages were encoded to
     ``body``.
     """
     if not codec.known(number) or not number & codec.DELTA:
@@ -69,7 +69,7 @@ def parts(number: int, base_bitmap: bytes, changed: bytes, body: Buffer) -> tupl
 
 
 def base_bitmap(stored: Buffer) -> bytes:
-    """The base's data bitmap, from the first 32 stored bytes of a delta.
+    """Return the base's data bitmap, from the first 32 stored bytes of a delta.
 
     Raises:
         ValueError: Too short.

@@ -70,7 +70,7 @@ def _digest(header: bytes, payload: bytes | memoryview, key: bytes) -> bytes:
 
 
 def sealed_bytes(length: int, key: bytes) -> int:
-    """Length of the object of a body of ``length`` bytes that is not compressed
+    """Return the length of the object of a body of ``length`` bytes that is not compressed
     (``ObjectKind.level`` is None), sealed under ``key``.
     """
     return HEADER_BYTES + length + (_INNER.size + WHOLE_BYTES if flag(key) else 0)
@@ -103,7 +103,7 @@ def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
 def unseal(
     kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes | None = None
 ) -> bytes:
-    """The body of object ``name``.
+    """Return the body of object ``name``.
 
     Args:
         digest: The digest by which somebody referred to it, where somebody did.
@@ -166,10 +166,12 @@ def unseal(
 
 
 def is_encrypted(data: bytes) -> bool:
-    """Whether the object says that it is encrypted; unverified."""
+    """Return whether the object says that it is encrypted; unverified."""
     return len(data) >= HEADER_BYTES and bool(data[7] & ENCRYPTED)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """The digest that an object carries in its header, unverified; ``data`` begins with the header."""
+    """Return the digest that an object carries in its header, unverified; ``data`` begins with the
+    header.
+    """
     return bytes(data[_HEADER.size : HEADER_BYTES])

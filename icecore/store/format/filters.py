@@ -65,7 +65,7 @@ def filter_bytes(segment: SegmentRef, key: bytes) -> int:
 
 
 def encode_filter(ids: Bytes, segment: SegmentRef, key: bytes, name: str) -> bytes:
-    """The filter object of a segment.
+    """Return the filter object of a segment.
 
     Args:
         ids: The segment's chunk ids, n x 32 bytes.
@@ -81,7 +81,7 @@ def encode_filter(ids: Bytes, segment: SegmentRef, key: bytes, name: str) -> byt
 
 
 def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Words:
-    """The blocks of a segment's filter, which is in object ``name``: n x 8 words.
+    """Return the blocks of a segment's filter, which is in object ``name``: n x 8 words.
 
     Raises:
         Damaged: It is not what was written, or another segment's.

@@ -63,8 +63,8 @@ def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
 
 
 def fingerprint_bytes(cells: int, spaces: int) -> int:
-    """Bytes that the fingerprints of so many cells in so many spaces have at most, before
-    compression.
+    """Return the bytes that the fingerprints of so many cells in so many spaces have at most,
+    before compression.
 
     Args:
         cells: Those that the maps have room for.
@@ -73,7 +73,7 @@ def fingerprint_bytes(cells: int, spaces: int) -> int:
 
 
 def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Fingerprints]:
-    """The reverse of ``encode_fingerprints``.
+    """Return the reverse of ``encode_fingerprints``.
 
     Args:
         limit: Bytes that they have at most, from `fingerprint_bytes`.
@@ -103,5 +103,5 @@ def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Finge
 
 
 def fingerprint_seed(keys: Keys, lineage: str) -> int:
-    """The secret 64-bit seed of a lineage's fingerprints."""
+    """Return the secret 64-bit seed of a lineage's fingerprints."""
     return int.from_bytes(blake3.blake3(lineage.encode(), key=keys.hints).digest(8), "little")

@@ -14,7 +14,7 @@ HINTS_KIND = ObjectKind("hints", b"ICEHINT", 1, 1 << 30)
 
 
 def limited(limit: int) -> ObjectKind:
-    """The kind of hints whose body has ``limit`` bytes at most."""
+    """Return the kind of hints whose body has ``limit`` bytes at most."""
     return replace(HINTS_KIND, limit=min(limit, HINTS_KIND.limit))
 
 
@@ -26,7 +26,7 @@ def decode_hints(
     *,
     kind: ObjectKind = HINTS_KIND,
 ) -> bytes:
-    """The body of hints object ``name``; ``key`` is the repository's hints key.
+    """Return the body of hints object ``name``; ``key`` is the repository's hints key.
 
     Args:
         kind: From `limited`, where it is known how long it can be.
@@ -45,6 +45,6 @@ TOUCHED = "touched-"
 
 
 def touched_lineage(name: str) -> str | None:
-    """The lineage whose working set object ``name`` is; None if it is something else."""
+    """Return the lineage whose working set object ``name`` is; None if it is something else."""
     lineage, _, last = name.removeprefix(HINTS).rpartition("/")
     return lineage if name.startswith(HINTS) and last.startswith(TOUCHED) else None

@@ -98,7 +98,7 @@ class Keys:
 
     @classmethod
     def derive(cls, secret: bytes, repository: str = "") -> Keys:
-        """All keys of master ``secret``: BLAKE3 in its key derivation mode (docs/format.md).
+        """Return all keys of master ``secret``: BLAKE3 in its key derivation mode (docs/format.md).
 
         Args:
             repository: The id of an encrypted repository, 32 hexadecimal digits; empty for one that
@@ -134,18 +134,18 @@ def _derive(context: str, material: bytes) -> bytes:
 
 
 def new_slot(secret: bytes = b"") -> KeySlot:
-    """A slot with a master secret, a fresh random one if none is given."""
+    """Return a slot with a master secret, a fresh random one if none is given."""
     return KeySlot(FORMAT, "plain", secret or secrets.token_bytes(32))
 
 
 def encode_slot(slot: msgspec.Struct) -> Sealed:
-    """The object of ``slot``: a `KeySlot`, or what an encrypted repository has in its place."""
+    """Return the object of ``slot``: a `KeySlot`, or what an encrypted repository has in its place."""
     return seal(KEY_KIND, msgspec.msgpack.encode(slot), PUBLIC)
 
 
 def read_slot(name: str, data: bytes) -> bytes:
-    """The body of key slot ``name``, and whether its bytes are those that somebody wrote: whose,
-    they do not tell.
+    """Return the body of key slot ``name``, and whether its bytes are those that somebody wrote:
+    whose, they do not tell.
 
     Raises:
         Damaged: The slot is not what was written.
@@ -154,7 +154,7 @@ def read_slot(name: str, data: bytes) -> bytes:
 
 
 def open_slot(name: str, data: bytes) -> bytes:
-    """The master secret in key slot ``name``.
+    """Return the master secret in key slot ``name``.
 
     Raises:
         Damaged: The slot is not what was written.
@@ -176,12 +176,12 @@ def open_slot(name: str, data: bytes) -> bytes:
 
 
 def encode_config(config: Config, keys: Keys) -> Sealed:
-    """The object of ``config``."""
+    """Return the object of ``config``."""
     return seal(CONFIG_KIND, msgspec.msgpack.encode(config), keys.config, CONFIG)
 
 
 def decode_config(name: str, data: bytes, keys: Keys) -> Config:
-    """The configuration in object ``name``.
+    """Return the configuration in object ``name``.
 
     Raises:
         Damaged: It is not what was written, or not with this master secret.

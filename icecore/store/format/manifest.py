@@ -198,7 +198,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def cells_of(manifest: Manifest) -> int:
-    """How many cells a manifest's maps have room for."""
+    """Return how many cells a manifest's maps have room for."""
     return sum(len(space.nodes) // NODE_REF.itemsize for space in manifest.spaces) * NODE_CELLS
 
 
@@ -277,7 +277,7 @@ _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xDC: 2, 0xDD: 4}
 
 
 def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
-    """How long each of those is, before it is made."""
+    """Yield how long each of those is, before it is made."""
     long = _LONG.decode(raw)
     for field in _Long.__struct_fields__:
         data = memoryview(getattr(long, field))
@@ -291,7 +291,7 @@ def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
 
 
 def _decode(body: bytes) -> Manifest:
-    """The manifest in an object's body.
+    """Return the manifest in an object's body.
 
     Raises:
         ValueError: It is none, or breaks a rule. No more is allocated than the rules allow.
@@ -360,7 +360,7 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
-    """The manifest in object ``name``.
+    """Return the manifest in object ``name``.
 
     Args:
         digest: The digest by which the snapshot list refers to it.

@@ -24,8 +24,8 @@ _ID_BYTES = 8
 def marked(
     record: SnapshotRecord, *, pinned: bool | None = None, tags: Sequence[str] | None = None
 ) -> SnapshotRecord:
-    """The record with another pin or other tags; None leaves them. The same record if that changes
-    nothing.
+    """Return the record with another pin or other tags; None leaves them. The same record if that
+    changes nothing.
     """
     changed = msgspec.structs.replace(
         record,
@@ -71,5 +71,5 @@ def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
 
 
 def _newest(record: SnapshotRecord) -> bytes:
-    """The id of the last change; empty: none since the commit."""
+    """Return the id of the last change; empty: none since the commit."""
     return record.marks[-1] if record.marks else b""

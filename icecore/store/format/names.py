@@ -45,7 +45,7 @@ def random_id() -> bytes:
 
 
 def object_name(kind: Kind, identity: bytes) -> str:
-    """The object of ``kind`` whose random part is ``identity`` (16 bytes)."""
+    """Return the object of ``kind`` whose random part is ``identity`` (16 bytes)."""
     if len(identity) != 16:
         raise ValueError(f"the id of an object has 16 bytes, not {len(identity)}")
     text = identity.hex()
@@ -65,25 +65,27 @@ def parse_name(name: str) -> tuple[Kind, bytes] | None:
 
 
 def filter_name(segment: bytes) -> str:
-    """The filter of the index segment whose random part is ``segment`` (16 bytes)."""
+    """Return the filter of the index segment whose random part is ``segment`` (16 bytes)."""
     return FILTERS + segment.hex()
 
 
 def filtered_segment(name: str) -> bytes | None:
-    """The random part of the segment whose filter has this name, or None if it is not a filter's."""
+    """Return the random part of the segment whose filter has this name, or None if it is not a
+    filter's.
+    """
     text = name.removeprefix(FILTERS)
     return bytes.fromhex(text) if name.startswith(FILTERS) and _ID.match(text) else None
 
 
 def log_name(generation: int) -> str:
-    """The log entry of ``generation``: inverted, so that the newest is listed first."""
+    """Return the log entry of ``generation``: inverted, so that the newest is listed first."""
     if not 0 < generation <= LAST_GENERATION:
         raise ValueError(f"generation {generation} is out of range")
     return f"{LOG}{LAST_GENERATION - generation:016x}"
 
 
 def log_generation(name: str) -> int | None:
-    """Generation of a log entry's name, or None if it is not one."""
+    """Return the generation of a log entry's name, or None if it is not one."""
     text = name.removeprefix(LOG)
     if name.startswith(LOG) and re.fullmatch(r"[0-9a-f]{16}", text):
         return LAST_GENERATION - int(text, 16) or None
@@ -91,18 +93,18 @@ def log_generation(name: str) -> int | None:
 
 
 def key_name(slot: int) -> str:
-    """The key slot ``slot``."""
+    """Return the key slot ``slot``."""
     return f"{KEYS}{slot:08x}"
 
 
 def key_number(name: str) -> int | None:
-    """Number of a key slot's name, or None if it is not one."""
+    """Return the number of a key slot's name, or None if it is not one."""
     text = name.removeprefix(KEYS)
     return int(text, 16) if name.startswith(KEYS) and re.fullmatch(r"[0-9a-f]{8}", text) else None
 
 
 def copy_name(name: str) -> str:
-    """The second copy of the configuration or of a key slot."""
+    """Return the second copy of the configuration or of a key slot."""
     return COPIES + name
 
 
@@ -112,13 +114,13 @@ def heartbeat_name(session: str, sequence: int) -> str:
 
 
 def heartbeat_session(name: str) -> str | None:
-    """The session whose heartbeat has this name, or None if it is not a heartbeat's."""
+    """Return the session whose heartbeat has this name, or None if it is not a heartbeat's."""
     found = re.fullmatch(r"([0-9a-f]{32})/[0-9a-f]{16}", name.removeprefix(SESSIONS))
     return found[1] if found and name.startswith(SESSIONS) else None
 
 
 def is_known(name: str) -> bool:
-    """Whether a repository gives objects such a name. Of hints only the folder is known."""
+    """Return whether a repository gives objects such a name. Of hints only the folder is known."""
     return (
         name == CONFIG
         or parse_name(name) is not None
@@ -131,7 +133,7 @@ def is_known(name: str) -> bool:
 
 
 def new_snapshot_id() -> str:
-    """A new snapshot id: 6 bytes of Unix time in ms, then 10 random ones, in hexadecimal.
+    """Return a new snapshot id: 6 bytes of Unix time in ms, then 10 random ones, in hexadecimal.
 
     The time only keeps neighbours in time on the same page of the snapshot list; nothing relies on
     it.

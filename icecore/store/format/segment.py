@@ -47,7 +47,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def leading(ids: Bytes) -> npt.NDArray[np.uint64]:
-    """The leading 8 bytes of each 32-byte id as a number that sorts like the id."""
+    """Return the leading 8 bytes of each 32-byte id as a number that sorts like the id."""
     return np.ascontiguousarray(ids[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
@@ -86,8 +86,8 @@ class Head:
         return self.start + number * (BLOCK_BYTES + self.tag), entries * ENTRY.itemsize + self.tag
 
     def blocks_of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The block in which each id (by its leading number) has to be, if it is in the segment at
-        all.
+        """Return the block in which each id (by its leading number) has to be, if it is in the
+        segment at all.
 
         Ids that share their leading 8 bytes with the first of a block may also lie at the end of
         the block before; they are then not found. That costs a duplicate chunk once in 2^64, never
@@ -96,8 +96,8 @@ class Head:
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
     def blocks_between(self, low: int, high: int) -> tuple[int, int]:
-        """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least
-        ``low`` and less than ``high`` (at most 2^64).
+        """Return the blocks, as first and last + 1, in which ids can be whose leading numbers are
+        at least ``low`` and less than ``high`` (at most 2^64).
         """
         last = int(np.searchsorted(self.first, np.uint64(high - 1), side="right"))
         # The block before the first that begins with such an id may end with one.
@@ -121,7 +121,7 @@ def segment_bytes(count: int, key: bytes) -> int:
 def parse_head(
     name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None
 ) -> Head:
-    """The head in the first bytes of segment ``name``; ``data`` may go on after it.
+    """Return the head in the first bytes of segment ``name``; ``data`` may go on after it.
 
     Args:
         digest: The digest by which the state refers to the segment.
@@ -180,7 +180,7 @@ def _head_digest(header: bytes, fences: bytes | memoryview, key: bytes) -> bytes
 def verify_block(
     head: Head, number: int, data: bytes | bytearray | memoryview, key: bytes
 ) -> Records:
-    """The entries of a block.
+    """Return the entries of a block.
 
     Raises:
         Damaged: Its bytes are not what was written.
@@ -216,8 +216,8 @@ def parse_segment(
 def encode_segment(
     entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0, name: str = ""
 ) -> tuple[list[bytes | memoryview], bytes]:
-    """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and
-    its digest.
+    """Return the parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes
+    them), and its digest.
 
     Args:
         name: The object that it will be; only encryption needs it.
@@ -257,7 +257,9 @@ def make_entries(ids: Bytes, places: Records) -> Records:
 
 
 def sort_entries(entries: Records) -> Records:
-    """``entries`` in ascending order of chunk id; of several with the same id the first stays."""
+    """Return ``entries`` in ascending order of chunk id; of several with the same id the first
+    stays.
+    """
     if len(entries) == 0:
         return entries
     keys = leading(entries["chunk"])
@@ -277,8 +279,8 @@ def sort_entries(entries: Records) -> Records:
 
 
 def merge(sources: Sequence[Records], dead: Sequence[bytes] | frozenset[bytes] = ()) -> Records:
-    """One sorted run of all ``sources`` (those given first win) without entries in the shards
-    ``dead``.
+    """Return one sorted run of all ``sources`` (those given first win) without entries in the
+    shards ``dead``.
     """
     entries = np.concatenate(sources) if sources else np.zeros(0, ENTRY)
     if len(dead) and len(entries):
@@ -287,12 +289,12 @@ def merge(sources: Sequence[Records], dead: Sequence[bytes] | frozenset[bytes] =
 
 
 def in_shards(entries: Records, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
-    """Which entries lie in one of ``shards`` (16-byte ids)."""
+    """Return which entries lie in one of ``shards`` (16-byte ids)."""
     return of_shards(entries["place"]["shard"], shards)
 
 
 def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
-    """Which of ``held`` (n x 16 bytes) are among ``shards``."""
+    """Return which of ``held`` (n x 16 bytes) are among ``shards``."""
     wanted = np.frombuffer(b"".join(shards), np.uint8).reshape(-1, 16)
     held = np.ascontiguousarray(held)
     # The leading 8 bytes decide nearly all; fixed-width byte strings compare exactly but slowly.
@@ -303,8 +305,8 @@ def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
 
 
 def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
-    """``entries`` (sorted) cut by the leading ``bits`` bits (at most 8) of their ids: ``(prefix,
-    entries)`` of those that are not empty.
+    """Yield ``entries`` (sorted) cut by the leading ``bits`` bits (at most 8) of their ids:
+    ``(prefix, entries)`` of those that are not empty.
     """
     first = entries["chunk"][:, 0] >> (8 - bits) if bits else np.zeros(len(entries), np.uint8)
     edges = np.searchsorted(first, np.arange((1 << bits) + 1))
@@ -318,7 +320,7 @@ _FEW = 3
 
 
 def search_block(entries: Records, ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
-    """``search`` in the sorted entries of a block or a few."""
+    """Return ``search`` in the sorted entries of a block or a few."""
     keys = leading(entries["chunk"])
     if len(ids) >= _FEW:
         return search(entries, keys, ids)

@@ -55,7 +55,7 @@ class ShardTable:
         return len(self._entries)
 
     def fits(self, length: int) -> bool:
-        """Whether a chunk of ``length`` stored bytes still has room."""
+        """Return whether a chunk of ``length`` stored bytes still has room."""
         return self.used + length <= self.limit and len(self._entries) < SHARD.max_entries
 
     def add(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> int:
@@ -80,11 +80,11 @@ class ShardTable:
         return offset
 
     def footer(self, key: bytes) -> bytes:
-        """What comes after the chunks; ``key`` is the repository's shard key."""
+        """Return what comes after the chunks; ``key`` is the repository's shard key."""
         return SHARD.footer(key, self.name, b"".join(self._entries), self.used)
 
     def entries(self) -> Records:
-        """The table so far."""
+        """Return the table so far."""
         return np.frombuffer(b"".join(self._entries), ENTRY)
 
 
@@ -107,8 +107,8 @@ class ShardBuilder(ShardTable):
         return offset, self.buffer[offset : offset + length]
 
     def finish(self, key: bytes) -> list[Buffer]:
-        """The whole shard as buffers to write one after the other; ``key`` is the repository's
-        shard key.
+        """Return the whole shard as buffers to write one after the other; ``key`` is the
+        repository's shard key.
         """
         return [self.buffer[: self.used], self.footer(key)]
 
@@ -136,8 +136,8 @@ def fill(room: memoryview, parts: Sequence[Buffer]) -> None:
 
 
 def parse_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-    """The chunks of shard ``name`` of ``size`` bytes from its footer (:meth:`Container.parse_tail`
-    says how long that is).
+    """Return the chunks of shard ``name`` of ``size`` bytes from its footer
+    (:meth:`Container.parse_tail` says how long that is).
 
     Returns:
         ENTRY records in shard order.

@@ -89,7 +89,7 @@ class Slots(msgspec.Struct, frozen=True):
 
 
 def new_slots(repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
-    """The slots of a new repository: one.
+    """Return the slots of a new repository: one.
 
     Raises:
         UsageError: The passphrase is too short.
@@ -98,12 +98,13 @@ def new_slots(repository: str, secret: bytes, passphrase: bytes, label: str, cos
 
 
 def encode_slots(slots: Slots) -> Sealed:
-    """The object of ``slots``."""
+    """Return the object of ``slots``."""
     return encode_slot(slots)
 
 
 def decode_slots(name: str, data: bytes) -> Slots | None:
-    """The slots in object ``name``; None if it is that of a repository that is not encrypted.
+    """Return the slots in object ``name``; None if it is that of a repository that is not
+    encrypted.
 
     Raises:
         Damaged: It is not what was written, or asks for more than is sane.
@@ -161,7 +162,7 @@ def work(slots: Slots) -> int:
 
 
 def unlock(name: str, slots: Slots, passphrase: bytes) -> tuple[bytes, Slot]:
-    """The master secret, and the slot that the passphrase opens.
+    """Return the master secret, and the slot that the passphrase opens.
 
     Raises:
         WrongPassphrase: It opens none.
@@ -195,7 +196,7 @@ def verify(name: str, slots: Slots, secret: bytes) -> None:
 
 
 def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
-    """``slots`` with one more.
+    """Return ``slots`` with one more.
 
     Raises:
         UsageError: The passphrase is too short, the label taken, or there are too many.
@@ -213,7 +214,7 @@ def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) 
 
 
 def remove(slots: Slots, secret: bytes, which: str) -> Slots:
-    """``slots`` without the one that ``which`` names (:func:`find`).
+    """Return ``slots`` without the one that ``which`` names (:func:`find`).
 
     Raises:
         UsageError: It is the last one.
@@ -229,8 +230,8 @@ def remove(slots: Slots, secret: bytes, which: str) -> Slots:
 
 
 def rotate(slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cost) -> Slots:
-    """``slots`` with another passphrase in the place of that of the slot ``which``; its label
-    stays.
+    """Return ``slots`` with another passphrase in the place of that of the slot ``which``; its
+    label stays.
 
     Raises:
         UsageError: The passphrase is too short.
@@ -242,7 +243,7 @@ def rotate(slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cos
 
 
 def find(slots: Slots, which: str) -> Slot:
-    """The slot of that label or id.
+    """Return the slot of that label or id.
 
     Raises:
         NotFound: There is none.

@@ -193,7 +193,7 @@ class LogState(msgspec.Struct, frozen=True):
     gaps: list[Gap] = []
 
     def session(self, identity: str) -> SessionRecord | None:
-        """The open session with this id."""
+        """Return the open session with this id."""
         return next((session for session in self.sessions if session.id == identity), None)
 
     @property
@@ -209,7 +209,7 @@ _PAGE: msgspec.msgpack.Decoder[list[SnapshotRecord]] = msgspec.msgpack.Decoder(
 
 
 def encode_entry(state: LogState, key: bytes) -> Sealed:
-    """The log entry of ``state``.
+    """Return the log entry of ``state``.
 
     Raises:
         StoreError: No reader would take it: it is longer than an entry can be, or says more than
@@ -226,7 +226,7 @@ def encode_entry(state: LogState, key: bytes) -> Sealed:
 
 
 def _decode_state(name: str, body: bytes) -> LogState:
-    """The state in an entry's body.
+    """Return the state in an entry's body.
 
     Raises:
         Damaged: It is none, or says what none can say.
@@ -259,7 +259,7 @@ def _decode_state(name: str, body: bytes) -> LogState:
 
 
 def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> LogState:
-    """The state in log entry ``name``, which has to be that of ``generation``.
+    """Return the state in log entry ``name``, which has to be that of ``generation``.
 
     Raises:
         Damaged: It is not what was written there.
@@ -277,7 +277,7 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> LogStat
 
 
 def encode_page(records: list[SnapshotRecord], key: bytes, name: str = "") -> Sealed:
-    """The page of ``records``, to be object ``name`` (which only encryption needs).
+    """Return the page of ``records``, to be object ``name`` (which only encryption needs).
 
     Raises:
         StoreError: No reader would take it.
@@ -303,7 +303,7 @@ def _decode_records(name: str, body: bytes) -> list[SnapshotRecord]:
 
 
 def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
-    """The reference to the page that holds ``records``."""
+    """Return the reference to the page that holds ``records``."""
     prefixes = [leading(record.snapshot) for record in records]
     return PageRef(
         identity, sealed.digest, len(sealed.data), len(records), min(prefixes), max(prefixes)
@@ -313,7 +313,7 @@ def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> 
 def decode_page(
     name: str, data: bytes, key: bytes, ref: PageRef | None = None
 ) -> list[SnapshotRecord]:
-    """The records on page ``name``, checked against the reference that led to it.
+    """Return the records on page ``name``, checked against the reference that led to it.
 
     Raises:
         Damaged: It is not what was written, or not the page that was meant.
@@ -327,7 +327,7 @@ def decode_page(
 
 
 def leading(snapshot: str) -> int:
-    """The leading 48 bits of a snapshot id, by which pages are told apart."""
+    """Return the leading 48 bits of a snapshot id, by which pages are told apart."""
     return int(snapshot[:12], 16)
 
 
@@ -339,7 +339,7 @@ def join_names(names: list[tuple[Kind, bytes]]) -> bytes:
 
 
 def split_names(names: bytes) -> list[tuple[Kind, bytes]]:
-    """The inverse of ``join_names``."""
+    """Return the inverse of ``join_names``."""
     return [
         (KINDS[names[at]], names[at + 1 : at + NAME_BYTES])
         for at in range(0, len(names), NAME_BYTES)
@@ -358,14 +358,14 @@ def _check_names(kind: ObjectKind, name: str, names: bytes) -> None:
 
 
 def encode_names(names: list[tuple[Kind, bytes]], key: bytes, name: str = "") -> Sealed:
-    """The object of a long name list, to be object ``name`` (which only encryption needs)."""
+    """Return the object of a long name list, to be object ``name`` (which only encryption needs)."""
     return _seal(NAMES_KIND, join_names(names), key, name)
 
 
 def decode_names(
     name: str, data: bytes, key: bytes, ref: NameListRef | None = None
 ) -> list[tuple[Kind, bytes]]:
-    """The names in list object ``name``.
+    """Return the names in list object ``name``.
 
     Raises:
         Damaged: It is not what was written, or not the list that was meant.
@@ -382,5 +382,5 @@ def decode_names(
 
 
 def entry_digest(data: bytes) -> bytes:
-    """The digest that a log entry's first bytes carry, by which its successor names it."""
+    """Return the digest that a log entry's first bytes carry, by which its successor names it."""
     return digest_of(data)

@@ -83,7 +83,7 @@ class Pages:
         self._remember(sealed.digest, sealed.data)
 
     async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
-        """The records of a page, from storage in any case unless ``cached``."""
+        """Return the records of a page, from storage in any case unless ``cached``."""
         parsed = self._parsed.get(ref.digest) if cached else None
         if parsed is not None:
             self._parsed.move_to_end(ref.digest)
@@ -111,14 +111,14 @@ class Pages:
     async def read_names(
         self, batch: Condemned, *, cached: bool = True
     ) -> list[tuple[Kind, bytes]]:
-        """The objects of a condemned batch."""
+        """Return the objects of a condemned batch."""
         if batch.ref is None:
             return split_names(batch.names)
         data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit, cached)
         return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
 
     async def condemned(self, generation: int, names: list[tuple[Kind, bytes]]) -> Condemned:
-        """A batch of ``names``, stored as an object of its own if it is long."""
+        """Return a batch of ``names``, stored as an object of its own if it is long."""
         if len(names) <= INLINE_NAMES:
             return Condemned(generation, names=join_names(names))
         identity = random_id()
@@ -130,7 +130,7 @@ class Pages:
 
 
 async def add(state: LogState, records: Sequence[SnapshotRecord], pages: Pages) -> LogState:
-    """``state`` with ``records`` appended to its snapshot list.
+    """Return ``state`` with ``records`` appended to its snapshot list.
 
     Raises:
         UsageError: A snapshot of that id is listed already.
@@ -167,8 +167,8 @@ async def edit(
     change: Callable[[SnapshotRecord], SnapshotRecord | None],
     pages: Pages,
 ) -> LogState:
-    """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages
-    that hold one of them are rewritten.
+    """Return ``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only
+    pages that hold one of them are rewritten.
 
     Snapshots that are not listed are passed over.
     """
@@ -208,7 +208,7 @@ async def edit(
 
 
 async def find(state: LogState, snapshot: str, pages: Pages) -> SnapshotRecord | None:
-    """The record of ``snapshot``; reads only pages whose range covers it."""
+    """Return the record of ``snapshot``; reads only pages whose range covers it."""
     for record in state.tail:
         if record.snapshot == snapshot:
             return record
@@ -224,7 +224,7 @@ async def find(state: LogState, snapshot: str, pages: Pages) -> SnapshotRecord |
 
 
 async def newest_of(state: LogState, job: str, pages: Pages) -> SnapshotRecord | None:
-    """The last listed snapshot of ``job``; reads pages from the newest on."""
+    """Return the last listed snapshot of ``job``; reads pages from the newest on."""
     records: Sequence[SnapshotRecord] = state.tail
     for ref in [*reversed(state.pages), None]:
         for record in reversed(records):
@@ -235,7 +235,7 @@ async def newest_of(state: LogState, job: str, pages: Pages) -> SnapshotRecord |
 
 
 async def everything(state: LogState, pages: Pages) -> list[SnapshotRecord]:
-    """All listed snapshots in order of their commits."""
+    """Return all listed snapshots in order of their commits."""
     records: list[SnapshotRecord] = []
     for ref in state.pages:
         records.extend(await pages.read(ref))
@@ -253,8 +253,8 @@ async def condemned_names(state: LogState, pages: Pages) -> set[tuple[Kind, byte
 async def pardon(
     state: LogState, cleared: Collection[tuple[Kind, bytes]], pages: Pages
 ) -> LogState:
-    """``state`` without the marks of ``cleared``; the others keep the generation at which they were
-    made.
+    """Return ``state`` without the marks of ``cleared``; the others keep the generation at which
+    they were made.
     """
     batches: list[Condemned] = []
     for batch in state.condemned:

@@ -94,13 +94,13 @@ class Entry:
 
 
 def is_anchor(generation: int) -> bool:
-    """Whether the entry of this generation is trimmed before all that follow it."""
+    """Return whether the entry of this generation is trimmed before all that follow it."""
     return generation % ANCHOR_EVERY == 1
 
 
 def anchor_before(generation: int) -> int:
-    """The generation of the anchor that is trimmed before the entry of this generation; less than 1
-    where there is none.
+    """Return the generation of the anchor that is trimmed before the entry of this generation; less
+    than 1 where there is none.
     """
     return (generation - 2) // ANCHOR_EVERY * ANCHOR_EVERY + 1
 
@@ -195,7 +195,7 @@ class Log:
             pass
 
     async def read(self, generation: int) -> Entry:
-        """The entry of ``generation``.
+        """Return the entry of ``generation``.
 
         Raises:
             ObjectMissing: It has not been written, or has been trimmed.
@@ -213,8 +213,8 @@ class Log:
                 yield generation
 
     async def newest(self, *, prove: bool = True) -> Entry:
-        """The newest entry: a listing says where to begin, and the first generation that is absent
-        says where to end.
+        """Return the newest entry: a listing says where to begin, and the first generation that is
+        absent says where to end.
 
         Args:
             prove: Look for that generation. Without, the entry is the newest that the listing
@@ -464,7 +464,7 @@ class Log:
         )
 
     async def _above(self, low: int, high: int) -> Entry | None:
-        """The oldest entry between two generations that can be read."""
+        """Return the oldest entry between two generations that can be read."""
         for generation in range(low + 1, high):
             try:
                 return await self.read(generation)
@@ -661,8 +661,8 @@ class Log:
         return _now() - self._proven_at < _RECENT_SECONDS
 
     async def _begin(self) -> Entry:
-        """The entry on which to build; not proven to be the newest: if it is not, the creation of
-        the next one fails, or shows to have been in vain.
+        """Return the entry on which to build; not proven to be the newest: if it is not, the
+        creation of the next one fails, or shows to have been in vain.
         """
         if self._known is None or self._proven is None:
             return await self.newest(prove=False)
@@ -675,8 +675,8 @@ class Log:
         return self._known
 
     async def _untrimmed(self, entry: Entry) -> bool:
-        """Whether nothing that followed ``entry``, which is part of the log, has been trimmed;
-        False may also mean that it is not known.
+        """Return whether nothing that followed ``entry``, which is part of the log, has been
+        trimmed; False may also mean that it is not known.
 
         Anchors are trimmed before all that follows them. Entries without one are trimmed before all
         that follows them as well.
@@ -731,7 +731,9 @@ class Log:
         return False
 
     async def _digest(self, generation: int) -> bytes | None:
-        """The digest that the entry of ``generation`` carries, or None if there is no such entry."""
+        """Return the digest that the entry of ``generation`` carries, or None if there is no such
+        entry.
+        """
         header = bytearray(HEADER_BYTES)
         name = log_name(generation)
         try:
@@ -741,8 +743,8 @@ class Log:
         return entry_digest(bytes(header))
 
     async def _reached(self, state: LogState, sealed: Sealed) -> bool:
-        """Whether the entry is in the chain of the newest, by the transaction ids that entries
-        repeat; if not, it is removed.
+        """Return whether the entry is in the chain of the newest, by the transaction ids that
+        entries repeat; if not, it is removed.
         """
         ours = state.transactions[-1]
         generations = [
@@ -824,7 +826,7 @@ class Log:
 
 
 def _now() -> float:
-    """Seconds that have passed, those in which the machine slept included."""
+    """Return the seconds that have passed, those in which the machine slept included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -66,7 +66,8 @@ def size_class(count: int) -> int:
 
 
 def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
-    """What to merge so that the number of live segments grows with the logarithm of the index.
+    """Return what to merge so that the number of live segments grows with the logarithm of the
+    index.
 
     Args:
         segments: The live segments.
@@ -108,8 +109,8 @@ class NewSegment:
 def build(
     entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0
 ) -> list[NewSegment]:
-    """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges
-    where they are many.
+    """Return the segments that hold ``entries`` (sorted, all in the given range), cut into narrower
+    ranges where they are many.
     """
     if len(entries) > SPLIT_ENTRIES and bits < _FINEST:
         finer = min(_FINEST, bits + _FINER)
@@ -133,17 +134,17 @@ def build(
 
 
 def filtered(ref: SegmentRef) -> bool:
-    """Whether the segment is long enough to have a filter."""
+    """Return whether the segment is long enough to have a filter."""
     return ref.count >= (FILTER_ENTRIES // 8 if ref.bits else FILTER_ENTRIES)
 
 
 def make_filter(ref: SegmentRef, entries: Records, key: bytes) -> bytes:
-    """The filter object of a segment with these entries."""
+    """Return the filter object of a segment with these entries."""
     return filters.encode_filter(entries["chunk"], ref, key, filter_name(ref.id))
 
 
 async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records:
-    """All entries of a segment, verified.
+    """Return all entries of a segment, verified.
 
     Raises:
         Damaged: It is not what was written.
@@ -161,8 +162,8 @@ async def merge_segments(
     identity: Callable[[], bytes],
     dead: frozenset[bytes] = frozenset(),
 ) -> list[NewSegment]:
-    """The segments that take the place of a merge's inputs, without entries in the shards ``dead``;
-    of equal ids the last input's stays.
+    """Return the segments that take the place of a merge's inputs, without entries in the shards
+    ``dead``; of equal ids the last input's stays.
     """
     runs = [await read(ref) for ref in reversed(planned.inputs)]
     first = planned.inputs[0]
@@ -217,7 +218,7 @@ def _built(
 
 
 async def read_head(backend: Backend, ref: SegmentRef, key: bytes) -> Head:
-    """The head of a segment.
+    """Return the head of a segment.
 
     Raises:
         Damaged: It is not what was written.
@@ -231,7 +232,7 @@ async def read_head(backend: Backend, ref: SegmentRef, key: bytes) -> Head:
 
 
 async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefix: int) -> Records:
-    """The entries of a segment whose ids begin with the ``bits`` bits ``prefix``."""
+    """Return the entries of a segment whose ids begin with the ``bits`` bits ``prefix``."""
     first, last = head.blocks_between(prefix << (64 - bits), (prefix + 1) << (64 - bits))
     if first == last:
         return np.empty(0, ENTRY)
@@ -254,8 +255,8 @@ async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefi
 def replaced(
     segments: Sequence[SegmentRef], inputs: Sequence[SegmentRef], outputs: Sequence[SegmentRef]
 ) -> list[SegmentRef] | None:
-    """``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is no
-    longer live.
+    """Return ``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is
+    no longer live.
     """
     gone = {ref.id for ref in inputs}
     if len(gone & {ref.id for ref in segments}) != len(gone):

@@ -64,7 +64,7 @@ class Newest:
 
 
 async def newest(backend: Backend, emit: Sink = discard) -> Newest:
-    """The key object of the highest number; its second copy where it is damaged or missing.
+    """Return the key object of the highest number; its second copy where it is damaged or missing.
 
     Args:
         emit: Told where it is not the one that counts.
@@ -97,8 +97,8 @@ async def newest(backend: Backend, emit: Sink = discard) -> Newest:
 
 
 async def readable(backend: Backend) -> list[Newest]:
-    """All key objects that can be read, second copies included, each content once; what counts
-    first.
+    """Return all key objects that can be read, second copies included, each content once; what
+    counts first.
     """
     first, second = await numbers_of(backend), await numbers_of(backend, COPIES)
     found: dict[bytes, Newest] = {}
@@ -146,8 +146,8 @@ def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
 
 
 async def _first(backend: Backend) -> Newest | None:
-    """The key object of a repository that is not encrypted: the first, and nothing ever takes its
-    place. None if it is not such a one.
+    """Return the key object of a repository that is not encrypted: the first, and nothing ever
+    takes its place. None if it is not such a one.
     """
     try:
         data = await backend.get(key_name(0), limit=KEY_KIND.object_limit)
@@ -166,7 +166,7 @@ async def read_keys(
     admit: Admit | None = None,
     emit: Sink = discard,
 ) -> Keys:
-    """The keys of the repository in ``backend``.
+    """Return the keys of the repository in ``backend``.
 
     Args:
         encrypted: Whether it seems to be; if not, one request is tried before the key objects are
@@ -278,8 +278,8 @@ async def tidy(backend: Backend) -> int:
 
 
 async def _create(backend: Backend, name: str, data: bytes) -> bool:
-    """Whether object ``name`` is now ours: the reply to a creation may get lost, its bytes are of
-    nobody else.
+    """Return whether object ``name`` is now ours: the reply to a creation may get lost, its bytes
+    are of nobody else.
     """
     tries = 0
     while True:
@@ -301,7 +301,7 @@ async def _create(backend: Backend, name: str, data: bytes) -> bool:
 
 
 async def numbers_of(backend: Backend, prefix: str = "") -> list[int]:
-    """The numbers of all key objects, ascending.
+    """Return the numbers of all key objects, ascending.
 
     Args:
         prefix: `COPIES` for the second copies.

@@ -189,8 +189,8 @@ class Index:
         self._held, self._keys, self._order = held, keys[order], rows[order]
 
     def lookup(self, ids: Bytes) -> tuple[Mask, Records]:
-        """Where chunks are stored. To be called after ``load``, from any thread but the event
-        loop's if segments exceed the budget.
+        """Return where chunks are stored. To be called after ``load``, from any thread but the
+        event loop's if segments exceed the budget.
 
         Args:
             ids: Chunk ids, n x 32 bytes.
@@ -221,7 +221,7 @@ class Index:
         self._resolve(ids, left[maybe], candidates[:, maybe], found, places)
 
     def find(self, chunk: bytes) -> np.void | None:
-        """The ``PLACE`` of one chunk, or None; as ``lookup``, in less time for a single id."""
+        """Return the ``PLACE`` of one chunk, or None; as ``lookup``, in less time for a single id."""
         leads = np.uint64(int.from_bytes(chunk[:8], "big"))
         at = int(self._keys.searchsorted(leads))
         while at < len(self._keys) and self._keys[at] == leads:
@@ -472,8 +472,8 @@ class Index:
         )
 
     async def entries_of(self, ref: SegmentRef) -> Records:
-        """All entries of a live segment, from memory where they are held, and then not those in
-        condemned shards.
+        """Return all entries of a live segment, from memory where they are held, and then not those
+        in condemned shards.
         """
         held = self._rows.get(ref.id)
         return held if held is not None else await self._whole_segment(ref)

@@ -50,8 +50,8 @@ class Neighbours:
         return self._number
 
     def search(self, ids: Bytes, since: int = 0) -> tuple[Mask, Records]:
-        """Which of ``ids`` are here, and their places, zero where they are not; of very many ids a
-        few may be overlooked.
+        """Return which of ``ids`` are here, and their places, zero where they are not; of very many
+        ids a few may be overlooked.
 
         Args:
             since: Only in groups that were added after this one was the newest.

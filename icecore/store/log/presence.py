@@ -15,7 +15,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_process() -> Process | None:
-    """The calling process; None where the system does not say."""
+    """Return the calling process; None where the system does not say."""
     pid = os.getpid()
     try:
         if int(os.readlink("/proc/self")) != pid:
@@ -26,8 +26,8 @@ def this_process() -> Process | None:
 
 
 def has_ended(process: Process | None) -> bool:
-    """Whether ``process`` ran on this kernel, in our namespaces, and does not run any more. False
-    wherever that is not certain.
+    """Return whether ``process`` ran on this kernel, in our namespaces, and does not run any more.
+    False wherever that is not certain.
     """
     ours = this_process()
     if (

@@ -26,7 +26,7 @@ class RecentSegments:
         self._held: OrderedDict[tuple[bytes, bytes], Records] = OrderedDict()
 
     def get(self, ref: SegmentRef) -> Records | None:
-        """The entries of a segment, if they are held."""
+        """Return the entries of a segment, if they are held."""
         entries = self._held.get((ref.id, ref.digest))
         if entries is not None:
             self._held.move_to_end((ref.id, ref.digest))

@@ -256,11 +256,11 @@ class Repository:
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
     async def snapshots(self) -> list[SnapshotRecord]:
-        """All snapshots in order of their commits."""
+        """Return all snapshots in order of their commits."""
         return await self._current(lambda state: catalog.everything(state, self.log.pages))
 
     async def find(self, snapshot: str) -> SnapshotRecord:
-        """The record of a snapshot.
+        """Return the record of a snapshot.
 
         Raises:
             NotFound: It is not listed.
@@ -277,13 +277,13 @@ class Repository:
         return record
 
     async def newest_of(self, job: str) -> SnapshotRecord | None:
-        """The newest snapshot of a job, if it has one; reads no more of the list than what came
-        after it.
+        """Return the newest snapshot of a job, if it has one; reads no more of the list than what
+        came after it.
         """
         return await self._current(lambda state: catalog.newest_of(state, job, self.log.pages))
 
     async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
-        """The manifest of a snapshot, given by id or by its record.
+        """Return the manifest of a snapshot, given by id or by its record.
 
         A record is taken as it is (that of a session's pin stays readable as long as the session is
         open); an id is looked up.
@@ -332,7 +332,8 @@ class Repository:
         return manifest
 
     async def _current(self, read: Callable[[LogState], Awaitable[T]], *, prove: bool = True) -> T:
-        """``read`` the newest state; again if an object went away because the state moved on.
+        """Return ``read`` the newest state; again if an object went away because the state moved
+        on.
 
         Args:
             prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no

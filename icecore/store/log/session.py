@@ -67,14 +67,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
-    """The object of ``beat``."""
+    """Return the object of ``beat``."""
     return seal(
         BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)
     ).data
 
 
 def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
-    """The heartbeat in object ``name``.
+    """Return the heartbeat in object ``name``.
 
     Raises:
         Damaged: It is not what was written.
@@ -145,8 +145,8 @@ class Session:
             self.keep_alive(every_seconds)
 
     def usable(self, shard: bytes) -> bool:
-        """Whether dedup may reuse chunks in ``shard`` (16 bytes): it was neither condemned nor gone
-        at BEGIN.
+        """Return whether dedup may reuse chunks in ``shard`` (16 bytes): it was neither condemned
+        nor gone at BEGIN.
         """
         return shard not in self._condemned
 
@@ -163,8 +163,8 @@ class Session:
         return await self.put_named(kind, random_id(), parts)
 
     def draft(self, kind: Kind, identity: bytes) -> Draft:
-        """A draft of an object under a random part that the caller drew before, for threads; only
-        where the back end has drafts.
+        """Return a draft of an object under a random part that the caller drew before, for threads;
+        only where the back end has drafts.
 
         Once published it is the session's, as if by ``put_named``.
         """
@@ -174,8 +174,8 @@ class Session:
         return draft
 
     async def put_named(self, kind: Kind, identity: bytes, parts: Sequence[Buffer]) -> str:
-        """``put`` under a random part that the caller drew before (``names.random_id``), because
-        the object's own bytes or others mention it.
+        """Return ``put`` under a random part that the caller drew before (``names.random_id``),
+        because the object's own bytes or others mention it.
         """
         name = object_name(kind, identity)
         await self.create(name, parts)
@@ -324,8 +324,8 @@ class Session:
     async def _segments(
         self, entries: Records | None
     ) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
-        """How this session's new index entries get into a list of live segments: merged with small
-        ones, or as they are.
+        """Return how this session's new index entries get into a list of live segments: merged with
+        small ones, or as they are.
         """
         own = (
             await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id)

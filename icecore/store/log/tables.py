@@ -22,7 +22,7 @@ _GUESS_BYTES = 128 << 10
 async def read_table(
     backend: Backend, key: bytes, shard: bytes, size: int | None = None
 ) -> Records:
-    """The footer's table of a shard, in one or two reads.
+    """Return the footer's table of a shard, in one or two reads.
 
     Args:
         key: The repository's shard key.

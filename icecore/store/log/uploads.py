@@ -56,7 +56,7 @@ class Uploads:
         )
 
     def draft(self, kind: Kind, identity: bytes) -> Draft:
-        """A draft of an object.
+        """Return a draft of an object.
 
         Raises:
             StoreError: It could not be begun.
@@ -131,7 +131,7 @@ class Uploads:
         return self._running == 0
 
     def stored(self, identity: bytes) -> bool:
-        """Whether the object of that random name is certainly there."""
+        """Return whether the object of that random name is certainly there."""
         return identity in self._stored
 
     def check(self) -> None:

@@ -144,7 +144,7 @@ class Recollection:
         self._path = Path(path)
 
     def load(self) -> bytes:
-        """The object as it was read before; empty if it was not."""
+        """Return the object as it was read before; empty if it was not."""
         try:
             return (notes.read(self._path) or b"")[: CONFIG_KIND.object_limit]
         except StoreError:

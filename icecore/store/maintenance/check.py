@@ -336,8 +336,8 @@ class _Checker:
                     self.damage(ENTRY_KIND.title, log_name(lost), "it is missing")
 
     async def _trimmed(self, generation: int, newest: int) -> bool:
-        """Whether an entry is missing because everything older is, too; or it is no longer kept and
-        its anchor is missing: a trim that is under way.
+        """Return whether an entry is missing because everything older is, too; or it is no longer
+        kept and its anchor is missing: a trim that is under way.
         """
         left = {other async for other in self._repository.log.generations()}
         return min(left) > generation or (
@@ -543,7 +543,7 @@ class _Checker:
             self._nodes.append(held)
 
     async def _footer(self, container: Container, kind: Kind, name: Name) -> Records | None:
-        """The table of a shard or pack, or None if it is damaged or missing (which is then
+        """Return the table of a shard or pack, or None if it is damaged or missing (which is then
         reported).
         """
         size = self._sizes.get(name)
@@ -732,7 +732,9 @@ class _Checker:
 
 
 def _agree(table: Records, places: Records, chunks: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Which places, with the ids of the chunks that should lie there, are those of a shard's table."""
+    """Return which places, with the ids of the chunks that should lie there, are those of a shard's
+    table.
+    """
     if not len(table):
         return np.zeros(len(places), np.bool_)
     at = np.minimum(np.searchsorted(table["offset"], places["offset"]), len(table) - 1)
@@ -757,7 +759,7 @@ def _by_shard(places: Records) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
 
 
 def _different(places: Records) -> npt.NDArray[np.int64]:
-    """One index for each different place, in the order in which they lie."""
+    """Return one index for each different place, in the order in which they lie."""
     keys = np.empty((len(places), 24), np.uint8)
     keys[:, :16] = places["shard"]
     keys[:, 16:] = places["offset"].astype(">u8").view(np.uint8).reshape(-1, 8)

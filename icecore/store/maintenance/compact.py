@@ -166,8 +166,8 @@ async def _rebase(
 
 
 def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
-    """What is to be copied of a shard: not what was stored anew in another form, nor what nobody
-    needs any more.
+    """Return what is to be copied of a shard: not what was stored anew in another form, nor what
+    nobody needs any more.
     """
     done = {offset for shard, offset in rebaser.gone | rebaser.moved.keys() if shard == item.shard}
     offsets = (
@@ -232,7 +232,7 @@ class _Copier:
         return found
 
     def _verify(self, name: str, entry: np.void, stored: memoryview) -> memoryview:
-        """The chunk's stored form, decrypted."""
+        """Return the chunk's stored form, decrypted."""
         key, chunk = self._repository.keys.chunk, entry["chunk"].tobytes()
         try:
             plain = memoryview(opened_piece(key, name, int(entry["offset"]), chunk, stored))

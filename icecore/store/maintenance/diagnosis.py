@@ -300,8 +300,8 @@ class Diagnosis:
         return None
 
     async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
-        """Another manifest of a snapshot, all of which is there: a collector's that the log knows
-        nothing of, or one that it has not deleted yet.
+        """Return another manifest of a snapshot, all of which is there: a collector's that the log
+        knows nothing of, or one that it has not deleted yet.
         """
         async for info in self._repository.backend.list(PREFIX["manifest"]):
             if info.name in self._named:
@@ -537,7 +537,7 @@ def _reached(nodes: Iterable[Records]) -> set[bytes]:
 
 
 def _count_lost(nodes: Iterable[Records], salvage: Salvage) -> int:
-    """How many of these cells' chunks cannot be had any more."""
+    """Return how many of these cells' chunks cannot be had any more."""
     if not salvage.lost:
         return 0
     shards = frozenset(shard for shard, _ in salvage.lost)

@@ -191,7 +191,7 @@ class Collector:
         self._before = 0
 
     async def plan(self) -> Plan:
-        """What there is to do.
+        """Return what there is to do.
 
         Raises:
             Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown;
@@ -225,8 +225,8 @@ class Collector:
         )
 
     async def plan_forget(self, snapshots: Collection[str]) -> Freed:
-        """What there would be to free if these snapshots were forgotten, beside what there is
-        already.
+        """Return what there would be to free if these snapshots were forgotten, beside what there
+        is already.
 
         Raises:
             Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
@@ -473,8 +473,8 @@ class Collector:
         )
 
     async def _old(self) -> list[Item]:
-        """What lies outside the state's reach and is known to be of no use: signs of sessions that
-        are over, hints of nobody, probes.
+        """Return what lies outside the state's reach and is known to be of no use: signs of
+        sessions that are over, hints of nobody, probes.
         """
         # A filter is stored after its segment: one that was there before a listing without its
         # segment is that of a deleted one.
@@ -504,8 +504,8 @@ class Collector:
         return old
 
     def _advises(self, hint: str) -> bool:
-        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a
-        lineage that has one.
+        """Return whether a hint object is of use: a kept snapshot names it, or it is a working set
+        of a lineage that has one.
         """
         return hint in self._reach.hints or touched_lineage(hint) in self._reach.lineages
 
@@ -525,5 +525,7 @@ class Collector:
 
 
 def _keeping(state: LogState) -> list[SessionRecord]:
-    """The open sessions that may use what is condemned after they began: all but collectors'."""
+    """Return the open sessions that may use what is condemned after they began: all but
+    collectors'.
+    """
     return [record for record in state.sessions if record.purpose != COLLECT]

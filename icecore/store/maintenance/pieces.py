@@ -80,7 +80,7 @@ class Pieces:
 
 
 def _unique(parts: list[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Each piece once, ascending."""
+    """Return each piece once, ascending."""
     pieces = np.concatenate([np.empty(0, _PIECE), *parts])
     order = np.argsort(pieces["key"], kind="stable")
     keys = pieces["key"][order]

@@ -121,7 +121,7 @@ class Reach:
             self._claimed.difference_update(_ids(fresh))
 
     def _claim(self, refs: Refs) -> Refs:
-        """Those of ``refs`` that nobody is reading.
+        """Return those of ``refs`` that nobody is reading.
 
         Snapshots of a lineage are read at the same time, and have most nodes in common. Whoever
         leaves a node to another relies on him, so what both reach counts as marked only when both
@@ -174,7 +174,7 @@ def _ids(refs: Refs) -> list[bytes]:
 
 
 def space_refs(manifest: Manifest, name: str) -> list[Refs]:
-    """The node references of every space of a manifest.
+    """Return the node references of every space of a manifest.
 
     Raises:
         Damaged: They cannot be.
@@ -193,7 +193,7 @@ def _shards(places: Records) -> Iterator[bytes]:
 async def readable_nodes(
     repository: Repository, refs: Refs, fail: Callable[[int, IcecoreError], None] | None = None
 ) -> list[tuple[int, Records]]:
-    """The CELL records of all nodes that can be read, with the number of each in ``refs``.
+    """Return the CELL records of all nodes that can be read, with the number of each in ``refs``.
 
     Args:
         fail: Told of the others.
@@ -220,7 +220,8 @@ async def readable_nodes(
 
 
 async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.NDArray[np.int64]]:
-    """The CELL records of nodes in the order of ``refs``, verified, and how many each node has.
+    """Return the CELL records of nodes in the order of ``refs``, verified, and how many each node
+    has.
 
     Raises:
         Damaged, ObjectMissing: Names the node, or the pack.

@@ -83,7 +83,7 @@ class Orphans:
             held[place.shard, place.offset] = row
 
     def found(self) -> list[Orphan]:
-        """The orphans, in the order in which they lie."""
+        """Return the orphans, in the order in which they lie."""
         return [
             Orphan(next(iter(deltas.values())).stored.base_place, list(deltas.values()))
             for key, deltas in sorted(self._deltas.items())
@@ -126,7 +126,9 @@ class Rebaser:
         self._objective = Objective()
 
     async def run(self, orphan: Orphan) -> bool:
-        """Whether it was worth it. What cannot be read stays as it is, for 'check' and 'repair'."""
+        """Return whether it was worth it. What cannot be read stays as it is, for 'check' and
+        'repair'.
+        """
         try:
             base = await self._read(orphan.base)
             stored = [await self._read(row.stored.place) for row in orphan.deltas]
@@ -162,7 +164,7 @@ class Rebaser:
         return out
 
     def _forms(self, orphan: Orphan, base: memoryview, stored: list[memoryview]) -> list[_Form]:
-        """The newest chunk in full, then the others; all verified before they are encoded."""
+        """Return the newest chunk in full, then the others; all verified before they are encoded."""
         room = memoryview(bytearray(CELL_BYTES))
         contents = [
             bytes(self._decoder.decode(row, own, base, room, self._scratch))

@@ -53,8 +53,8 @@ class Reindexer:
         self._damaged: set[bytes] = set()
 
     async def plan(self, segments: list[SegmentRef]) -> list[Merge]:
-        """What is to be rewritten: segments that are many and small, and those that name a shard
-        that is gone.
+        """Return what is to be rewritten: segments that are many and small, and those that name a
+        shard that is gone.
         """
         await self._look(segments)
         sound = [ref for ref in segments if ref.id not in self._damaged]

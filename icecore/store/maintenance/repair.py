@@ -73,8 +73,8 @@ class Repairer:
         self._relogger = Relogger(repository, accept_rollback=accept_rollback)
 
     async def plan(self) -> Plan:
-        """What there is to do. Where the newest log entry is lost, what else is damaged is found
-        once the log goes on.
+        """Return what there is to do. Where the newest log entry is lost, what else is damaged is
+        found once the log goes on.
 
         Raises:
             RollbackDetected: This client has seen a newer entry than there is, or another, and that
@@ -168,8 +168,8 @@ def _continued(relogging: Relogging) -> Plan:
 
 
 def _same_secret(one: Keys, other: Keys) -> bool:
-    """Whether two repositories are replicas; an encrypted one has a few keys of its own all the
-    same.
+    """Return whether two repositories are replicas; an encrypted one has a few keys of its own all
+    the same.
     """
     return one.secret == other.secret and one.encrypted == other.encrypted
 

@@ -81,7 +81,7 @@ class Salvage:
     instead: dict[Key, Place] = field(default_factory=dict)
 
     def replaced(self, key: Key) -> bool:
-        """Whether the chunk is to be had in full at another place."""
+        """Return whether the chunk is to be had in full at another place."""
         return key in self.found or key in self.twins or key in self.instead
 
     @property
@@ -94,7 +94,7 @@ class Salvage:
 
 
 def pieces_in(records: Records, shards: frozenset[bytes]) -> list[ShardPiece]:
-    """The different pieces in ``shards`` to which CELL records refer, bases included."""
+    """Return the different pieces in ``shards`` to which CELL records refer, bases included."""
     pieces: dict[Key, ShardPiece] = {}
     for row in _rows(records, "place", shards):
         pieces.setdefault((row.stored.place.shard, row.stored.place.offset), _own(row))
@@ -196,7 +196,7 @@ class Salvager:
         return None
 
     async def _bitmap(self, piece: ShardPiece) -> bytes | None:
-        """A base's data bitmap, which its deltas begin with."""
+        """Return a base's data bitmap, which its deltas begin with."""
         assert piece.delta is not None
         for repository, _ in self._places:
             stored = await _read(repository, piece.delta.chunk, piece.delta.stored.place)
@@ -218,7 +218,7 @@ class Salvager:
         return len(content) == size and chunk_id(self._keys.chunk, bitmap, content) == piece.chunk
 
     async def _another(self, piece: ShardPiece) -> Place | None:
-        """Another place that holds the same chunk in full, verified."""
+        """Return another place that holds the same chunk in full, verified."""
         bitmap = piece.bitmap if piece.bitmap is not None else await self._bitmap(piece)
         if bitmap is None:
             return None
@@ -277,7 +277,7 @@ def _sealed(stored: bytes) -> bool:
 
 
 async def _read(repository: Repository, chunk: bytes, place: Place) -> bytes | None:
-    """What is stored of a chunk at a place, decrypted; None if there is no such thing."""
+    """Return what is stored of a chunk at a place, decrypted; None if there is no such thing."""
     if not 0 < place.length <= CELL_BYTES + codec.MAX_OVERHEAD:
         return None
     out = bytearray(place.length)

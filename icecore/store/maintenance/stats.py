@@ -128,7 +128,7 @@ class _Counter:
         self._numbers: dict[bytes, int] = {}
 
     async def run(self, state: LogState) -> Stats:
-        """All of it."""
+        """Return all of it."""
         objects: Counter[str] = Counter()
         object_bytes: Counter[str] = Counter()
         for kind in KINDS:
@@ -160,7 +160,7 @@ class _Counter:
         )
 
     async def _reached(self, records: Iterable[SnapshotRecord]) -> Pieces:
-        """The different pieces that some snapshots reach."""
+        """Return the different pieces that some snapshots reach."""
         seen: set[bytes] = set()
         gathered: list[Pieces] = []
         for record in records:
@@ -203,7 +203,7 @@ class _Counter:
 
 
 def _different(parts: Iterable[Pieces]) -> Pieces:
-    """Each place once; where one of several tells the pages, that one."""
+    """Return each place once; where one of several tells the pages, that one."""
     every = np.concatenate([np.zeros(0, _PIECE), *parts])
     order = np.lexsort((-every["pages"].astype(np.int32), every["key"]))
     every = every[order]

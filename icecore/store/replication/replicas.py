@@ -205,8 +205,8 @@ class _Sync:
         self._target.emit(Event("sync.lost", {"snapshot": record.snapshot, "error": str(error)}))
 
     async def _begin(self, names: Collection[str]) -> Session:
-        """A session in whose first state nothing that is needed is condemned, and no collector is
-        at work.
+        """Return a session in whose first state nothing that is needed is condemned, and no
+        collector is at work.
         """
         wanted = {parsed for parsed in map(parse_name, names) if parsed is not None}
         waited, collected = 0.0, False
@@ -275,8 +275,8 @@ class _Sync:
         return np.concatenate(entries) if entries else None
 
     async def _fetch(self, name: str, record: SnapshotRecord) -> tuple[bytes, Records | None]:
-        """A whole object, sound, and what `verify` tells of it; from another replica of the source
-        if its own is not.
+        """Return a whole object, sound, and what `verify` tells of it; from another replica of the
+        source if its own is not.
 
         Raises:
             Damaged, ObjectMissing: It is nowhere sound.

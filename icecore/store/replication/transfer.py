@@ -126,8 +126,8 @@ def copy(
 
 
 def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
-    """What a copy is built on: the parent, or where one of the two repositories has forgotten it,
-    the lineage's newest before it.
+    """Return what a copy is built on: the parent, or where one of the two repositories has
+    forgotten it, the lineage's newest before it.
     """
     if any(one.snapshot == record.parent for one in both):
         return record.parent
@@ -294,11 +294,11 @@ class _Parents:
         return made
 
     def space(self, space: Space) -> Space | None:
-        """The target's space of that kind and key."""
+        """Return the target's space of that kind and key."""
         return self._spaces.get((space.kind, space.key))
 
     def region(self, space: Space, region: Region) -> _Before:
-        """The cells of the region that has the same origin."""
+        """Return the cells of the region that has the same origin."""
         key = (space.kind, space.key, region.origin)
         return _Before(_by_cell(self._theirs.get(key)), _by_cell(self._ours.get(key)))
 

@@ -39,8 +39,8 @@ async def each(
 async def in_order(
     items: Iterable[T], work: Callable[[T], Awaitable[R]], *, ahead: int
 ) -> AsyncGenerator[R, None]:
-    """What ``work`` makes of ``items``, in their order; ``ahead`` of them are begun before it is
-    their turn.
+    """Yield what ``work`` makes of ``items``, in their order; ``ahead`` of them are begun before it
+    is their turn.
 
     To be closed (``contextlib.aclosing``) where it may not be read to its end: what was begun is
     then cancelled.

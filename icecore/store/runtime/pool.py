@@ -48,7 +48,7 @@ class BufferPool:
         self._change = threading.Condition()
 
     def acquire(self, check: Callable[[], None], timeout: float) -> memoryview:
-        """A buffer; waits while all are out.
+        """Return a buffer; waits while all are out.
 
         Args:
             check: Called now and then while waiting; raises when waiting has become pointless.

@@ -125,8 +125,8 @@ class Deltas:
         full: float,
         scratch: Scratch,
     ) -> Delta | None:
-        """A delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the best full
-        form is expected to take ``full`` bytes.
+        """Return a delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the
+        best full form is expected to take ``full`` bytes.
 
         The base is the parent's chunk, or the parent's base where that chunk is a delta itself.
 
@@ -208,7 +208,9 @@ class Deltas:
         )
 
     def _bitmap(self, previous: Row, scratch: Scratch) -> bytes:
-        """The base's data bitmap: the record's own, or from the header of the delta that it says."""
+        """Return the base's data bitmap: the record's own, or from the header of the delta that it
+        says.
+        """
         own = previous.stored.place
         if not own.codec & codec.DELTA:
             return previous.data
@@ -226,7 +228,7 @@ class Deltas:
             peek_piece(self._key, object_name("shard", place.shard), place.offset, start, out, out)
 
     def _opened(self, chunk: bytes, place: Place, scratch: Scratch, out: memoryview) -> memoryview:
-        """The stored form of an encrypted chunk.
+        """Return the stored form of an encrypted chunk.
 
         Raises:
             Damaged: It is not what was encrypted for that place.
@@ -240,8 +242,8 @@ class Deltas:
             raise Damaged("chunk", chunk.hex(), f"{error} (in {name})") from error
 
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
-        """How long a delta would be, from a few of the base's pages; None where such a look is not
-        possible or not cheap.
+        """Return how long a delta would be, from a few of the base's pages; None where such a look
+        is not possible or not cheap.
         """
         pages = len(data) // PAGE
         if (
@@ -268,7 +270,7 @@ class Deltas:
         return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
 
     def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
-        """The base's bytes, as they were read."""
+        """Return the base's bytes, as they were read."""
         content = scratch.base[: pages_of(theirs) * PAGE]
         try:
             if overhead(self._key):
@@ -298,7 +300,7 @@ class Deltas:
 
 
 def best_residual(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
-    """Which form suits what differs, tried on a sample: as residual or as it is."""
+    """Return which form suits what differs, tried on a sample: as residual or as it is."""
     by_xor = trial(sample(found.xor), scratch, objective, codec.XOR)
     if found.whole:
         return by_xor  # a patch of all pages is the full form

@@ -41,7 +41,8 @@ class ChunkDecoder:
         *,
         verified: bool = True,
     ) -> memoryview:
-        """The data pages' bytes of one cell, in address order. Releases the GIL while bytes move.
+        """Return the data pages' bytes of one cell, in address order. Releases the GIL while bytes
+        move.
 
         Args:
             record: Its CELL record.
@@ -149,7 +150,7 @@ def _decode_full(chunk: bytes, place: Place, stored: memoryview, out: memoryview
 
 
 def damaged_chunk(chunk: bytes, place: Place, why: str) -> Damaged:
-    """What is wrong with a chunk, and where it lies."""
+    """Return what is wrong with a chunk, and where it lies."""
     where = (
         ""
         if place.codec == codec.ZERO

@@ -85,7 +85,7 @@ class MapWriter:
         return refs.tobytes()
 
     def finish(self) -> list[Buffer] | None:
-        """The pack as buffers to write one after the other; None if no node is new."""
+        """Return the pack as buffers to write one after the other; None if no node is new."""
         if not self._nodes:
             return None
         lengths = [len(node) for node in self._nodes]

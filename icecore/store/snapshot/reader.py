@@ -126,7 +126,7 @@ class SnapshotReader:
     def open(
         cls, repository: Repository, snapshot: str | SnapshotRecord, loop: asyncio.AbstractEventLoop
     ) -> SnapshotReader:
-        """The reader of a snapshot given by id or record.
+        """Return the reader of a snapshot given by id or record.
 
         Raises:
             NotFound: It is not listed.
@@ -139,8 +139,8 @@ class SnapshotReader:
         )
 
     def records(self, space: Space) -> list[Records]:
-        """The CELL records of a space: one array per region, ascending by cell. Nodes are read in
-        few large ranges and verified.
+        """Return the CELL records of a space: one array per region, ascending by cell. Nodes are
+        read in few large ranges and verified.
 
         Raises:
             Damaged: Names the node, or the manifest if the references in it cannot be.
@@ -212,7 +212,7 @@ class SnapshotReader:
         return self._sound(lambda backend: self._cell(record, out, backend))
 
     def _sound(self, read: Callable[[Backend], T]) -> T:
-        """What ``read`` gives, from another replica where what the first gave is damaged."""
+        """Return what ``read`` gives, from another replica where what the first gave is damaged."""
         try:
             return read(self._backend)
         except (Damaged, ObjectMissing) as error:

@@ -45,7 +45,7 @@ class _Filling(ABC):
         """Enter a chunk of ``length`` stored bytes; its offset."""
 
     def due(self) -> Coroutine[Any, Any, object] | None:
-        """What is to be done before the shard is full, if it is time for that."""
+        """Return what is to be done before the shard is full, if it is time for that."""
         return None
 
     @abstractmethod

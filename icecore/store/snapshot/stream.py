@@ -134,7 +134,7 @@ class DraftStream(ShardStream):
     def _encrypted(
         self, lane: _Lane, table: ShardTable, chunk: bytes, parts: Sequence[Buffer], stored: int
     ) -> Sequence[Buffer]:
-        """A chunk as it goes to the end of the lane's shard, in the lane's own memory."""
+        """Return a chunk as it goes to the end of the lane's shard, in the lane's own memory."""
         if lane.room is None:
             lane.room = huge_buffer(CELL_BYTES + MAX_OVERHEAD)
         room = lane.room[:stored]
@@ -246,8 +246,8 @@ class BufferedStream(ShardStream):
         return shard.builder.name, offset, stored
 
     def _due(self, shard: _OpenShard) -> bool:
-        """Whether it goes out although there is room: the first one, while nothing is on its way,
-        or the link would wait until a shard is full.
+        """Return whether it goes out although there is room: the first one, while nothing is on its
+        way, or the link would wait until a shard is full.
         """
         return not self._begun and shard.builder.used >= _WORTH_SENDING and self._uploads.idle
 

@@ -78,8 +78,8 @@ class Objective:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def cost(self, ratio: float, cpu: float) -> float:
-        """Seconds per byte of a form that stores ``ratio`` of the bytes and takes ``cpu`` seconds
-        per byte to encode and decode.
+        """Return the seconds per byte of a form that stores ``ratio`` of the bytes and takes
+        ``cpu`` seconds per byte to encode and decode.
         """
         return 2 * ratio / self.link + cpu / self.cores
 
@@ -94,7 +94,7 @@ class Objective:
         return self.link < _SLOW_LINK
 
     def for_small_deltas(self) -> Objective:
-        """The same with bytes four times as dear."""
+        """Return the same with bytes four times as dear."""
         return Objective(self.link / 4, self.cores)
 
 
@@ -113,7 +113,7 @@ class Estimate:
 
 
 def sample_starts(pages: int) -> list[int]:
-    """The first page of each run of a sample of a chunk of so many pages."""
+    """Return the first page of each run of a sample of a chunk of so many pages."""
     return [run * (pages - _SAMPLE_RUN_PAGES) // (SAMPLE_RUNS - 1) for run in range(SAMPLE_RUNS)]
 
 
@@ -179,7 +179,7 @@ class Habit:
         scratch: Scratch,
         measure: Callable[[Scratch], Estimate],
     ) -> Estimate:
-        """The form for a chunk of ``region``.
+        """Return the form for a chunk of ``region``.
 
         That of lately if the data looks as it did then, else by ``measure`` (a trial); that follows
         at the latest after 8 chunks, later and later (up to 128) while it keeps confirming the
@@ -221,13 +221,13 @@ class Habit:
 
 
 def surprising(estimate: Estimate, length: int, stored: int) -> bool:
-    """Whether ``stored`` bytes for ``length`` are far from what the sample promised."""
+    """Return whether ``stored`` bytes for ``length`` are far from what the sample promised."""
     return abs(stored / length - estimate.ratio) > _TOLERANCE
 
 
 def _probe(data: memoryview, scratch: Scratch) -> int:
-    """How well a few kilobytes of ``data`` compress with the quickest form, in eighths: alike for
-    alike data, at 1 % of a codec's time.
+    """Return how well a few kilobytes of ``data`` compress with the quickest form, in eighths:
+    alike for alike data, at 1 % of a codec's time.
     """
     pages = len(data) // PAGE
     step = max(1, pages // _PROBE_PAGES)

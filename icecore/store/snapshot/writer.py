@@ -343,7 +343,7 @@ class SnapshotWriter:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _claim(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
-        """How the chunk is stored already; or None: this thread must store it and then
+        """Return how the chunk is stored already; or None: this thread must store it and then
         :meth:`_settle`.
         """
         while True:
@@ -407,7 +407,7 @@ class SnapshotWriter:
         return "", None
 
     def _can_be(self, place: Place, length: int) -> bool:
-        """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's
+        """Return whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's
         record, only says so; a map with a place that cannot be would be refused as a whole.
         """
         tag = overhead(self._keys.chunk)
@@ -484,8 +484,8 @@ class SnapshotWriter:
             self._entries.append(entries)
 
     def _usable_base(self, shard: bytes) -> bool:
-        """Whether a chunk in ``shard`` may be read and be a base: one that is still on its way out
-        can not be read back.
+        """Return whether a chunk in ``shard`` may be read and be a base: one that is still on its
+        way out can not be read back.
         """
         if shard in self._own_shards:
             return self._uploads.stored(shard)
