@@ -1,5 +1,5 @@
-"""The cell, a 1 MiB window of a space, and the record that says where its bytes are: the one row
-type that maps, writers and readers share.
+"""The cell, a 1 MiB window of a space, and the record that says where its bytes are. Maps, writers
+and readers share this one row type.
 """
 
 from __future__ import annotations

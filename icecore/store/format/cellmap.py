@@ -1,5 +1,5 @@
 """The map of a space as a Merkle table: nodes of up to 64 cells of one region, named by the keyed
-BLAKE3 of their records; pure, many nodes a call.
+BLAKE3 of their records. Pure; one call handles many nodes.
 
 A node's uncompressed bytes are its CELL records, ascending by cell. Stored, a byte says whether
 they follow as they are (0) or as one zstd frame and its digest (1). Nodes lie back to back in a
@@ -38,12 +38,12 @@ PACK = Container("nodes", b"icnodes\n", 1, PACK_ENTRY, MAX_NODES)
 _PLAIN, _ZSTD = b"\0", b"\1"
 _LEVEL = 1
 
-#: Whether there is a codec of a number.
+#: Whether a codec has the number.
 _KNOWN_CODECS = np.fromiter((codec.known(number) for number in range(256)), np.bool_, 256)
-#: Uncompressed and stored length of a node are at most these.
+#: Upper bounds of a node's uncompressed and stored length.
 MAX_NODE_BYTES = NODE_CELLS * CELL.itemsize
 MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1 + TAG_BYTES
-#: No shard or pack is longer: a place beyond it is nowhere.
+#: No shard or pack is longer, so a place beyond it is invalid.
 MAX_CONTAINER_BYTES = 1 << 40
 _ROWS = 8192
 
@@ -153,8 +153,7 @@ class NodeDecoder:
         """Return the uncompressed bytes of a node.
 
         Raises:
-            Damaged: They are not those of node ``identity``; no more than a node's bytes are ever
-                allocated.
+            Damaged: They are not those of node ``identity``. At most a node's bytes are allocated.
         """
         node: Buffer
         if stored[:1] == _PLAIN:
@@ -184,7 +183,7 @@ class NodeDecoder:
         Args:
             stored: Their stored bytes.
             refs: Their NODE_REF records.
-            limit: Bytes of records that are made at most.
+            limit: Most bytes of records to create.
 
         Returns:
             All records, one after the other, and how many each node has.
@@ -217,7 +216,7 @@ class NodeDecoder:
         return records, counts
 
     def verify(self, stored: memoryview, ref: np.void) -> None:
-        """Check the stored bytes of one node, whichever group it is of.
+        """Check the stored bytes of one node, regardless of its group.
 
         Raises:
             Damaged: They are not what was written.
@@ -277,16 +276,16 @@ def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.N
 
 
 def check_regions(regions: Sequence[Region], records: Records, region: Indices) -> None:
-    """Check that cells lie in their regions, with all their pages: as regions are disjoint, no page
-    of a space is in two cells then.
+    """Check that cells lie in their regions, with all their pages. As regions are disjoint, this
+    means that no page of a space is in two cells.
 
     Args:
-        regions: A space's.
+        regions: The regions of a space.
         records: CELL records.
         region: The region of each.
 
     Raises:
-        ValueError: One does not.
+        ValueError: A cell lies outside its region.
     """
     if not len(records):
         return

@@ -1,5 +1,5 @@
-"""A chunk, the bytes of one cell's data pages in address order: its id, and its pages matched to
-another chunk's; bytes in, bytes out.
+"""The chunk, the bytes of a cell's data pages in address order: its id, and matching its pages to
+those of another chunk. Pure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def align(base_bitmap: Buffer, base: Buffer, bitmap: Buffer, out: memoryview) ->
     Args:
         base_bitmap: Data bitmap of the base (32 bytes).
         base: The base's pages.
-        bitmap: Data bitmap of the chunk that is to be matched.
+        bitmap: Data bitmap of the chunk to match.
         out: Room for that chunk's pages; must not overlap ``base``.
 
     Returns:

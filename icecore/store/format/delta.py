@@ -1,9 +1,9 @@
-"""Delta forms: a chunk as the pages that differ from a base chunk's, and nothing of the others; the
-base is always a full chunk.
+"""Delta forms: a chunk stored as its pages that differ from a base chunk. The base is always a full
+chunk.
 
-Stored: the base's data bitmap (32 bytes) · the changed pages (32 bytes, bit i = the chunk's i-th
-data page) · a full form's body of the changed pages, either their own bytes (patch) or their xor
-with the base's (xor) · the digest. Pages that the base lacks count as zero.
+Stored: the base's data bitmap (32 bytes) · the bitmap of changed pages (32 bytes, bit i is the
+chunk's i-th data page) · the body of a full form of the changed pages, either as they are (patch)
+or xored with the base's (xor) · the digest. Pages that the base lacks count as zero.
 """
 
 from __future__ import annotations

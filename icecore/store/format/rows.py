@@ -1,5 +1,5 @@
-"""CELL records as plain tuples: what handles one record at a time packs and unpacks it in one step
-instead of field by field.
+"""CELL records as plain tuples, for code that handles one record at a time: packing or unpacking a
+whole record takes one step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A shard, one immutable object of many chunks: stored chunks back to back, then a footer from
-which every one of them can be found and told.
+"""The shard, one immutable object of many chunks: stored chunks back to back, then a footer that
+locates and identifies each of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ShardTable:
 
     Args:
         name: 16 random bytes.
-        limit: Stored bytes that it takes at most (without the footer).
+        limit: Most stored bytes that it takes (without the footer).
     """
 
     def __init__(self, name: bytes, limit: int) -> None:
@@ -59,7 +59,7 @@ class ShardTable:
         return self.used + length <= self.limit and len(self._entries) < SHARD.max_entries
 
     def add(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> int:
-        """Enter one stored chunk behind the others.
+        """Append one stored chunk.
 
         Args:
             chunk: The chunk's id.
@@ -67,7 +67,7 @@ class ShardTable:
             base: The id of its base if ``number`` is a delta's, else
                 :data:`icecore.store.format.chunk.NO_CHUNK`.
             number: Its codec.
-            length: Stored bytes; they must :meth:`fits`.
+            length: Stored bytes; check `fits` first.
 
         Returns:
             Its offset in the shard.
@@ -80,7 +80,7 @@ class ShardTable:
         return offset
 
     def footer(self, key: bytes) -> bytes:
-        """Return what comes after the chunks; ``key`` is the repository's shard key."""
+        """Return the footer, which follows the chunks; ``key`` is the repository's shard key."""
         return SHARD.footer(key, self.name, b"".join(self._entries), self.used)
 
     def entries(self) -> Records:
@@ -102,7 +102,7 @@ class ShardBuilder(ShardTable):
     def reserve(
         self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int
     ) -> tuple[int, memoryview]:
-        """As :meth:`add`; returns also the room for the chunk, to be filled before :meth:`finish`."""
+        """Do as :meth:`add`; return also the room for the chunk, to fill before :meth:`finish`."""
         offset = self.add(chunk, data, base, number, length)
         return offset, self.buffer[offset : offset + length]
 
