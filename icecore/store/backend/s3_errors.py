@@ -1,5 +1,5 @@
-"""What an S3 client's failure means: our error for it, with the cure; rule: only what cannot get
-better by itself is refused for good.
+"""Translates an S3 client's failure into icecore's error, with the cure. A failure is permanent
+only if it cannot resolve by itself.
 
 A plain `StoreError` may pass when the request is sent again. Codes:
 https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
@@ -32,8 +32,8 @@ _CURES = {
     "MethodNotAllowed": "the bucket does not allow it: see its policy",
     "NotImplemented": "this store lacks what a repository needs",
 }
-#: Errors of those statuses say that the request is wrong, whatever the code; others of the 4xx may
-#: pass.
+#: Errors with other 4xx statuses mean that the request is wrong, whatever the code; these may be
+#: transient.
 _PASSING = {408, 409, 425, 429}
 _FULL = {"QuotaExceeded", "StorageFull", "XMinioStorageFull", "EntityTooLarge"}
 _WRONG_REGION = {
@@ -45,7 +45,7 @@ _RANGE = "InvalidRange"
 
 
 class Reply(NamedTuple):
-    """What is known of a failed request: HTTP status (0: there was no reply), S3's code, its words."""
+    """What is known of a failed request: HTTP status (0: no reply), S3's code and message."""
 
     status: int
     code: str
@@ -61,29 +61,29 @@ def parse(text: str) -> Reply:
 
 
 def is_past_end(text: str) -> bool:
-    """Return whether a range was asked for that begins behind the object's end."""
+    """Return whether the requested range begins beyond the object's end."""
     reply = parse(text)
     return reply.status == 416 or reply.code == _RANGE
 
 
 def is_conflict(text: str) -> bool:
-    """Return whether a conditional write met another one in flight: nothing is decided, unlike by a
-    failed precondition.
+    """Return whether a conditional write met another one in flight. Unlike a failed precondition,
+    this decides nothing.
     """
     return parse(text).status == 409
 
 
 def translate(text: str, doing: str, where: str, name: str = "") -> IcecoreError:
-    """Our error for a client's error text.
+    """Return icecore's error for a client's error text.
 
     Args:
         doing: What failed, as in "cannot …".
         where: The place in words.
-        name: The object that it was about, if any.
+        name: The object concerned, if any.
 
     Returns:
-        `NotFound` (no such bucket), `ObjectMissing`, `StoreFull`, `StoreDenied` (will never pass)
-        or `StoreError` (may pass).
+        `NotFound` (no such bucket), `ObjectMissing`, `StoreFull`, `StoreDenied` (permanent) or
+        `StoreError` (may be transient).
     """
     reply = parse(text)
     what = f"{reply.code}: {reply.words}" if reply.code else reply.words or f"status {reply.status}"

@@ -47,9 +47,6 @@ T = TypeVar("T")
 #: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3
 #: carries 85 to 90 MB/s.
 IN_FLIGHT = 8
-#: Bound of the shard buffers of all streams, for a back end without drafts; shards are then as
-#: small as it demands.
-_BUFFER_BYTES = 256 << 20
 _LEAST_SHARD_BYTES = 4 * CELL_BYTES
 _PATIENCE_SECONDS = 600.0
 _CLAIM_WAIT_SECONDS = 0.5
@@ -91,6 +88,8 @@ class SnapshotWriter:
             its own shards.
         objective: What is to be saved, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
+        memory: Bound in bytes of the shard buffers, used where the back end has no drafts; shards
+            are then as small as it requires. Each calling thread takes 7 to 9 MiB more.
     """
 
     def __init__(
@@ -102,6 +101,7 @@ class SnapshotWriter:
         streams: int = 1,
         objective: Objective | None = None,
         emit: Sink = discard,
+        memory: int = 256 << 20,
     ) -> None:
         if streams < 1:
             raise UsageError(f"a snapshot has at least one stream, not {streams}")
@@ -112,7 +112,7 @@ class SnapshotWriter:
         self._objective = objective or Objective()
         self._keys = repository.keys
         self._uploads = Uploads(session, loop, emit)
-        self._streams = self._make_streams(streams)
+        self._streams = self._make_streams(streams, memory)
         self._habits = [Habit() for _ in range(streams)]
         self._deltas = [
             Deltas(
@@ -135,16 +135,14 @@ class SnapshotWriter:
         self._statistics = Statistics()
         self._over = False
 
-    def _make_streams(self, count: int) -> Sequence[ShardStream]:
+    def _make_streams(self, count: int, memory: int) -> Sequence[ShardStream]:
         keys, shard_bytes = self._keys, self._repository.config.parameters.shard_bytes
         if self._repository.backend.drafts:
             return [
                 DraftStream(self._uploads, keys, self._closed, shard_bytes) for _ in range(count)
             ]
         buffers = count + IN_FLIGHT
-        pool = BufferPool(
-            max(_LEAST_SHARD_BYTES, min(shard_bytes, _BUFFER_BYTES // buffers)), buffers
-        )
+        pool = BufferPool(max(_LEAST_SHARD_BYTES, min(shard_bytes, memory // buffers)), buffers)
         return [
             BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS)
             for _ in range(count)
