@@ -1,5 +1,5 @@
-"""The snapshot list: immutable pages and a short tail in the log entry, so that a commit costs the
-same however many snapshots there are.
+"""The snapshot list: immutable pages and a short tail in the log entry, so that the cost of a commit
+does not depend on the number of snapshots.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from icecore.store.format.state import (
 )
 
 #: Records in a full page, the length of the tail at which it becomes a page, and how many pages of
-#: one size class are joined: a record is rewritten a few times in its life, and the entry refers to
+#: one size class are merged. A record is rewritten a few times in its life, and the entry refers to
 #: one page for every 2048 records and a dozen smaller ones.
 PAGE_RECORDS = 2048
 TAIL_RECORDS = 32
 FAN_IN = 8
-#: Under contention a longer tail is cheaper than pages that a lost race makes useless.
+#: Under contention, a longer tail is cheaper than pages that a lost race makes useless.
 TAIL_LIMIT = 4 * TAIL_RECORDS
-#: Names of condemned objects that the entry holds itself.
+#: Most names of condemned objects that the entry holds itself.
 INLINE_NAMES = 64
 
 #: Pages whose bytes are cached.
@@ -48,11 +48,11 @@ _PARSED_RECORDS = 2 * PAGE_RECORDS
 
 
 class Pages:
-    """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
+    """Reads and writes the objects that a log entry refers to, and caches the last ones.
 
-    What a change writes here may only be named by the entry that directly follows the state which
-    the change was given: a collector that lists an object which no state names, condemns it with an
-    entry of its own, so it can only come between by taking that generation.
+    What a change writes here may be referred to only by the entry that directly follows the state
+    given to the change. A collector that lists an object which no state refers to condemns it with
+    an entry of its own, so it can interfere only by taking that generation.
     """
 
     def __init__(self, backend: Backend, key: bytes) -> None:
@@ -60,7 +60,7 @@ class Pages:
         self._backend = backend
         self._key = key
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
-        #: Pages that were parsed last: to find a base is then no matter of how long its page is.
+        #: Pages parsed last, so that finding a base does not depend on the length of its page.
         self._parsed: OrderedDict[bytes, list[SnapshotRecord]] = OrderedDict()
 
     async def _fetch(self, identity: bytes, digest: bytes, limit: int, cached: bool) -> bytes:
@@ -83,7 +83,7 @@ class Pages:
         self._remember(sealed.digest, sealed.data)
 
     async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
-        """Return the records of a page, from storage in any case unless ``cached``."""
+        """Return the records of a page; read them from storage unless ``cached``."""
         parsed = self._parsed.get(ref.digest) if cached else None
         if parsed is not None:
             self._parsed.move_to_end(ref.digest)
@@ -118,7 +118,7 @@ class Pages:
         return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
 
     async def condemned(self, generation: int, names: list[tuple[Kind, bytes]]) -> Condemned:
-        """Return a batch of ``names``, stored as an object of its own if it is long."""
+        """Return a batch of ``names``; a long one is stored as a separate object."""
         if len(names) <= INLINE_NAMES:
             return Condemned(generation, names=join_names(names))
         identity = random_id()
@@ -133,7 +133,7 @@ async def add(state: LogState, records: Sequence[SnapshotRecord], pages: Pages) 
     """Return ``state`` with ``records`` appended to its snapshot list.
 
     Raises:
-        UsageError: A snapshot of that id is listed already.
+        UsageError: A snapshot with that id is listed already.
     """
     for record in records:
         if await find(state, record.snapshot, pages) is not None:
@@ -153,7 +153,7 @@ async def add(state: LogState, records: Sequence[SnapshotRecord], pages: Pages) 
 
 
 def _size_class(count: int) -> int:
-    """0 for a page of less than 256 records, 1 for less than 2048, 2 for full ones."""
+    """Return 0 for a page of less than 256 records, 1 for less than 2048, 2 for full ones."""
     size = 0
     while count >= TAIL_RECORDS * FAN_IN:
         count //= FAN_IN
@@ -167,10 +167,10 @@ async def edit(
     change: Callable[[SnapshotRecord], SnapshotRecord | None],
     pages: Pages,
 ) -> LogState:
-    """Return ``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only
-    pages that hold one of them are rewritten.
+    """Return ``state`` with ``change`` applied to the records of ``snapshots`` (None removes one);
+    only pages that hold one of them are rewritten.
 
-    Snapshots that are not listed are passed over.
+    Snapshots that are not listed are skipped.
     """
     wanted = set(snapshots)
     prefixes = sorted(leading(snapshot) for snapshot in wanted)
@@ -179,8 +179,8 @@ async def edit(
         changed = (change(record) if record.snapshot in wanted else record for record in records)
         return [record for record in changed if record is not None]
 
-    # Runs of neighbouring pages, each either untouched (a reference) or rewritten (its records),
-    # joined where they have become small.
+    # Runs of neighbouring pages, each untouched (a reference) or rewritten (its records), and merged
+    # where they have become small.
     parts: list[PageRef | list[SnapshotRecord]] = []
     for ref in state.pages:
         if any(ref.first <= prefix <= ref.last for prefix in prefixes):
@@ -243,7 +243,7 @@ async def everything(state: LogState, pages: Pages) -> list[SnapshotRecord]:
 
 
 async def condemned_names(state: LogState, pages: Pages) -> set[tuple[Kind, bytes]]:
-    """Every object that ``state`` marks for deletion."""
+    """Return every object that ``state`` marks for deletion."""
     names: set[tuple[Kind, bytes]] = set()
     for batch in state.condemned:
         names.update(await pages.read_names(batch))
@@ -253,9 +253,7 @@ async def condemned_names(state: LogState, pages: Pages) -> set[tuple[Kind, byte
 async def pardon(
     state: LogState, cleared: Collection[tuple[Kind, bytes]], pages: Pages
 ) -> LogState:
-    """Return ``state`` without the marks of ``cleared``; the others keep the generation at which
-    they were made.
-    """
+    """Return ``state`` without the marks of ``cleared``; the others keep their generation."""
     batches: list[Condemned] = []
     for batch in state.condemned:
         names = await pages.read_names(batch)

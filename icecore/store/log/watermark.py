@@ -1,5 +1,5 @@
 """What this client remembers of a repository between runs: the newest generation it saw, so that an
-older state shown later is an error; its configuration.
+older state shown later is an error; and the configuration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Watermark:
-    """Remembers in this process only; the base of those that remember longer.
+    """Remembers within this process only; the base class of those that remember longer.
 
     Args:
         where: The repository's place, for messages.
@@ -54,10 +54,10 @@ class Watermark:
     def accept(self, seen: Seen, *, instead_of: Seen) -> None:
         """Remember ``seen`` although it may be older, or another entry of the same generation.
 
-        Only for what knows why that is so: a repair by this client, and a person who confirmed it.
+        Only for callers with a reason: a repair by this client, or a person's confirmation.
 
         Args:
-            instead_of: What was remembered when that was decided.
+            instead_of: What was remembered at the time of that decision.
 
         Raises:
             RollbackDetected: Something else has been seen since.
