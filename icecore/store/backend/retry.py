@@ -107,7 +107,7 @@ class Retrying(Wrapper):
                         return False
                 offset += view.nbytes
         except (ObjectMissing, Damaged):
-            return False  # it was another's, and that one has deleted it again
+            return False  # another writer created it, and has deleted it again
         return True
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
@@ -135,7 +135,7 @@ class Retrying(Wrapper):
                 async for info in self.inner.list(prefix):
                     if (
                         info.name > last
-                    ):  # names ascend, so that a new listing goes on where the broken one ended
+                    ):  # names ascend, so a new listing resumes where the failed one ended
                         last = info.name
                         yield info
                 return
@@ -164,9 +164,7 @@ class Retrying(Wrapper):
     def _pause(
         self, operation: str, name: str, error: StoreError, pauses: Iterator[float]
     ) -> float:
-        """Return the seconds to wait before the next try; raises ``error`` if there is none to be
-        made.
-        """
+        """Return the seconds to wait before the next attempt; raise ``error`` if there is none."""
         pause = next(pauses, None) if may_pass(error) else None
         if pause is None:
             raise error
