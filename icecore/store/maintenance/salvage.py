@@ -1,5 +1,5 @@
 """What can be saved of damaged shards: every stored chunk that is reached is read and verified by
-itself, then looked for elsewhere.
+itself, then searched elsewhere.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ShardPiece:
     Attributes:
         chunk: Its id.
         place: Where it should be.
-        bitmap: Its data bitmap; None for a base that no map names as a chunk of its own: then
-            ``delta``, the row of one of its deltas, knows.
+        bitmap: Its data bitmap; None for a base that no map refers to as a chunk of its own: then
+            ``delta``, the row of one of its deltas, has it.
         base: Its base's id, if it is a delta.
     """
 
@@ -46,7 +46,7 @@ class ShardPiece:
 
     @property
     def key(self) -> Key:
-        """What tells it from others."""
+        """What identifies it: shard and offset."""
         return self.place.shard, self.place.offset
 
 
@@ -62,15 +62,15 @@ class Saved:
 
 @dataclass
 class Salvage:
-    """What became of the pieces of damaged shards.
+    """The outcome for the pieces of damaged shards.
 
     Attributes:
-        saved: Bytes to store anew.
+        saved: Bytes to store again.
         found: Another place that holds the same chunk.
         twins: Another piece that was saved and is the same chunk.
-        lost: What is nowhere.
-        places: What can stay where it is.
-        instead: Deltas whose base is lost -> another place that holds the same chunk in full.
+        lost: Pieces that are nowhere.
+        places: Pieces that can stay where they are.
+        instead: Deltas whose base is lost → another place that holds the same chunk in full.
     """
 
     saved: dict[Key, Saved] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Salvage:
     instead: dict[Key, Place] = field(default_factory=dict)
 
     def replaced(self, key: Key) -> bool:
-        """Return whether the chunk is to be had in full at another place."""
+        """Return whether another place holds the chunk in full."""
         return key in self.found or key in self.twins or key in self.instead
 
     @property
@@ -94,7 +94,7 @@ class Salvage:
 
 
 def pieces_in(records: Records, shards: frozenset[bytes]) -> list[ShardPiece]:
-    """Return the different pieces in ``shards`` to which CELL records refer, bases included."""
+    """Return the distinct pieces in ``shards`` that CELL records refer to, including bases."""
     pieces: dict[Key, ShardPiece] = {}
     for row in _rows(records, "place", shards):
         pieces.setdefault((row.stored.place.shard, row.stored.place.offset), _own(row))
@@ -118,14 +118,14 @@ def _rows(records: Records, field: str, shards: frozenset[bytes]) -> Iterable[Ro
 
 
 class Salvager:
-    """Looks for pieces in the repository, then in ``source``, then as the same chunk at another
+    """Looks for pieces in the repository, then in ``source``, then for the same chunk at another
     place.
 
     Args:
         source: A replica of the repository, with the same keys.
-        records: All CELL records that can be read.
+        records: All readable CELL records.
         doubtful: Shards that hold something damaged.
-        index: The repository's, loaded.
+        index: The repository's index, loaded.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Salvager:
         self._index = index
 
     async def run(self) -> Salvage:
-        """Look at everything that is reached in the doubtful shards.
+        """Check everything that is reached in the doubtful shards.
 
         Raises:
             StoreError: The store could not be reached.
@@ -176,7 +176,7 @@ class Salvager:
         return salvage
 
     def _based(self, bases: frozenset[Key]) -> list[ShardPiece]:
-        """Deltas on pieces that are lost."""
+        """Return the deltas of lost pieces."""
         rows = _rows(self._records, "base_place", frozenset(shard for shard, _ in bases))
         pieces = (
             _own(row)
@@ -196,7 +196,7 @@ class Salvager:
         return None
 
     async def _bitmap(self, piece: ShardPiece) -> bytes | None:
-        """Return a base's data bitmap, which its deltas begin with."""
+        """Return a base's data bitmap, with which its deltas begin."""
         assert piece.delta is not None
         for repository, _ in self._places:
             stored = await _read(repository, piece.delta.chunk, piece.delta.stored.place)
@@ -277,7 +277,7 @@ def _sealed(stored: bytes) -> bool:
 
 
 async def _read(repository: Repository, chunk: bytes, place: Place) -> bytes | None:
-    """Return what is stored of a chunk at a place, decrypted; None if there is no such thing."""
+    """Return what is stored of a chunk at a place, decrypted; None if there is nothing."""
     if not 0 < place.length <= CELL_BYTES + codec.MAX_OVERHEAD:
         return None
     out = bytearray(place.length)
