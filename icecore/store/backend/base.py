@@ -16,8 +16,8 @@ Buffer = bytes | bytearray | memoryview
 #: The longest object name in bytes; leaves room for a bucket prefix within S3's 1024.
 MAX_NAME = 512
 MAX_PART = 200
-#: Storage that can run full keeps this many pieces of space in reserve, of this many bytes each. The
-#: last number is how many of them stay for whoever frees space when others want to read.
+#: Storage that can run full keeps this many pieces of space in reserve, of this many bytes each.
+#: The last number is how many of them stay for whoever frees space when others want to read.
 RESERVE_PIECES = 8
 RESERVE_PIECE = 256 << 10
 READERS_LEAVE = RESERVE_PIECES // 2

@@ -234,8 +234,8 @@ class S3Backend(Backend):
         StoreDenied: There are no credentials.
     """
 
-    #: AWS recommends 8 to 16 MiB; with the smaller size, decoding begins earlier and less new memory
-    #: is touched.
+    #: AWS recommends 8 to 16 MiB; with the smaller size, decoding begins earlier and less new
+    #: memory is touched.
     read_size = 8 << 20
 
     def __init__(self, place: S3Place) -> None:

@@ -20,9 +20,9 @@ from icecore.store.format.cell import Bytes
 from icecore.store.format.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes, unseal
 from icecore.store.format.state import SegmentRef
 
-#: Bits for each entry. With 16, 0.1 % of the ids that are not in the segment pass. The long segments
-#: of a large index, which hold most of its entries, may let 0.35 % pass: of the 256 ranges of ids,
-#: those with this many entries or more.
+#: Bits for each entry. With 16, 0.1 % of the ids that are not in the segment pass. The long
+#: segments of a large index, which hold most of its entries, may let 0.35 % pass: of the 256 ranges
+#: of ids, those with this many entries or more.
 BITS, LARGE_BITS = 16, 13
 LARGE_ENTRIES = 1 << 17
 _FINEST = 8
@@ -122,7 +122,8 @@ class FilterSet:
         counts = [block_count(ref) for ref in segments]
         self._base = np.zeros(len(counts), np.int64)
         self._blocks = np.zeros(len(counts), np.uint64)
-        #: Segments whose filter has not been requested yet, and those whose filter is not available.
+        #: Segments whose filter has not been requested yet, and those whose filter is not
+        #: available.
         self._unknown = np.zeros(len(counts), np.bool_)
         self._without = np.ones(len(counts), np.bool_)
         used = 1  # the first block serves all segments without a filter

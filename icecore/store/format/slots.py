@@ -33,8 +33,8 @@ MIN_PASSPHRASE = 8
 _SALT_BYTES = 16
 _CHANGES = 16
 _ID = re.compile(r"[0-9a-f]{32}\Z")
-#: Upper bounds of what a slot may cost whoever tries a passphrase: anyone who can write to the store
-#: can plant a slot.
+#: Upper bounds of what a slot may cost whoever tries a passphrase: anyone who can write to the
+#: store can plant a slot.
 _MAX_MEMORY_KIB = 1 << 20
 _MAX_PASSES = 16
 _MAX_LANES = 16

@@ -179,8 +179,8 @@ async def edit(
         changed = (change(record) if record.snapshot in wanted else record for record in records)
         return [record for record in changed if record is not None]
 
-    # Runs of neighbouring pages, each untouched (a reference) or rewritten (its records), and merged
-    # where they have become small.
+    # Runs of neighbouring pages, each untouched (a reference) or rewritten (its records), and
+    # merged where they have become small.
     parts: list[PageRef | list[SnapshotRecord]] = []
     for ref in state.pages:
         if any(ref.first <= prefix <= ref.last for prefix in prefixes):

@@ -41,8 +41,9 @@ from icecore.store.format.state import (
 from icecore.store.log.catalog import Pages
 from icecore.store.log.watermark import Seen, Watermark
 
-#: A transaction's change: from a state to the next. It may be called again with a newer state, so it
-#: must not remember what it saw. If it raises an error, the transaction ends and nothing changes.
+#: A transaction's change: from a state to the next. It may be called again with a newer state, so
+#: it must not remember what it saw. If it raises an error, the transaction ends and nothing
+#: changes.
 Change = Callable[[LogState, Pages], Awaitable[LogState]]
 
 #: Entries that ``trim`` leaves: a listing may be this many generations old and still lead to the

@@ -1,8 +1,9 @@
 """Looks up chunks in the live segments of one state. A missed chunk costs space, never correctness;
 looking up an absent chunk should cost no read.
 
-Short segments are held whole; of a long one, only its filter. An id that passes a filter is searched
-among the neighbours of earlier finds, then in the one block of the segment that may hold it.
+Short segments are held whole; of a long one, only its filter. An id that passes a filter is
+searched among the neighbours of earlier finds, then in the one block of the segment that may hold
+it.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ Block = tuple[int, int]
 class Index:
     """The live segments of one state.
 
-    ``lookup`` is for threads. After ``load``, segments that have no filter are held in memory, up to
-    ``budget`` bytes in all; all segments, if they fit.
+    ``lookup`` is for threads. After ``load``, segments that have no filter are held in memory, up
+    to ``budget`` bytes in all; all segments, if they fit.
 
     Args:
         segments: The state's segments.

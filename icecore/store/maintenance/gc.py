@@ -56,8 +56,8 @@ from icecore.store.runtime.parallel import each
 
 Name = tuple[Kind, bytes]
 
-#: Purpose of the session that a collector holds while it deletes. It uses nothing, so it prevents no
-#: deletion; it tells `icecore.store.replication.replicas` that names may be about to be deleted.
+#: Purpose of the session that a collector holds while it deletes. It uses nothing, so it prevents
+#: no deletion; it tells `icecore.store.replication.replicas` that names may be about to be deleted.
 COLLECT = "gc"
 #: A collector that has been silent for longer counts as dead: only a sync waits for it.
 COLLECTOR_SECONDS = 86_400.0
@@ -490,8 +490,8 @@ class Collector:
             segment = filtered_segment(info.name)
             if segment is not None and object_name("segment", segment) not in segments:
                 old.append(Item(*info))
-        # Read after the listings: whoever stored what is listed had begun, so its session is open in
-        # this state, or over.
+        # Read after the listings: whoever stored what is listed had begun, so its session is open
+        # in this state, or over.
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}
         keeping = _keeping(state)
