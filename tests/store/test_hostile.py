@@ -252,18 +252,18 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
         "grid",
     ),
     "a sparse image of 4 PiB": (_image(size=1 << 52, regions=[[0, 1 << 52, 0]]), "pagemap-1.img"),
-    "an image that goes up": (_image(key="../x"), "no such thing"),
-    "an image with a slash": (_image(key="a/b"), "no such thing"),
-    "an image with a NUL": (_image(key="a\0b"), "no such thing"),
+    "an image that goes up": (_image(key="../x"), "name is invalid for its kind"),
+    "an image with a slash": (_image(key="a/b"), "name is invalid for its kind"),
+    "an image with a NUL": (_image(key="a\0b"), "name is invalid for its kind"),
     "an image like page images": (_image(key="pages-1.img"), "pages-1.img"),
     "a file that goes up": (
         lambda world: _spaces(world, lambda s: s[2].update(key="/tmp/../etc/shadow")),
-        "no such thing",
+        "name is invalid for its kind",
     ),
     "one space twice": (lambda world: _spaces(world, lambda s: s.append(s[1])), "two spaces"),
     "a process that is no number": (
         lambda world: _spaces(world, lambda s: s[0].update(key="one")),
-        "no such thing",
+        "name is invalid for its kind",
     ),
     "a lineage that is a path": (lambda world: _set(world, lineage="../../x"), "lineage"),
     "hints that are the configuration": (lambda world: _set(world, hints="config"), "hints"),
@@ -344,7 +344,7 @@ def test_what_no_reader_takes_is_not_written() -> None:
     world = make_world()
     record = world.state["tail"][-1]
     sound = decode_manifest(world.objects[record[5]], world.keys.manifest, name="n")
-    with pytest.raises(StoreError, match=r"cannot be kept: .*overlap"):
+    with pytest.raises(StoreError, match=r"cannot be stored: .*overlap"):
         twice = msgspec.structs.replace(sound.spaces[0], regions=[sound.spaces[0].regions[0]] * 2)
         encode_manifest(msgspec.structs.replace(sound, spaces=[twice]), world.keys.manifest)
     one = SnapshotRecord(

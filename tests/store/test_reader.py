@@ -154,7 +154,7 @@ def test_another_chunks_bytes_are_damage(here: Place, backend: MemoryBackend) ->
     """Right digest, right length, wrong chunk: as if a shard had been exchanged."""
     records = here.take(image(2, "random")).records
     decoder = ChunkDecoder(here.repository.keys.chunk)
-    with pytest.raises(Damaged, match="have its id"):
+    with pytest.raises(Damaged, match="match its id"):
         decoder.decode(records[0], stored_at(backend, records[1]["place"]), None, room(), Scratch())
 
 

@@ -249,7 +249,7 @@ def test_forgets_do_not_follow_a_source_that_lost_its_list_or_part_of_its_data()
         first, second = await taken(here, [10, 20])
         await sync(here, there)
         await here.forget([first, second])
-        with pytest.raises(UsageError, match="no snapshot at all"):
+        with pytest.raises(UsageError, match="lists no snapshots"):
             await reconcile.plan(here, there, forget=True)
         (damaged,) = await taken(here, [30])
         await collect(here)

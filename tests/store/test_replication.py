@@ -360,10 +360,10 @@ def test_strangers_are_refused() -> None:
         world = await World(True).build()
         stranger = MemoryBackend()
         await Repository.create(stranger, passphrase=lambda: PASSPHRASE, cost=CHEAP)
-        with pytest.raises(UsageError, match="no replica"):
+        with pytest.raises(UsageError, match="not a replica"):
             await world.sync(there=stranger)
         secret = (await world.open(world.here)).keys.secret
-        with pytest.raises(UsageError, match="no replica"):
+        with pytest.raises(UsageError, match="not a replica"):
             await Repository.open(stranger, secret=secret)
         # A replica opens without its own passphrase for whoever has the secret.
         assert (await Repository.open(world.there, secret=secret)).keys.secret == secret

@@ -103,7 +103,7 @@ def test_profiles_regions_and_endpoints_are_boto3s(
 @pytest.mark.parametrize(
     ("call", "reply", "error", "words"),
     [
-        ("create", Reply(409, "ConditionalRequestConflict"), StoreError, "under way"),
+        ("create", Reply(409, "ConditionalRequestConflict"), StoreError, "in flight"),
         ("create", Reply(412, "PreconditionFailed"), ObjectExists, "exists"),
         ("create", Reply(503, "SlowDown"), StoreError, "SlowDown"),
         ("create", Reply(500, "InternalError"), StoreError, "InternalError"),

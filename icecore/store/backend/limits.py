@@ -29,7 +29,7 @@ class Limited(Wrapper):
         super().__init__(inner)
         if requests < 1 or budget < 1:
             raise UsageError(
-                f"{requests} requests and {budget} bytes at once let nothing pass",
+                f"{requests} requests and {budget} bytes at once allow no request",
                 cure="give at least 1 of each",
             )
         self.direct = False

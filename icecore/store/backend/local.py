@@ -57,8 +57,8 @@ _PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
 _VECTORS = 512
 _THREADS = 8
 _READING = ("read", "list")
-_READ_CURE = "run as who may read what lies there"
-_WRITE_CURE = "make it writable for who runs this, or only read it: restore, export, copy, sync, check and stats have --read-only for that"
+_READ_CURE = "run as a user who may read the files there"
+_WRITE_CURE = "make it writable for the user who runs this, or use --read-only, which restore, export, copy, sync, check and stats have"
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES}
@@ -114,7 +114,7 @@ class LocalBackend(Backend):
                 raise _translate(error, "create", self.where) from error
         if not self.root.is_dir():
             raise NotFound(
-                f"{self.where} is no directory", cure="'icecore init' makes a repository"
+                f"{self.where} is not a directory", cure="'icecore init' makes a repository"
             )
         # Whoever can change a link that leads to the place need not be able to write to the place,
         # so both names count.
@@ -170,7 +170,7 @@ class LocalBackend(Backend):
                 return os.dup(at)
         except NotADirectoryError:
             raise StoreDenied(
-                f"cannot write to {'/'.join(folders)} in {self.where}: a link or a file is in the place of that folder",
+                f"cannot write to {'/'.join(folders)} in {self.where}: a link or a file has the name of that folder",
                 cure="remove it; to keep a folder on another disk, bind-mount it",
             ) from None
 
@@ -329,7 +329,7 @@ class LocalBackend(Backend):
             found += [
                 Foreign(
                     "/".join((*folders, name)),
-                    what if is_part(name) else f"{what} with a name that no object has",
+                    what if is_part(name) else f"{what} with a name that objects do not have",
                 )
                 for name, what in sorted(odd + here.others)
             ]

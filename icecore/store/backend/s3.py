@@ -101,12 +101,12 @@ class S3Place:
     def __post_init__(self) -> None:
         if not _BUCKET.match(self.bucket):
             raise UsageError(
-                f"{self.bucket!r} is no name of a bucket", cure="write s3://BUCKET/PREFIX"
+                f"{self.bucket!r} is not a bucket name", cure="write s3://BUCKET/PREFIX"
             )
         parts = self.prefix.split("/") if self.prefix else []
         if len(self.prefix) > _MAX_PREFIX or not all(_PREFIX_PART.match(part) for part in parts):
             raise UsageError(
-                f"{self.prefix!r} is no prefix",
+                f"{self.prefix!r} is not a valid prefix",
                 cure="use letters, digits, '.', '_' and '-' between single slashes, each part beginning with a letter or digit",
             )
 
@@ -163,7 +163,7 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
     if credentials is None:
         raise StoreDenied(
             f"there are no credentials for {place.location}",
-            cure="set [s3] profile, AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where the machine has a role",
+            cure="set [s3] profile, AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run on a machine that has a role",
         )
     endpoint, region = client.meta.endpoint_url, client.meta.region_name
     style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
@@ -276,7 +276,7 @@ class S3Backend(Backend):
                 )
             data = (await self._within(size, doing, reply.bytes_async())).to_bytes()
         if len(data) != size:
-            raise StoreError(f"cannot {doing} {self.where}: {len(data)} of {size} bytes came")
+            raise StoreError(f"cannot {doing} {self.where}: {len(data)} of {size} bytes arrived")
         return data
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
@@ -306,7 +306,7 @@ class S3Backend(Backend):
                 view[at : at + data.nbytes] = data
                 at += data.nbytes
         if at != view.nbytes:
-            raise StoreError(f"cannot {doing} {self.where}: {at} of {view.nbytes} bytes came")
+            raise StoreError(f"cannot {doing} {self.where}: {at} of {view.nbytes} bytes arrived")
 
     async def size(self, name: str) -> int:
         check_name(name)
@@ -328,7 +328,7 @@ class S3Backend(Backend):
             for meta in page:
                 if not is_name(meta["path"]) or not meta["path"].startswith(prefix):
                     if len(self._foreign) < FOREIGN_AT_MOST:
-                        self._foreign.add(Foreign(meta["path"], "a key that no object has"))
+                        self._foreign.add(Foreign(meta["path"], "a key that is not an object name"))
                     continue
                 for info in order.add(ObjectInfo(meta["path"], meta["size"])):
                     yield info
@@ -370,7 +370,7 @@ class S3Backend(Backend):
         except TimeoutError as error:
             raise StoreError(
                 f"cannot {doing} {self.where}: no answer for {seconds:.0f} s",
-                cure="see whether the endpoint can be reached from here",
+                cure="check that the endpoint can be reached from here",
             ) from error
 
     @contextmanager
@@ -381,13 +381,13 @@ class S3Backend(Backend):
         except AlreadyExistsError as error:
             if is_conflict(str(error)):
                 raise StoreError(
-                    f"cannot {doing} {self.where}: another request for it is under way"
+                    f"cannot {doing} {self.where}: another request for it is in flight"
                 ) from error
             raise ObjectExists(f"object {name} exists in {self.where}") from error
         except (BaseError, FileNotFoundError, PermissionError) as error:
             if _UNNAMEABLE in str(error):
                 raise StoreError(
-                    f"cannot {doing} {self.where}: a key there has a name that no object has: {str(error)!a}",
+                    f"cannot {doing} {self.where}: a key there is not an object name: {str(error)!a}",
                     cure="delete that key with the provider's own tool: it is not icecore's",
                 ) from error
             if end and is_past_end(str(error)):

@@ -18,7 +18,7 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>|expecting '([a-z0-9-]{1,40})'")
 _DEBUG = "\n\nDebug source:"
 
-_CREDENTIALS = "see which credentials are used: [s3] profile, AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws"
+_CREDENTIALS = "check which credentials are used: [s3] profile, AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws"
 _CURES = {
     "InvalidAccessKeyId": _CREDENTIALS,
     "SignatureDoesNotMatch": _CREDENTIALS,
@@ -29,7 +29,7 @@ _CURES = {
     "AccessDenied": "let these credentials get, put, delete and list objects of the bucket",
     "AllAccessDisabled": "the bucket's owner has disabled it",
     "AccountProblem": "the account behind the credentials has a problem: ask its owner",
-    "MethodNotAllowed": "the bucket does not allow it: see its policy",
+    "MethodNotAllowed": "the bucket does not allow it: check its policy",
     "NotImplemented": "this store lacks what a repository needs",
 }
 #: Errors with other 4xx statuses mean that the request is wrong, whatever the code; these may be
@@ -117,11 +117,11 @@ def translate(text: str, doing: str, where: str, name: str = "") -> IcecoreError
     ):
         return StoreDenied(
             failure,
-            cure="the store does not accept the request: see whether [s3] endpoint is an S3 service",
+            cure="the store does not accept the request: check that [s3] endpoint is an S3 service",
         )
     cure = (
         ""
         if reply.status
-        else "see whether the endpoint ([s3] endpoint, AWS_ENDPOINT_URL_S3) is right and can be reached from here"
+        else "check that the endpoint ([s3] endpoint, AWS_ENDPOINT_URL_S3) is right and can be reached from here"
     )
     return StoreError(failure, cure=cure)

@@ -172,7 +172,7 @@ class NodeDecoder:
         if not node or len(node) % CELL.itemsize or len(node) > MAX_NODE_BYTES:
             raise _damaged(identity, f"it has {len(node)} bytes")
         if blake3.blake3(node, key=self._key).digest() != identity:
-            raise _damaged(identity, "its records do not have its id")
+            raise _damaged(identity, "its records do not match its id")
         return node
 
     def decode(
@@ -327,7 +327,7 @@ def parse_pack_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Rec
     """
     entries = PACK.parse_footer(key, name, size, footer)
     if ((entries["length"] <= 1) | (entries["length"] > MAX_STORED_NODE_BYTES)).any():
-        raise PACK.damaged(name, "a node's length cannot be")
+        raise PACK.damaged(name, "a node has an impossible length")
     return entries
 
 

@@ -251,7 +251,7 @@ def _check_zstd(body: memoryview, expected: int) -> None:
     if frame.content_size != expected:
         raise ValueError(f"its zstd frame is not of {expected} bytes")
     if frame.dict_id:
-        raise ValueError("its zstd frame wants a dictionary")
+        raise ValueError("its zstd frame needs a dictionary")
 
 
 def _check_blosc(form: Blosc, body: memoryview, expected: int) -> None:

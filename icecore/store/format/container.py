@@ -113,7 +113,7 @@ class Container:
                 cure="use a newer icecore",
             )
         if version & ENCRYPTED != flag(key):
-            raise self.damaged(name, "it is encrypted, or not, unlike its repository")
+            raise self.damaged(name, "its encryption differs from its repository's")
         try:
             table = opened_piece(key, object_name(self.kind, name), where.offset, _TABLE, table)
         except ValueError as error:

@@ -117,7 +117,7 @@ def decode(
     if len(rows) and rows[-1] >= pages:
         raise ValueError("it changes pages that the chunk does not have")
     if pages_of(theirs) * PAGE != len(base):
-        raise ValueError("its base has another number of pages")
+        raise ValueError("its base has a different number of pages")
     residual = scratch[: len(rows) * PAGE]
     codec.decode_body(number & ~codec.DELTA, body[HEADER_BYTES:], residual)
     if theirs != bytes(bitmap):

@@ -124,14 +124,14 @@ def unseal(
     if _digest(header, payload, key) != written:
         raise Damaged(kind.title, name, "its digest does not match its bytes")
     if digest is not None and digest != written:
-        raise Damaged(kind.title, name, "it is a different one than the one that was referred to")
+        raise Damaged(kind.title, name, "it is not the one that was referred to")
     if version & ~ENCRYPTED > kind.version:
         raise FormatTooNew(
             f"{kind.title} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {kind.version}",
             cure="use a newer icecore",
         )
     if version & ENCRYPTED != flag(key):
-        raise Damaged(kind.title, name, "it is encrypted, or not, unlike its repository")
+        raise Damaged(kind.title, name, "its encryption differs from its repository's")
     if version & ENCRYPTED:
         try:
             inner = open_whole(key, name, header, payload)
@@ -155,7 +155,7 @@ def unseal(
         # zstd allocates what the frame claims, so the frame must claim what the header says.
         if zstandard.frame_content_size(payload) != length:
             raise Damaged(
-                kind.title, name, "its compressed frame has another length than its header"
+                kind.title, name, "the length in its compressed frame differs from its header"
             )
         body = zstandard.ZstdDecompressor().decompress(payload, max_output_size=length)
     except zstandard.ZstdError as error:

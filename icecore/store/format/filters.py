@@ -89,7 +89,7 @@ def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Wo
     """
     body = unseal(FILTER_KIND, name, data, key)
     if body[:DIGEST_BYTES] != segment.digest:
-        raise Damaged(FILTER_KIND.title, name, "it is that of another segment")
+        raise Damaged(FILTER_KIND.title, name, "it belongs to another segment")
     if len(body) != DIGEST_BYTES + block_count(segment) * _BLOCK_BYTES:
         raise Damaged(
             FILTER_KIND.title,

@@ -198,7 +198,5 @@ def decode_config(name: str, data: bytes, keys: Keys) -> Config:
     if (config.format == ENCRYPTED_FORMAT) != keys.encrypted or (
         keys.encrypted and config.id != keys.repository
     ):
-        raise Damaged(
-            CONFIG_KIND.title, name, "it is not that of the repository whose keys these are"
-        )
+        raise Damaged(CONFIG_KIND.title, name, "it belongs to another repository than these keys")
     return config

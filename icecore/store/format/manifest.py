@@ -258,7 +258,7 @@ def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
         return seal(MANIFEST_KIND, body, key, name)
     except ValueError as error:
         raise StoreError(
-            f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}"
+            f"the manifest of snapshot {manifest.snapshot} cannot be stored: {error}"
         ) from error
 
 

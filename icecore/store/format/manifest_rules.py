@@ -107,7 +107,7 @@ def _space(space: Space) -> str:
     else:
         named = (_IMAGE if space.kind == "image" else _NUMBER).match(space.key) is not None
     if not named:
-        return "no such thing has that name"
+        return "its name is invalid for its kind"
     if not space.regions:
         if space.nodes:
             return "it has a map and no region"

@@ -148,7 +148,7 @@ def parse_head(
     if _head_digest(bytes(view[: _HEADER.size]), view[HEADER_BYTES:end], key) != written:
         raise Damaged(TITLE, name, "the digest of its header does not match its bytes")
     if digest is not None and digest != written:
-        raise Damaged(TITLE, name, "it is a different one than the one that was referred to")
+        raise Damaged(TITLE, name, "it is not the one that was referred to")
     if version & ~ENCRYPTED > VERSION:
         raise FormatTooNew(
             f"{TITLE} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {VERSION}",
@@ -157,7 +157,7 @@ def parse_head(
     if bits > 8 or reserved != bytes(6):
         raise Damaged(TITLE, name, "its header has values that are not defined")
     if version & ENCRYPTED != flag(key):
-        raise Damaged(TITLE, name, "it is encrypted, or not, unlike its repository")
+        raise Damaged(TITLE, name, "its encryption differs from its repository's")
     table = _opened(name, key, HEADER_BYTES, _FENCES, bytes(view[HEADER_BYTES:end]))
     fences: Records = np.frombuffer(table, FENCE)
     return Head(name, count, bits, prefix, fences, fences["first"].astype(np.uint64), overhead(key))

@@ -137,7 +137,7 @@ async def add(state: LogState, records: Sequence[SnapshotRecord], pages: Pages) 
     """
     for record in records:
         if await find(state, record.snapshot, pages) is not None:
-            raise UsageError(f"snapshot {record.snapshot} is in the repository already")
+            raise UsageError(f"snapshot {record.snapshot} is already in the repository")
     tail = [*state.tail, *records]
     refs = list(state.pages)
     if len(tail) >= (TAIL_LIMIT if pages.attempt else TAIL_RECORDS):

@@ -65,9 +65,9 @@ _GAPS_KEPT = 2 * KEPT_ENTRIES
 #: that cannot be read is planted.
 FAR = 1 << 40
 #: What is wrong with such a name.
-PLANTED = "it is no log entry: it cannot be read, and its generation is far beyond the log"
+PLANTED = "it is not a log entry: it cannot be read, and its generation is far beyond the log"
 _NOTHING_LEFT = (
-    "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
+    "free space there, or enlarge it: the repository's reserve for this is used up;"
     " restore, export, copy, sync, check and stats need none with --read-only"
 )
 
@@ -452,9 +452,9 @@ class Log:
     def cure_of_rollback(self) -> str:
         """What a person can do if the log does not continue what this client has seen."""
         return (
-            "find out who put back, or withholds, a part of it before you write to it;"
+            "find out who restored an old part of it, or withholds a part, before you write to it;"
             f" 'icecore trust {self._backend.where}' shows what is known and what is there, and can accept it;"
-            " where storage has lost its newest entries, 'icecore repair --accept-rollback' goes on from what is there"
+            " where storage has lost its newest entries, 'icecore repair --accept-rollback' continues from what is there"
         )
 
     def _absent(self, entry: Entry, missing: int) -> RollbackDetected:
@@ -575,7 +575,7 @@ class Log:
             if entry.generation == LAST_GENERATION:
                 raise StoreError(
                     f"the log in {self._backend.where} has reached its last generation",
-                    cure="'icecore copy' brings its snapshots to a new repository",
+                    cure="'icecore copy' copies its snapshots to a new repository",
                 )
             state = msgspec.structs.replace(
                 entry.state,

@@ -65,7 +65,7 @@ from icecore.store.log.keychain import (
 
 _CONFIGS = (CONFIG, copy_name(CONFIG))
 _MIB = 1 << 20
-_LATER = "a later version wrote it, or somebody has planted it: remove it if nobody uses this repository with a newer icecore"
+_LATER = "a later version wrote it, or somebody planted it: remove it if nobody uses this repository with a newer icecore"
 #: Objects that are tried before keys count as those of another repository.
 _WITNESSES = 64
 
@@ -308,7 +308,7 @@ async def _configs(
         except Damaged as error:
             wrong[name] = error.why
     good = next((data for name, data in held.items() if name not in wrong), None)
-    source, how = good or spare or encode_config(config, keys).data, "stored anew"
+    source, how = good or spare or encode_config(config, keys).data, "stored again"
     if not good and not spare:
         how = f"rebuilt from what this client knows, with the id {config.id}"
     return [
@@ -359,7 +359,7 @@ async def _keys(
                     KEY_KIND.title,
                     name,
                     why,
-                    "stored anew",
+                    "stored again",
                     source,
                     held.get((counts, name)),
                     copies,

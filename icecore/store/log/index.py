@@ -223,7 +223,7 @@ async def read_head(backend: Backend, ref: SegmentRef, key: bytes) -> Head:
     """
     name = object_name("segment", ref.id)
     if ref.count > MAX_ENTRIES:
-        raise Damaged(TITLE, name, f"it is to have {ref.count} entries, more than any segment")
+        raise Damaged(TITLE, name, f"it claims {ref.count} entries, more than any segment has")
     data = bytearray(head_bytes(ref.count, key))
     await backend.get_into(name, 0, memoryview(data))
     return parse_head(name, bytes(data), key, ref.digest)

@@ -36,10 +36,10 @@ Admit = Callable[[str, bool], None]
 Passphrase = Callable[[], bytes]
 
 #: How to restore keys of which no copy is left.
-RECOVER = "'icecore key import FILE' puts back what 'icecore key export FILE' has written"
+RECOVER = "'icecore key import FILE' restores what 'icecore key export FILE' wrote"
 _PLANTED = (
-    "'icecore key export FILE' keeps what opens the repository; where a key object of a lower number or its copy is whole, remove this object and its copy;"
-    " else 'icecore copy' brings the snapshots to a new repository"
+    "'icecore key export FILE' saves what opens the repository; if a key object with a lower number, or its copy, is intact, remove this object and its copy;"
+    " otherwise, 'icecore copy' copies the snapshots to a new repository"
 )
 _TRIES = 8
 _PAUSE_SECONDS = 0.1
@@ -216,8 +216,8 @@ async def open_keys(
 
 def _unrelated(backend: Backend) -> UsageError:
     return UsageError(
-        f"{backend.where} is no replica: its master secret is another",
-        cure="'icecore init --replica-of' makes a replica; 'icecore copy' brings snapshots to any other repository",
+        f"{backend.where} is not a replica: it has another master secret",
+        cure="'icecore init --replica-of' makes a replica; 'icecore copy' copies snapshots to any other repository",
     )
 
 
@@ -237,7 +237,7 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
         if found.slots is None:
             raise UsageError(
                 f"{backend.where} is not encrypted",
-                cure="'icecore init --encrypt' makes one that is, 'icecore copy' fills it",
+                cure="'icecore init --encrypt' makes one that is, 'icecore copy' copies snapshots into it",
             )
         verify(found.name, found.slots, keys.secret)
         changed = await asyncio.to_thread(edit, found.slots)
@@ -246,7 +246,7 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
             raise Damaged(
                 KEY_KIND.title,
                 found.name,
-                "its number is the last one, so no change can follow it: somebody has planted it",
+                "its number is the last one, so no change can follow it: somebody planted it",
                 cure=_PLANTED,
             )
         if await _create(backend, key_name(number), data):
@@ -257,7 +257,7 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
             await tidy(backend)
             if counts is not None and changed.changes[-1] in counts.changes:
                 return changed
-    raise StoreError("others change the key slots all the time", cure="try again")
+    raise StoreError("other clients keep changing the key slots", cure="try again")
 
 
 async def tidy(backend: Backend) -> int:

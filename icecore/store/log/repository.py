@@ -57,7 +57,7 @@ _RACERS = 4
 _REMAINS_CURE = "remove what is there, or name another place"
 
 #: What a reader without a session must be told.
-UNREGISTERED = "nothing is written to the repository, not even that it is read: a collection elsewhere may delete what is still to come, and then this fails"
+UNREGISTERED = "no session is registered in the repository: a collection elsewhere may delete objects that are still needed, and then this fails"
 
 #: Seconds between the heartbeats of a session.
 BEAT_SECONDS = 60.0
@@ -104,7 +104,7 @@ class Repository:
                 new one.
 
         Raises:
-            UsageError: It is a repository already, the store lacks a required property, or the
+            UsageError: It is already a repository, the store lacks a required property, or the
                 passphrase is too short.
             WrongPassphrase: An interrupted creation left a slot that the passphrase does not open.
         """
@@ -114,7 +114,7 @@ class Repository:
         except ObjectMissing:
             pass
         else:
-            raise UsageError(f"{backend.where} is a repository already")
+            raise UsageError(f"{backend.where} is already a repository")
         # An interrupted creation leaves its slot and first entry. They are reused, which also
         # settles a race of two creators.
         named, given = secrets.token_hex(16), b""
@@ -148,7 +148,7 @@ class Repository:
         try:
             await backend.create(CONFIG, [data])
         except ObjectExists as error:
-            raise UsageError(f"{backend.where} is a repository already") from error
+            raise UsageError(f"{backend.where} is already a repository") from error
         await backend.keep_reserve()
         return cls(backend, config, keys, log, emit)
 
@@ -477,7 +477,7 @@ class Repository:
 
 def _begun(backend: Backend) -> UsageError:
     return UsageError(
-        f"{backend.where} was begun as another repository and never finished",
+        f"{backend.where} holds an unfinished creation of another repository",
         cure="remove its 'keys' and 'copies', or name another place",
     )
 
@@ -522,7 +522,7 @@ async def probe(backend: Backend) -> None:
             or len(listed) != 1
             or listed[0].size != 100
         ):
-            raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
+            raise UsageError(f"{backend.where} does not return what was written", cure=cure)
     finally:
         await backend.delete(name)
         await backend.delete(raced)

@@ -313,8 +313,8 @@ class Session:
     def _without(self, state: LogState) -> LogState:
         if state.session(self.id) is None:
             raise SessionFenced(
-                f"session {self.id} has been ended by another process, its work is void",
-                cure="a session that gives no sign of life for long is fenced; do it again",
+                f"session {self.id} was ended by another process; its work is void",
+                cure="a session that is silent for long is fenced; run it again",
             )
         return msgspec.structs.replace(
             state, sessions=[session for session in state.sessions if session.id != self.id]

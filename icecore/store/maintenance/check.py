@@ -363,9 +363,7 @@ class _Checker:
                 if not is_known(info.name):
                     found.setdefault(
                         info.name,
-                        Foreign(
-                            info.name, "an object with a name that none of the repository's has"
-                        ),
+                        Foreign(info.name, "an object whose name is not one of the repository's"),
                     )
                 if len(found) >= FOREIGN_AT_MOST:
                     break
@@ -416,7 +414,7 @@ class _Checker:
             self.damage(
                 MANIFEST_KIND.title,
                 record.manifest,
-                "it has another length than its record says",
+                "its length differs from its record",
                 snapshots,
             )
         numbers = self._of_snapshot.setdefault(record.snapshot, [])

@@ -238,7 +238,7 @@ class _Copier:
             plain = memoryview(opened_piece(key, name, int(entry["offset"]), chunk, stored))
             if entry["codec"] == codec.RAW:
                 if chunk_id(key, entry["data"].tobytes(), plain) != chunk:
-                    raise ValueError("its bytes do not have its id")
+                    raise ValueError("its bytes do not match its id")
             else:
                 codec.unseal(plain)
             return plain

@@ -162,7 +162,7 @@ class Diagnosis:
             self._survey.records[record.snapshot] = record
             await self._snapshot(record)
         for pack in sorted(self._packs):
-            self._fix("nodes", pack, "what still reads in it is stored anew")
+            self._fix("nodes", pack, "its readable parts are stored again")
         await self._shards(sizes)
         await self._index(sizes)
         self._quarantine()
@@ -195,7 +195,7 @@ class Diagnosis:
                 self._fix(
                     "name list",
                     object_name("page", batch.ref.id),
-                    "left out: the collector marks anew",
+                    "left out: the collector marks again",
                 )
         known = {record.snapshot for record in records}
         for ref in unreadable:
@@ -204,7 +204,7 @@ class Diagnosis:
             self._survey.pages[ref.id] = found
             self._fix(PAGE_KIND.title, object_name("page", ref.id), how)
             if len(found) < ref.count:
-                why = f"{ref.count - len(found)} of its {ref.count} snapshots are not to be found"
+                why = f"{ref.count - len(found)} of its {ref.count} snapshots are missing"
                 self._plan.beyond.append(Damage(PAGE_KIND.title, object_name("page", ref.id), why))
             records += found
         return records
@@ -241,7 +241,7 @@ class Diagnosis:
                 # exist counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
                     found[manifest.snapshot] = record
-        how = f"made anew from {len(found)} manifests; labels are as they were when the snapshots were taken"
+        how = f"rebuilt from {len(found)} manifests; labels are as they were when the snapshots were taken"
         return sorted(found.values(), key=lambda record: record.snapshot), how
 
     async def _complete(self, manifest: Manifest) -> bool:
@@ -374,7 +374,7 @@ class Diagnosis:
             other = sum(key[0] == shard for key in [*salvage.found, *salvage.twins])
             gone = sum(key[0] == shard for key in salvage.lost)
             if len(here) + other:
-                how = f"{len(here)} chunks stored anew, {away} of them from the replica; {other} found at another place; {gone} lost"
+                how = f"{len(here)} chunks stored again, {away} of them from the replica; {other} found at another place; {gone} lost"
                 self._fix("shard", object_name("shard", shard), how)
         for key in salvage.instead:
             self._fix(
@@ -402,9 +402,7 @@ class Diagnosis:
                 # Without their marks, it is unknown which shards are condemned, so only what is
                 # reached may be found.
                 self._survey.segments[ref.id], dropped = None, True
-                self._fix(
-                    SEGMENT_TITLE, name, "left out; made anew from the shards that are reached"
-                )
+                self._fix(SEGMENT_TITLE, name, "left out; rebuilt from the reached shards")
                 continue
             kept.append(ref)
             if harmed:
@@ -469,12 +467,12 @@ class Diagnosis:
                 self._fix(
                     FILTER_KIND.title,
                     damage.name,
-                    "removed: it only saves time, and 'gc' makes it anew",
+                    "removed: it only saves time, and 'gc' rebuilds it",
                 )
             elif damage.kind == BEAT_KIND.title:
                 self._survey.trim.append(damage.name)
                 self._fix(
-                    BEAT_KIND.title, damage.name, "removed: its session gives the next sign of life"
+                    BEAT_KIND.title, damage.name, "removed: its session writes the next heartbeat"
                 )
             elif damage.kind == HINTS_KIND.title and touched_lineage(damage.name) is not None:
                 self._survey.trim.append(damage.name)
@@ -490,7 +488,7 @@ class Diagnosis:
         for damage in damages:
             if damage.why == PLANTED:
                 self._survey.trim.append(damage.name)
-                self._fix(damage.kind, damage.name, "removed: it is no log entry")
+                self._fix(damage.kind, damage.name, "removed: it is not a log entry")
         wrong = {
             log_generation(damage.name) or 0 for damage in damages if damage.why != PLANTED
         } - {0}

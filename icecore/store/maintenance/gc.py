@@ -297,7 +297,7 @@ class Collector:
             entry, new = await self._condemn()
             if entry.state.session(session) is None:
                 raise SessionFenced(
-                    "another process took this collector for dead", cure="collect again"
+                    "another process declared this collector dead", cure="collect again"
                 )
             with phase(emit, "gc.delete") as running:
                 deletable, waits = await self._deletable(entry.state)

@@ -265,7 +265,7 @@ class Relogger:
         if plan.generation > LAST_GENERATION - FAR:
             raise StoreError(
                 f"the log in {self._backend.where} has hardly any generations left after {plan.generation - 1}",
-                cure="'icecore copy' brings its snapshots to a new repository",
+                cure="'icecore copy' copies its snapshots to a new repository",
             )
         listed: list[SnapshotRecord] = []
         condemned: set[str] = set()

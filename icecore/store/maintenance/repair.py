@@ -64,7 +64,7 @@ class Repairer:
     ) -> None:
         if source is not None and not _same_secret(source.keys, repository.keys):
             raise UsageError(
-                f"{source.backend.where} is no replica of {repository.backend.where}",
+                f"{source.backend.where} is not a replica of {repository.backend.where}",
                 cure="name one with the same master secret",
             )
         self._repository = repository
@@ -136,7 +136,7 @@ class Repairer:
         if report.failed:
             failed = report.failed[0]
             raise StoreError(
-                f"{failed.kind} {failed.name} may be well, but the store failed to give it: {failed.why}",
+                f"{failed.kind} {failed.name} may be intact, but the store failed to return it: {failed.why}",
                 cure="try again; if the storage itself has lost it (a bad disk), delete the object and repair again",
             )
         survey = Survey(Plan(report.damages))

@@ -78,8 +78,8 @@ async def plan(
         return Plan(bring, mark)
     if not here and there:
         raise UsageError(
-            f"{source.backend.where} lists no snapshot at all: its forgets are not carried",
-            cure="see whether it has lost its log; if it is meant to be empty, forget there yourself what shall go",
+            f"{source.backend.where} lists no snapshots: its deletions are not followed",
+            cure="check whether it has lost its log; if it is meant to be empty, run 'icecore forget' in the replica",
         )
     listed = {record.snapshot for record in here}
     gone = [
@@ -129,6 +129,6 @@ def require_replica(source: Repository, target: Repository) -> None:
     """
     if source.keys.secret != target.keys.secret or source.keys.encrypted != target.keys.encrypted:
         raise UsageError(
-            f"{target.backend.where} is no replica of {source.backend.where}",
-            cure="'icecore copy' brings snapshots to any other repository; 'icecore init --replica-of' makes a replica",
+            f"{target.backend.where} is not a replica of {source.backend.where}",
+            cure="'icecore copy' copies snapshots to any other repository; 'icecore init --replica-of' makes a replica",
         )

@@ -380,7 +380,7 @@ def _verify_chunk(keys: Keys, name: str, entry: np.void, stored: memoryview) -> 
         if entry["codec"] != codec.RAW:
             codec.unseal(plain)
         elif chunk_id(keys.chunk, entry["data"].tobytes(), plain) != chunk:
-            raise ValueError("its bytes do not have its id")
+            raise ValueError("its bytes do not match its id")
     except ValueError as error:
         raise Damaged("chunk", chunk.hex(), f"{error} (at {entry['offset']} of {name})") from error
 

@@ -68,7 +68,7 @@ class BufferPool:
                 if waited >= timeout:
                     raise StoreError(
                         f"no upload finished for {timeout:.0f} s",
-                        cure="see whether the storage still answers",
+                        cure="check that the storage still answers",
                     )
                 self._change.wait(0.5)
                 waited += 0.5

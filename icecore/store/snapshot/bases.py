@@ -157,7 +157,7 @@ class Deltas:
             )
             # Only a base that is used has to be verified: most failed attempts end before this.
             if made is not None and chunk_id(self._key, theirs, content) != base:
-                raise Damaged("chunk", base.hex(), "its bytes do not have its id")
+                raise Damaged("chunk", base.hex(), "its bytes do not match its id")
         except (Damaged, ObjectMissing) as error:
             self._emit(
                 Event(

@@ -90,7 +90,7 @@ class ChunkDecoder:
             content = out[:size]
             _decode_full(row.chunk, row.stored.place, stored, content)
         if verified and chunk_id(self._key, row.data, content) != row.chunk:
-            raise damaged_chunk(row.chunk, row.stored.place, "its bytes do not have its id")
+            raise damaged_chunk(row.chunk, row.stored.place, "its bytes do not match its id")
         return content
 
     def _open(self, chunk: bytes, place: Place, stored: memoryview, out: memoryview) -> memoryview:
@@ -137,8 +137,8 @@ class ChunkDecoder:
             room = scratch.base[: pages_of(theirs) * PAGE]
             _decode_full(base, base_place, base_stored, room)
             if chunk_id(self._key, theirs, room) != base:
-                raise damaged_chunk(base, base_place, "its bytes do not have its id")
-            raise damaged_chunk(row.chunk, place, "its bytes do not have its id")
+                raise damaged_chunk(base, base_place, "its bytes do not match its id")
+            raise damaged_chunk(row.chunk, place, "its bytes do not match its id")
         return content
 
 

@@ -235,7 +235,7 @@ class SnapshotReader:
             content = out[:size]
             self._fetch(backend, row.chunk, place, content)
             if chunk_id(self._keys.chunk, row.data, content) != row.chunk:
-                raise damaged_chunk(row.chunk, place, "its bytes do not have its id")
+                raise damaged_chunk(row.chunk, place, "its bytes do not match its id")
             return content
         stored = self._fetch(backend, row.chunk, place, scratch.stored)
         base_stored = None
