@@ -1,5 +1,5 @@
 """Storage whose owner lies about the log: it withholds entries, replays old ones under their right
-names, and mixes those of several forks.
+names, and mixes entries of several forks.
 
 It has no key: every entry that it shows was written by a client. All other objects are shown as
 they are.
@@ -39,14 +39,14 @@ class Archive:
         return digest
 
     def chain(self, tip: bytes) -> list[Entry]:
-        """The entry and all before it, newest first."""
+        """Return the entry and all before it, newest first."""
         found = [self.entries[tip]]
         while found[-1].state.predecessor:
             found.append(self.entries[found[-1].state.predecessor])
         return found
 
     def continues(self, tip: bytes, before: bytes) -> bool:
-        """Whether ``before`` is in the history of ``tip``."""
+        """Return whether ``before`` is in the history of ``tip``."""
         return any(entry.digest == before for entry in self.chain(tip))
 
 

@@ -1,9 +1,9 @@
-"""Every parser under bytes that nobody wrote: one function from an input to a parse, for random
-mutation and for atheris.
+"""Fuzzing of every parser: one function from an input to a parse, for random mutation and for
+atheris.
 
-Half of the inputs carry the digests that whoever holds the keys would have given them, so that what
-lies behind the digests is reached as well. A parser may return, or raise the error that it
-documents; anything else is a failure. Whoever adds a type of object adds a target.
+Half of the inputs carry valid digests, as from a holder of the keys, to reach the code behind the
+digests. A parser may return, or raise its documented error; anything else is a failure. A new type
+of object needs a target here.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ _ODD = [
 
 
 def mutated(data: bytes, dice: np.random.Generator) -> bytes:
-    """``data`` with one to four changes behind its first two bytes: bits, odd numbers, cuts,
+    """Return ``data`` with one to four changes behind its first two bytes: bits, odd numbers, cuts,
     copies, noise.
     """
     out = bytearray(data)

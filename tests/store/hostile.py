@@ -1,8 +1,8 @@
-"""Objects that somebody who holds the key wrote to do harm: a small repository, changed at one
-place and sealed anew, and all that reads it.
+"""Objects that a holder of the key wrote to do harm: a small repository, changed in one place and
+sealed again, and everything that reads it.
 
-Every reader must end soon, in bounded memory, well or with an error of icecore's. Whoever adds a
-command that reads a repository adds a consumer.
+Every reader must end soon, in bounded memory, successfully or with an error of icecore's. A new
+command that reads a repository needs a consumer here.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class World:
     state: dict[str, Any] = field(default_factory=dict)
 
     def manifest(self) -> dict[str, Any]:
-        """The newer snapshot's manifest, as plain values."""
+        """Return the newer snapshot's manifest, as plain values."""
         name = self.state["tail"][-1][5]
         made: dict[str, Any] = msgspec.msgpack.decode(
             unseal(MANIFEST_KIND, name, self.objects[name], self.keys.manifest)
@@ -178,7 +178,7 @@ class World:
         self.put_manifest(manifest)
 
     def copy(self) -> World:
-        """Another one that may be changed."""
+        """Return another one that may be changed."""
         made = World(dict(self.objects), self.keys, self.generation, self.snapshots)
         made.state = msgspec.msgpack.decode(
             unseal(ENTRY_KIND, "", made.objects[log_name(made.generation)], made.keys.log)
@@ -194,8 +194,8 @@ class World:
 
 
 def make_world(pagemap: bytes = b"") -> World:
-    """A repository of two snapshots, the second a little changed, of a process, a file and two
-    images; it can be exported.
+    """Return a repository of two snapshots, the second a little changed, of a process, a file and
+    two images; it can be exported.
     """
     dice = np.random.default_rng(7)
     pages = [dice.bytes(PAGE) for _ in range(CELL_PAGES)]
@@ -602,7 +602,7 @@ def mutated(tree: Any, dice: np.random.Generator) -> Any:
 
 
 def _records(records: Any, dice: np.random.Generator) -> Any:
-    """Records with one to three odd fields; or doubled, reversed, or cut."""
+    """Return the records with one to three odd fields; or doubled, reversed, or cut."""
     for _ in range(int(dice.integers(1, 4))):
         kind = dice.random()
         if kind < 0.1:

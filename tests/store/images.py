@@ -1,5 +1,5 @@
-"""Invented memory for the tests of the store: data of several kinds, images that change from
-generation to generation, and a repository to keep them.
+"""Synthetic memory for the tests of the store: data of several kinds, images that change from
+generation to generation, and a repository for them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ NONE = bytes(BITMAP_BYTES)
 
 
 def bitmap(pages: list[int]) -> bytes:
-    """The page bitmap that has just these pages."""
+    """Return the page bitmap that has just these pages."""
     mask = np.zeros(CELL_PAGES, np.bool_)
     mask[pages] = True
     return np.packbits(mask, bitorder="little").tobytes()
 
 
 def make_data(kind: str, pages: int, seed: int = 0) -> bytes:
-    """``pages`` pages of random bytes, float32 weights, bfloat16 weights, text, heap-like words, or
-    zeros.
+    """Return ``pages`` pages of random bytes, float32 weights, bfloat16 weights, text, heap-like
+    words, or zeros.
     """
     random = np.random.default_rng(seed)
     length = pages * PAGE
@@ -83,14 +83,14 @@ Image = Mapping[int, tuple[bytes, bytes]]
 
 
 def image(cells: int, kind: str = "heap", seed: int = 0) -> dict[int, tuple[bytes, bytes]]:
-    """``cells`` full cells of one kind, all different."""
+    """Return ``cells`` full cells of one kind, all different."""
     return {
         cell: (FULL, make_data(kind, CELL_PAGES, seed * 10_000 + cell)) for cell in range(cells)
     }
 
 
 def touch(before: Image, cells: list[int], pages: int, seed: int) -> dict[int, tuple[bytes, bytes]]:
-    """``before`` with a few bytes changed in ``pages`` pages of each of ``cells``."""
+    """Return ``before`` with a few bytes changed in ``pages`` pages of each of ``cells``."""
     random = np.random.default_rng(seed)
     after = dict(before)
     for cell in cells:
@@ -124,7 +124,7 @@ class Place:
     def manifest(
         self, spaces: list[Space], parent: str = "", lineage: str = "lineage", **more: object
     ) -> Manifest:
-        """A manifest of nothing but ``spaces``."""
+        """Return a manifest of nothing but ``spaces``."""
         return Manifest(
             format=1,
             snapshot=new_snapshot_id(),
@@ -190,7 +190,7 @@ class Place:
         objective: Objective | None = None,
         lineage: str = "lineage",
     ) -> Taken:
-        """A committed snapshot of ``content``, with ``before`` as its parent."""
+        """Return a committed snapshot of ``content``, with ``before`` as its parent."""
         parent = before.snapshot if before else None
         with self.writer(parent, objective=objective) as writer:
             records = self.store(writer, content, before, threads)
@@ -207,11 +207,11 @@ class Place:
             return Taken(snapshot, space, records, writer.statistics)
 
     def reader(self, snapshot: str) -> SnapshotReader:
-        """A reader of a committed snapshot."""
+        """Return a reader of a committed snapshot."""
         return SnapshotReader.open(self.repository, snapshot, self.loop.loop)
 
     def content(self, snapshot: str) -> dict[int, tuple[bytes, bytes]]:
-        """What the snapshot's first space holds, read cell by cell."""
+        """Return what the snapshot's first space holds, read cell by cell."""
         reader = self.reader(snapshot)
         room = memoryview(bytearray(CELL_BYTES))
         return {

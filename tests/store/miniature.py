@@ -1,5 +1,5 @@
 """Small real snapshots for the tests of the control plane: cells of one page, written through
-shards, maps, manifest and session as large ones are.
+shards, maps, manifest and session like large ones.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ CHEAP = Cost(64, 1, 1)
 
 
 def page(value: int) -> bytes:
-    """The data page of a cell whose content is ``value``: incompressible, so that shards have a
-    size.
+    """Return the data page of a cell whose content is ``value``: incompressible, so that shards
+    have a size.
     """
     return np.random.default_rng(value).bytes(PAGE)
 
@@ -170,7 +170,7 @@ async def put(
 async def take(
     repository: Repository, content: Content, base: str | None = None, **more: object
 ) -> str:
-    """A whole snapshot; its id."""
+    """Return a whole snapshot; its id."""
     async with await repository.begin(base, "test", beat_seconds=None, prove=False) as session:
         record, entries = await put(repository, session, content, **more)  # type: ignore[arg-type]
         await session.commit(record, entries)
@@ -178,7 +178,7 @@ async def take(
 
 
 async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[int, int]:
-    """The content of a snapshot, every byte verified; raises what a restore would."""
+    """Return the content of a snapshot, every byte verified; raises what a restore would."""
     manifest = await repository.manifest(snapshot)
     reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
 
@@ -213,7 +213,7 @@ def _value(data: bytes) -> int:
 
 
 async def collect(repository: Repository, **options: float) -> Result:
-    """One run of the collector."""
+    """Return one run of the collector."""
     return await Collector(repository, Options(**options)).collect()  # type: ignore[arg-type]
 
 
@@ -227,18 +227,18 @@ async def sound(repository: Repository, *, unreached: int | None = None) -> Repo
 
 
 async def reopened(backend: Backend, plan: Plan = always) -> tuple[Repository, FaultyBackend]:
-    """The repository, opened anew through a back end that injects faults."""
+    """Return the repository, opened anew through a back end that injects faults."""
     faulty = FaultyBackend(backend, plan)
     return await Repository.open(faulty, passphrase=lambda: PASSPHRASE), faulty
 
 
 async def state_of(repository: Repository) -> Entry:
-    """The newest entry."""
+    """Return the newest entry."""
     return await repository.log.newest()
 
 
 async def listed(repository: Repository) -> list[str]:
-    """Ids of all snapshots."""
+    """Return the ids of all snapshots."""
     return [
         record.snapshot
         for record in await catalog.everything(
@@ -248,5 +248,5 @@ async def listed(repository: Repository) -> list[str]:
 
 
 def files(root: Path) -> list[str]:
-    """Names of all files under a directory."""
+    """Return the names of all files under a directory."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())

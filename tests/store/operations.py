@@ -1,5 +1,5 @@
-"""Everything that changes a repository, for the tests that break it off at every store call. What
-is new is added to OPERATIONS.
+"""All operations that change a repository, for the tests that interrupt them at every store call.
+Add a new operation to OPERATIONS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TAGS = ["from afar"]
 
 
 async def unlocked(backend: Backend) -> Repository:
-    """The repository in ``backend``, whatever its passphrase is by now."""
+    """Return the repository in ``backend``, whatever its passphrase is by now."""
     try:
         return await Repository.open(backend, passphrase=lambda: PASSPHRASE)
     except WrongPassphrase:
@@ -84,7 +84,7 @@ class Scene:
         self.whole = dict(self.objects)
 
     def copy(self) -> Scene:
-        """The same, to be changed apart."""
+        """Return the same, to be changed apart."""
         other = Scene()
         for name, value in vars(self).items():
             setattr(other, name, dict(value) if isinstance(value, dict) else value)
@@ -96,7 +96,7 @@ class Scene:
         return next(iter(self.contents))
 
     async def replica(self) -> Repository:
-        """The repository as it was before harm."""
+        """Return the repository as it was before harm."""
         return await unlocked(MemoryBackend(dict(self.whole)))
 
     async def readable(self, backend: MemoryBackend) -> set[str]:
@@ -214,7 +214,7 @@ async def synced(repository: Repository, scene: Scene) -> None:
 
 
 async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
-    """All that it has, in an event loop of its own, as copies have."""
+    """Return all that it has, in an event loop of its own, as copies have."""
 
     def body() -> object:
         with LoopThread() as loop:
@@ -236,7 +236,7 @@ async def copied(repository: Repository, scene: Scene) -> None:
 
 
 async def change_keys(repository: Repository, scene: Scene) -> object:
-    """Another passphrase in the place of the first."""
+    """Return another passphrase in the place of the first."""
     keys = repository.keys
     edit = partial(slots.rotate, secret=keys.secret, which="first", passphrase=CHANGED, cost=CHEAP)
     return await keychain.change(repository.backend, keys, edit)
@@ -266,7 +266,7 @@ async def keys_changed(repository: Repository, scene: Scene) -> None:
 def with_filters(
     run: Callable[[Repository, Scene], Awaitable[object]],
 ) -> Callable[[Repository, Scene], Awaitable[object]]:
-    """The same where every index segment is long enough to have a filter."""
+    """Return the same where every index segment is long enough to have a filter."""
 
     async def filtered(repository: Repository, scene: Scene) -> object:
         with mock.patch.object(index, "FILTER_ENTRIES", 1):
@@ -276,7 +276,7 @@ def with_filters(
 
 
 def commit(repository: Repository, scene: Scene) -> Awaitable[object]:
-    """A snapshot with a parent."""
+    """Return a snapshot with a parent."""
     return take(repository, {**B, 20: 60, 21: 61}, scene.parent)
 
 
@@ -310,7 +310,7 @@ async def quarantined(backend: MemoryBackend) -> set[str]:
 
 
 async def prepared(name: str) -> Scene:
-    """A scene, ready for the operation."""
+    """Return a scene, ready for the operation."""
     scene, operation = Scene(), OPERATIONS[name]
     await scene.build(operation.encrypted)
     for work in (operation.before, operation.harm):
@@ -320,7 +320,7 @@ async def prepared(name: str) -> Scene:
 
 
 async def prepared_for_all() -> Scene:
-    """An encrypted scene, sound, ready for every operation."""
+    """Return an encrypted scene, sound, ready for every operation."""
     scene = Scene()
     await scene.build(True)
     await make_replica(scene)

@@ -1,5 +1,5 @@
-"""Reading ahead: the right bytes for threads in any order, fewer and larger requests where reads
-follow each other, none where they do not.
+"""Reading ahead returns the right bytes to threads in any order, with fewer and larger requests
+where reads follow each other, and without extra requests where they do not.
 """
 
 from __future__ import annotations

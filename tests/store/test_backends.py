@@ -1,5 +1,5 @@
-"""Every back end passes the public conformance suite; what only a directory can get wrong is tested
-here.
+"""Every back end passes the public conformance suite. Failures that only a directory can have are
+tested here.
 """
 
 from __future__ import annotations

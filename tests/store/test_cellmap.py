@@ -1,5 +1,5 @@
-"""Maps: records go into nodes and come back; a node that is not what its reference says is damage,
-and named; many small regions are quick.
+"""Maps: records become nodes and come back. A node that differs from its reference is reported as
+damaged. Many small regions are fast.
 """
 
 from __future__ import annotations

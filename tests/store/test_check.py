@@ -1,5 +1,5 @@
-"""Damage to any object, of any kind, is found and named, with the snapshots that suffer from it,
-and a restore from them fails clean.
+"""The check finds and names damage to any object of any kind, and the snapshots affected; a restore
+of those fails cleanly.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Chunk ids, page alignment and deltas: a chunk comes back from its base and what differs, whatever
-pages either has.
+"""Chunk ids, page alignment and deltas: a chunk can be rebuilt from its base and the difference,
+whatever pages either has.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every stored form gives back what went in, into a buffer of the caller's; whatever is wrong with
-the stored bytes is a ValueError, never more.
+"""Every stored form decodes to its input, into the caller's buffer. Invalid stored bytes raise
+ValueError and nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a commit costs, in requests and bytes, does not depend on how many snapshots there are."""
+"""The cost of a commit, in requests and bytes, does not depend on the number of snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.store.miniature import listed, read, reopened, state_of, take
 
 
 def synthetic(count: int) -> list[SnapshotRecord]:
-    """Records as real ones are: nothing in them compresses but what is equal."""
+    """Return the records as real ones are: nothing in them compresses but what is equal."""
     return [
         SnapshotRecord(
             new_snapshot_id(),

@@ -1,5 +1,5 @@
-"""Real snapshots with deltas through the writer, then forgotten, compacted, collected and checked:
-every byte of those that stay is the same.
+"""Real snapshots with deltas, forgotten, compacted, collected and checked: every byte of the
+remaining ones is unchanged.
 """
 
 from __future__ import annotations

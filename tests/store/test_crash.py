@@ -1,5 +1,5 @@
-"""A crash at every single store call of every operation, before or after it took effect: nothing
-committed is lost, nothing is left over after a collection.
+"""A crash at every store call of every operation, before or after its effect: nothing committed is
+lost, and nothing is left over after a collection.
 """
 
 from __future__ import annotations

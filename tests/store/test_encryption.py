@@ -1,5 +1,5 @@
-"""Encrypted repositories: without the key nothing is told but names and sizes, and nothing that was
-put elsewhere, cut, replayed or planted is believed.
+"""Encrypted repositories: without the key, only names and sizes are visible, and no object that was
+moved, cut, replayed or planted is accepted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def made(backend: MemoryBackend, **more: object) -> Repository:
 
 
 async def filled() -> tuple[MemoryBackend, dict[str, dict[int, int]]]:
-    """A repository with two snapshots, one forgotten before, compacted once."""
+    """Return a repository with two snapshots, one forgotten before, compacted once."""
     backend = MemoryBackend()
     repository = await made(backend)
     old = await take(repository, A)

@@ -1,5 +1,5 @@
-"""Filters of index segments: no entry is ever denied, few others are let through, and a filter that
-is damaged, foreign or missing costs reads only.
+"""Filters of index segments never deny an entry and pass few others; a damaged, foreign or missing
+filter only costs reads.
 """
 
 from __future__ import annotations

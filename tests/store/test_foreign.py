@@ -1,5 +1,5 @@
-"""What somebody plants among the objects of a repository in a directory: it is skipped and told of;
-nothing hangs, and nothing outside is touched.
+"""Files planted among the objects of a repository in a directory are skipped and reported; nothing
+hangs, and nothing outside is touched.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Names that are not UTF-8 in objects of a repository: they come back exactly, in a format that
-older readers refuse; all other manifests are as they were.
+"""Names that are not UTF-8 come back exactly, in a format that older readers refuse; all other
+manifests are unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAMES = (
 
 
 def manifest(name: str) -> Manifest:
-    """A manifest with a name in all places that the kernel fills."""
+    """Return a manifest with a name in all places that the kernel fills."""
     file = OpenFile(
         f"/{name}", 3, 4, 5, 6, 0o644, 0, 0, True, "content", links=[f"/linked {name}", "/plain"]
     )

@@ -1,5 +1,5 @@
-"""docs/format.md and the code say the same: magics, bounds, sizes and key names; and fixed bytes
-that every later version must read.
+"""docs/format.md and the code agree on magics, bounds, sizes and key names; and fixed bytes that
+every later version must read.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A repository on a file system without a free byte: what it keeps in reserve lets readers read,
-and lets others free space. A tmpfs of our own.
+"""A repository on a full file system (a tmpfs): its reserve lets readers read, and lets others free
+space.
 """
 
 from __future__ import annotations

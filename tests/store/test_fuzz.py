@@ -1,4 +1,4 @@
-"""Every parser with very many inputs, in a process whose memory is bounded: no crash, no boundless
+"""Every parser with very many inputs, in a process with bounded memory: no crash, no unbounded
 allocation, always a named error.
 """
 

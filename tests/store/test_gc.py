@@ -1,5 +1,5 @@
-"""The collector deletes what nothing reaches and nothing else: forgotten snapshots, remains of dead
-writers, sparse shards, beside open sessions.
+"""The collector deletes what nothing reaches and nothing else (forgotten snapshots, remains of dead
+writers, sparse shards), beside open sessions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The collector's rules as a small model, and every interleaving of two writers, a reader and two
-collectors, with forgetting, fencing and crashes in between.
+"""The collector's protocol as a small model, and every interleaving of two writers, a reader and
+two collectors, with forgetting, fencing and crashes in between.
 
 The model is the protocol of docs/format.md and nothing else: a transaction is one step on the
-newest state, each put, listing and delete another. A process that crashes just takes no further
-step, so every prefix is covered. Each rule is also broken once, to show that the model notices.
+newest state; each put, listing and delete is another. A process that crashes takes no further step,
+so every prefix is covered. Each rule is also broken once, to show that the model notices.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def normal(world: World) -> World:
 def explore(
     present: Sequence[str], forgets: int, fences: int, broken: str = ""
 ) -> tuple[int, World | None]:
-    """How many worlds there are with these actors, and the first in which something that is reached
-    is gone.
+    """Return how many worlds there are with these actors, and the first in which something that is
+    reached is gone.
     """
     memories = tuple(memory if name in present else ("over", "") for name, _, memory in ACTORS)
     start = World(FIRST, memories, 0, 0)

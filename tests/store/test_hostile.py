@@ -1,5 +1,5 @@
-"""What a holder of the key can write to do harm: every reader ends soon, in bounded memory, with an
-error that names the object.
+"""Harmful objects written by a holder of the key: every reader ends soon, in bounded memory, with
+an error that names the object.
 """
 
 from __future__ import annotations

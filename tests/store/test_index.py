@@ -1,5 +1,5 @@
-"""The dedup index: what was put in is found with its place, through any mixture of merged, split
-and partly loaded segments.
+"""The dedup index finds every entry with its place, through any mixture of merged, split and partly
+loaded segments.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def store(backend: Backend, entries: Records) -> list[SegmentRef]:
 
 
 def looked_up(index: Index, ids: Bytes) -> tuple[Mask, Records]:
-    """What ``lookup`` answers, once ``find`` has given the same for each id."""
+    """Return what ``lookup`` answers, once ``find`` has given the same for each id."""
     found, places = index.lookup(ids)
     for at in range(len(ids)):
         place = index.find(ids[at].tobytes())

@@ -1,5 +1,5 @@
 """The transaction log: every transaction takes effect exactly once, whoever else writes, whichever
-replies are lost and however long a writer sleeps.
+replies are lost, and however long a writer sleeps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KEY = b"k" * 32
 
 
 def enter(identity: str) -> object:
-    """A change that adds a session of this id, whatever the state."""
+    """Return a change that adds a session of this id, whatever the state."""
 
     async def change(state: LogState, pages: Pages) -> LogState:
         record = SessionRecord(identity, state.generation, "test", "host", 0)
@@ -71,7 +71,7 @@ def drawn(count: int) -> list[str]:
 
 
 async def chain(log: Log) -> LogState:
-    """The newest state, after the whole chain was followed back to the beginning."""
+    """Return the newest state, after the whole chain was followed back to the beginning."""
     newest = following = await log.newest()
     for generation in range(newest.generation - 1, 0, -1):
         entry = await log.read(generation)
@@ -536,8 +536,8 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
 async def forked(
     at: int, mine: int, theirs: int
 ) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
-    """A log that a client has seen whole, another that left it after generation ``at``, and what
-    the client remembers.
+    """Return a log that a client has seen whole, another that left it after generation ``at``, and
+    what the client remembers.
     """
     backend, watermark = MemoryBackend(), Watermark()
     log = Log(backend, KEY, watermark=watermark)

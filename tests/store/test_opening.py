@@ -1,5 +1,5 @@
-"""What is read before a restore's first chunk: few requests, whatever is in the repository, and
-never less than what is true.
+"""What is read before the first chunk of a restore: few requests, whatever is in the repository,
+and never a stale state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.store.test_commit_cost import fill, synthetic
 
 
 def requests(faulty: FaultyBackend) -> list[str]:
-    """What was asked for, in short."""
+    """Return what was asked for, in short."""
     return [f"{call.operation} {call.name.split('/')[0]}" for call in faulty.calls]
 
 
@@ -198,8 +198,8 @@ OLDER = "older one"
 
 
 async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
-    """An encrypted repository whose passphrase was changed, with one planted key object: its id,
-    the object's name, and the older key object.
+    """Return an encrypted repository whose passphrase was changed, with one planted key object: its
+    id, the object's name, and the older key object.
     """
     backend, _ = await made(encrypted=True)
     repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)

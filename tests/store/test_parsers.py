@@ -1,5 +1,5 @@
-"""Parsers of the control plane's objects: what was encoded comes back; any other bytes give a named
-error, never a crash and never a wrong value.
+"""Parsers of the control plane's objects: encoded values come back; any other bytes give a named
+error, never a crash or a wrong value.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Sessions of processes that have ended are fenced at once, those of living ones, or of whom
-nothing certain is known, only when silent for long.
+"""Sessions of ended processes are fenced at once; those of living ones, or of processes of which
+nothing certain is known, only after a long silence.
 """
 
 from __future__ import annotations

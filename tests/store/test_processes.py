@@ -1,8 +1,8 @@
 """Real processes over one real repository: writers, collectors and a restorer, killed with SIGKILL
-at any moment; nothing committed is lost or left over.
+at any moment. Nothing committed is lost, and nothing is left over.
 
-``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies:
-further ones are added to PLACES.
+``ICECORE_TORTURE_SECONDS`` is the length of the long run. A place is where the repository lies; add
+new ones to PLACES.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Location:
     where: str
 
     def open(self) -> Backend:
-        """A client of its own."""
+        """Return a client of its own."""
         return OPENERS[self.kind](self.where)
 
 
@@ -205,7 +205,7 @@ class Crew:
 def notes(
     folder: Path,
 ) -> tuple[dict[str, dict[int, int]], set[str], list[tuple[str, dict[int, int]]]]:
-    """What was committed, what was perhaps forgotten, and what was read."""
+    """Return what was committed, what was perhaps forgotten, and what was read."""
     known: dict[str, dict[int, int]] = {}
     forgotten, restored = set(), []
     for path in folder.glob("notes-*"):

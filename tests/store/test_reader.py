@@ -1,4 +1,6 @@
-"""Whatever is read is what was written, or an error that names what is damaged; few reads suffice."""
+"""A read returns what was written, or raises an error that names what is damaged; few reads
+suffice.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a sync carries beside snapshots: pins and tags of both sides, and, where that is asked for,
-forgets of what came from the source.
+"""What a sync carries over besides snapshots: pins and tags of both sides and, on request,
+deletions of snapshots from the source.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A log whose newest entries are lost goes on from what is whole: with every snapshot whose
-manifest is, and so that no client and no writer is deceived.
+"""A log whose newest entries are lost continues from what is intact, with every snapshot whose
+manifest is intact, and without deceiving any client or writer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Place:
         return sorted(name for name in self.backend.objects if name.startswith("log/"))
 
     async def readable(self) -> dict[str, dict[int, int]]:
-        """What reads back, by snapshot."""
+        """Return what reads back, by snapshot."""
         repository = await self.open()
         return {snapshot: await read(repository, snapshot) for snapshot in await listed(repository)}
 
@@ -192,7 +192,7 @@ def test_the_newest_entries_are_missing(lost: int) -> None:
 
 
 def another_client(watermark: Watermark) -> Watermark:
-    """Another client, that has seen the same."""
+    """Return another client, that has seen the same."""
     other = Watermark()
     other.save(watermark.load())
     return other

@@ -1,5 +1,5 @@
-"""Repair after any damage: what still reads goes on reading, what a replica has comes back, and
-what is lost is named and kept in quarantine.
+"""Repair after any damage: what can be read stays readable, what a replica has comes back, and what
+is lost is named and quarantined.
 """
 
 from __future__ import annotations

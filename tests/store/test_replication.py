@@ -1,5 +1,5 @@
-"""Replicas: objects move as they are, only what is missing, whatever breaks off; collectors on both
-sides; and reading from several places at once.
+"""Replicas: only missing objects move, unchanged, whatever is interrupted; collectors on both
+sides; and reads from several places at once.
 """
 
 from __future__ import annotations

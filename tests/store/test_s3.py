@@ -1,5 +1,5 @@
-"""What only a bucket can get wrong: credentials, names of places, replies of servers in trouble,
-listings in another order.
+"""Failures that only a bucket can have: credentials, names of places, failing servers, listings in
+another order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writers, readers and collectors over one repository, interleaved at every single store call,
-against a plain model: what is reachable always reads back. And clients whose storage lies about the
-log: each sees a continuation of what it saw, or an error.
+"""Writers, readers and collectors over one repository, interleaved at every store call, against a
+plain model: what is reachable can always be read. And clients whose storage lies about the log:
+each sees a continuation of what it saw, or an error.
 """
 
 from __future__ import annotations
@@ -548,7 +548,7 @@ class Deceit:
         self.attempt(client, body())
 
     def continuation(self, client: Client, number: int) -> bytes:
-        """An entry that continues what a client believes."""
+        """Return an entry that continues what a client believes."""
         tips = [
             digest
             for digest in self.archive.data

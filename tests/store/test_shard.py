@@ -1,6 +1,4 @@
-"""A shard tells by itself what is in it; any byte of its footer that is not what was written is
-damage, and named.
-"""
+"""A shard identifies its chunks by itself; any changed byte of its footer is reported as damage."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Statistics against what was written: every byte of a shard is counted once, as live of somebody
-or dead.
-"""
+"""Statistics agree with what was written: every byte of a shard counts once, as live or dead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Copies between repositories that have nothing in common: content is the same, everything else is
-the target's own, and a broken copy goes on.
+"""Copies between unrelated repositories: the content is the same, everything else is the target's
+own, and an interrupted copy resumes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The form of a chunk is the one that costs least for the objective, is kept for alike chunks, and
-is looked for seldom.
+"""The form of a chunk is the cheapest for the objective, is kept for similar chunks, and is rarely
+tried again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Repositories of past format versions, committed when the version was made, read back: later code
-must go on reading them.
-"""
+"""Repositories of past format versions, committed when the version was current, can still be read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What each wrapper adds: that lost replies are found out, that jitter is full, that limits hold,
-that counts are right.
-"""
+"""What each wrapper adds: lost replies are resolved, jitter is full, limits hold, counts are right."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ QUICK = Patience(attempts=4, first=1e-4, longest=1e-4)
 
 
 def outcomes(*script: Outcome | Exception) -> tuple[FaultyBackend, MemoryBackend]:
-    """A store whose creates end as in ``script``, all other calls well."""
+    """Return a store whose creates end as in ``script``, all other calls well."""
     left = list(script)
 
     def plan(call: Call) -> Outcome:

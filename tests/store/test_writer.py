@@ -1,5 +1,5 @@
-"""What is written comes back, is stored once, small where little changed, and never half: sessions
-that fail leave nothing behind.
+"""What is written comes back, is stored once, takes little space where little changed, and is never
+partial: failed sessions leave nothing behind.
 """
 
 from __future__ import annotations
