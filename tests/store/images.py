@@ -33,7 +33,7 @@ NONE = bytes(BITMAP_BYTES)
 
 
 def bitmap(pages: list[int]) -> bytes:
-    """Return the page bitmap that has just these pages."""
+    """Return the page bitmap with exactly these pages."""
     mask = np.zeros(CELL_PAGES, np.bool_)
     mask[pages] = True
     return np.packbits(mask, bitorder="little").tobytes()
@@ -83,7 +83,7 @@ Image = Mapping[int, tuple[bytes, bytes]]
 
 
 def image(cells: int, kind: str = "heap", seed: int = 0) -> dict[int, tuple[bytes, bytes]]:
-    """Return ``cells`` full cells of one kind, all different."""
+    """Return ``cells`` distinct full cells of one kind."""
     return {
         cell: (FULL, make_data(kind, CELL_PAGES, seed * 10_000 + cell)) for cell in range(cells)
     }
@@ -115,7 +115,7 @@ class Taken:
 
 @dataclass
 class Place:
-    """A repository to try things in, and the thread in which it lives."""
+    """A repository to experiment with, and the thread of its event loop."""
 
     loop: LoopThread
     repository: Repository
@@ -124,7 +124,7 @@ class Place:
     def manifest(
         self, spaces: list[Space], parent: str = "", lineage: str = "lineage", **more: object
     ) -> Manifest:
-        """Return a manifest of nothing but ``spaces``."""
+        """Return a manifest with nothing but ``spaces``."""
         return Manifest(
             format=1,
             snapshot=new_snapshot_id(),
@@ -156,7 +156,7 @@ class Place:
     def store(
         self, writer: SnapshotWriter, content: Image, before: Taken | None = None, threads: int = 1
     ) -> Records:
-        """Store the cells of ``content`` with ``threads`` threads; their records."""
+        """Store the cells of ``content`` with ``threads`` threads; return their records."""
         known = {} if before is None else {int(record["cell"]): record for record in before.records}
         records = np.zeros(len(content), CELL)
         work = list(enumerate(sorted(content.items())))
@@ -211,7 +211,7 @@ class Place:
         return SnapshotReader.open(self.repository, snapshot, self.loop.loop)
 
     def content(self, snapshot: str) -> dict[int, tuple[bytes, bytes]]:
-        """Return what the snapshot's first space holds, read cell by cell."""
+        """Return the content of the snapshot's first space, read cell by cell."""
         reader = self.reader(snapshot)
         room = memoryview(bytearray(CELL_BYTES))
         return {

@@ -68,8 +68,8 @@ async def put(
     tags: list[str] | None = None,
     created_ns: int | None = None,
 ) -> tuple[SnapshotRecord, Records | None]:
-    """Store everything of a snapshot but its commit; ``content`` not found through the index or the
-    base goes into one new shard.
+    """Store all of a snapshot except its commit; what neither the index nor the base has goes into
+    one new shard.
     """
     size = PAGE + overhead(repository.keys.chunk)
     builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * size)))
@@ -170,7 +170,7 @@ async def put(
 async def take(
     repository: Repository, content: Content, base: str | None = None, **more: object
 ) -> str:
-    """Return a whole snapshot; its id."""
+    """Take a whole snapshot; return its id."""
     async with await repository.begin(base, "test", beat_seconds=None, prove=False) as session:
         record, entries = await put(repository, session, content, **more)  # type: ignore[arg-type]
         await session.commit(record, entries)
@@ -178,7 +178,7 @@ async def take(
 
 
 async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[int, int]:
-    """Return the content of a snapshot, every byte verified; raises what a restore would."""
+    """Return the content of a snapshot, every byte verified; raise as a restore would."""
     manifest = await repository.manifest(snapshot)
     reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
 
@@ -195,9 +195,7 @@ async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[i
 
 
 async def _waiting(repository: Repository, work: Callable[[], T]) -> T:
-    """Do ``work``, which reads: where reads go through this loop, another thread has to be the one
-    that waits for them.
-    """
+    """Do ``work``, which reads. If reads go through this loop, another thread has to wait for them."""
     return work() if repository.backend.direct else await asyncio.to_thread(work)
 
 
@@ -213,12 +211,12 @@ def _value(data: bytes) -> int:
 
 
 async def collect(repository: Repository, **options: float) -> Result:
-    """Return one run of the collector."""
+    """Run the collector once."""
     return await Collector(repository, Options(**options)).collect()  # type: ignore[arg-type]
 
 
 async def sound(repository: Repository, *, unreached: int | None = None) -> Report:
-    """Check everything, data included."""
+    """Check everything, including data."""
     report = await check(repository, read_data=1.0)
     assert report.sound, [str(damage) for damage in report.damages]
     if unreached is not None:
@@ -227,7 +225,7 @@ async def sound(repository: Repository, *, unreached: int | None = None) -> Repo
 
 
 async def reopened(backend: Backend, plan: Plan = always) -> tuple[Repository, FaultyBackend]:
-    """Return the repository, opened anew through a back end that injects faults."""
+    """Return the repository, reopened through a back end that injects faults."""
     faulty = FaultyBackend(backend, plan)
     return await Repository.open(faulty, passphrase=lambda: PASSPHRASE), faulty
 

@@ -42,7 +42,7 @@ def read(ahead: ReadAhead, offset: int, length: int) -> bytes:
 
 
 def ranges(draw: random.Random) -> list[tuple[int, int]]:
-    """Chunks of up to 1 MiB with small gaps, to the very end."""
+    """Chunks of up to 1 MiB with small gaps, up to the very end."""
     found, at = [], 0
     while at < SIZE:
         length = min(draw.randrange(1, MIB), SIZE - at)

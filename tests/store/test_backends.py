@@ -163,9 +163,7 @@ class TestWrapped(TestMemory):
 
 
 class TestCached(TestMemory):
-    """Every object is kept, in a folder that is too small for a large one; each client shares it
-    with the others.
-    """
+    """Cache every object, in a folder too small for a large one; the clients share it."""
 
     @pytest.fixture(autouse=True)
     def _blocks(self, tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_a_failed_create_leaves_nothing(
 def test_what_is_forbidden_is_certain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """A transaction says so at once; its outcome is not unknown."""
+    """A transaction fails at once; its outcome is not unknown."""
 
     async def body() -> None:
         repository = await Repository.create(LocalBackend(tmp_path))
@@ -241,8 +239,8 @@ def test_what_is_forbidden_is_certain(
 def test_what_has_its_name_is_not_denied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The object is there, only its folder could not be synced: neither full nor forbidden, as both
-    would say that it is not there.
+    """The object exists; only its folder could not be synced. An error about space or permission
+    would say that it does not exist.
     """
     backend = LocalBackend(tmp_path)
     asyncio.run(backend.create("a/first", [b"data"]))
@@ -258,7 +256,7 @@ def test_what_has_its_name_is_not_denied(
 
 
 def test_a_full_file_system_is_store_full(tmp_path: Path) -> None:
-    """The real thing: a small tmpfs of our own, if this machine lets us mount one."""
+    """A real file system: a small tmpfs, if this machine allows mounting one."""
     import subprocess
 
     place = tmp_path / "small"
@@ -363,7 +361,7 @@ class Liar(MemoryBackend):
 
 
 class LooksFirst(MemoryBackend):
-    """An object store that looks whether the name is taken, and then writes: right in sequence,
+    """An object store that checks whether the name is taken, and then writes: correct in sequence,
     wrong in a race.
     """
 

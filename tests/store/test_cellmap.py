@@ -152,7 +152,7 @@ def wrong(**changes: int) -> Records:
     ],
 )
 def test_records_that_cannot_be(records: Records) -> None:
-    """They have the id that their reference says: a faulty writer made them."""
+    """They have the id that their reference says: a faulty writer created them."""
     node = records.tobytes()
     ((identity, stored),) = [(cellmap.node_ids(KEY, [node])[0], b"\0" + node)]
     refs = np.zeros(1, NODE_REF)
@@ -244,8 +244,8 @@ def test_a_parents_references_that_cannot_be_are_damage() -> None:
 
 
 def test_many_small_regions_are_quick() -> None:
-    """20 000 regions of one cell each, as a process with that many VMAs has; the bound is ten times
-    what it takes.
+    """20 000 regions of one cell each, as in a process with that many VMAs; the bound is ten times
+    the usual duration.
     """
     records = [records_of([0], seed) for seed in range(20_000)]
     started = time.process_time()

@@ -20,7 +20,7 @@ from tests.store.miniature import listed, read, reopened, state_of, take
 
 
 def synthetic(count: int) -> list[SnapshotRecord]:
-    """Return the records as real ones are: nothing in them compresses but what is equal."""
+    """Return realistic records: they compress only where they are equal."""
     return [
         SnapshotRecord(
             new_snapshot_id(),
@@ -57,8 +57,8 @@ async def filled(count: int) -> AsyncIterator[tuple[MemoryBackend, list[Snapshot
 
 
 async def cost(backend: MemoryBackend, commits: int) -> tuple[float, float, int]:
-    """Requests and bytes written per commit (session and snapshot included), and the most requests
-    of one.
+    """Return requests and bytes written per commit (including session and snapshot), and the most
+    requests of one.
     """
     repository, faulty = await reopened(backend)
     await take(repository, {1: 1})  # the first reads what an open repository knows

@@ -31,7 +31,7 @@ atheris.Fuzz()
 
 
 def run(script: str, seconds: float, folder: Path) -> str:
-    """Run a script in a process of its own; its output."""
+    """Run a script in a separate process; return its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", script],
         cwd=folder,

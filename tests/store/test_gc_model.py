@@ -17,7 +17,7 @@ Shard = str
 
 
 class ModelState(NamedTuple):
-    """The newest log entry, and what lies in the store."""
+    """The newest log entry, and the contents of the store."""
 
     generation: int
     snapshots: frozenset[tuple[str, Shard]]
@@ -41,7 +41,7 @@ class ModelState(NamedTuple):
 
 
 class World(NamedTuple):
-    """Where everybody stands: for each actor its step and what it remembers."""
+    """The state of every actor: its step and what it remembers."""
 
     state: ModelState
     actors: tuple[tuple[object, ...], ...]
@@ -198,7 +198,7 @@ EVERYBODY = ("one", "two", "reader", "gc-1", "gc-2")
 
 
 def following(world: World, forgets: int, fences: int, broken: str) -> Iterator[World]:
-    """Every world that one step leads to."""
+    """Yield every world that one step leads to."""
     state = world.state
     for number, (name, program, _) in enumerate(ACTORS):
         for changed, memory in program(name, state, world.actors[number], broken):
@@ -219,7 +219,9 @@ def following(world: World, forgets: int, fences: int, broken: str) -> Iterator[
 
 
 def normal(world: World) -> World:
-    """Generations count only by their order: worlds that differ in nothing else are one."""
+    """Renumber generations: only their order counts, so worlds that differ in nothing else are the
+    same.
+    """
     state = world.state
     numbers = (
         {began for _, began, _ in state.sessions}
@@ -248,8 +250,8 @@ def normal(world: World) -> World:
 def explore(
     present: Sequence[str], forgets: int, fences: int, broken: str = ""
 ) -> tuple[int, World | None]:
-    """Return how many worlds there are with these actors, and the first in which something that is
-    reached is gone.
+    """Return the number of worlds with these actors, and the first in which something reached is
+    gone.
     """
     memories = tuple(memory if name in present else ("over", "") for name, _, memory in ACTORS)
     start = World(FIRST, memories, 0, 0)

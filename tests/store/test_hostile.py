@@ -42,7 +42,7 @@ _RUN = "import sys; sys.path.append({root!r})\nfrom tests.store import hostile\n
 
 
 def apart(work: str, seconds: float) -> str:
-    """Do something in a process of its own, whose memory is bounded; its output."""
+    """Run something in a separate process with bounded memory; return its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _RUN.format(root=str(ROOT), work=work)],
         stdin=subprocess.DEVNULL,
@@ -147,7 +147,7 @@ def _own_base(records: Records) -> None:
 
 
 def _circle(records: Records) -> None:
-    """A delta that says of its own bytes that they are its base, in full."""
+    """A delta whose own bytes claim to be its full base."""
     records["base"], records["base_place"] = records["chunk"], records["place"]
     records["place"]["codec"], records["base_place"]["codec"] = codec.XOR | codec.ZSTD, codec.ZSTD
 
@@ -318,13 +318,13 @@ _PARTS = 6
 @pytest.mark.parametrize("part", range(_PARTS))
 @pytest.mark.timeout(600)
 def test_what_a_holder_of_the_key_wrote(part: int) -> None:
-    """In a process of its own, as memory is measured and bounded."""
+    """In a separate process, as memory is measured and bounded."""
     said = apart(f"from tests.store import test_hostile\ntest_hostile.consume_part({part})", 550)
     assert len(json.loads(said.splitlines()[-1])) == len(list(CASES)[part::_PARTS])
 
 
 def consume_part(part: int) -> None:
-    """Let everything read every sixth case; print what was done."""
+    """Let every consumer read every sixth case; print what was done."""
     sound, done = make_world(), []
     bound()
     for title in list(CASES)[part::_PARTS]:
@@ -392,7 +392,7 @@ def test_a_configuration_is_bounded() -> None:
     ],
 )
 def test_key_slots_ask_for_little(count: int, cost: Cost) -> None:
-    """Whoever can write to the place can plant them: they are decided on before any is tried."""
+    """Anyone who can write to the place can plant them, so they are refused before any is tried."""
     slot = Slot(
         "a" * 16, "label", 1, bytes(16), cost.memory_kib, cost.passes, cost.lanes, bytes(48)
     )
@@ -422,9 +422,8 @@ _LIES: dict[str, Callable[[Records], None]] = {
 
 @pytest.mark.parametrize("title", _LIES)
 def test_an_index_that_lies(tmp_path: Path, title: str) -> None:
-    """Dedup believes where the index says that a chunk lies, if it can lie there at all. A lie
-    costs the cells that are taken for stored: check names them, and no reader takes other bytes for
-    theirs. Nothing else of the snapshot suffers.
+    """Dedup believes the index about where a chunk lies, if that place is possible. A lie costs the
+    cells that count as stored: check names them.
     """
     world = make_world()
     segments = world.state["segments"]
