@@ -46,7 +46,7 @@ KEY = b"k" * 32
 
 
 def enter(identity: str) -> object:
-    """Return a change that adds a session of this id, whatever the state."""
+    """Return a change that adds a session with this id, whatever the state."""
 
     async def change(state: LogState, pages: Pages) -> LogState:
         record = SessionRecord(identity, state.generation, "test", "host", 0)
@@ -71,7 +71,7 @@ def drawn(count: int) -> list[str]:
 
 
 async def chain(log: Log) -> LogState:
-    """Return the newest state, after the whole chain was followed back to the beginning."""
+    """Return the newest state, after following the whole chain back to the beginning."""
     newest = following = await log.newest()
     for generation in range(newest.generation - 1, 0, -1):
         entry = await log.read(generation)
@@ -109,7 +109,7 @@ def test_many_clients_contend() -> None:
 
 
 def write_here(root: str, ids: list[str]) -> None:
-    """A client in a thread or process of its own."""
+    """A client in a separate thread or process."""
 
     async def body() -> None:
         backend = LocalBackend(root)
@@ -153,7 +153,7 @@ def test_contention_on_a_real_directory(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_lost_replies_and_failures_are_settled(seed: int) -> None:
-    """A third of the creates fails before its effect or loses its reply, with four clients."""
+    """With four clients, a third of the creates fails before its effect or loses its reply."""
 
     async def body() -> None:
         inner = MemoryBackend()
@@ -198,7 +198,7 @@ def test_an_unknown_outcome_is_said_to_be_unknown() -> None:
 
 
 class Sleeper(MemoryBackend):
-    """Stops before it creates a chosen name, until it is woken."""
+    """Stops before creating a chosen name, until it is woken."""
 
     def __init__(self, objects: dict[str, bytes], name: str) -> None:
         super().__init__(objects)
@@ -219,7 +219,7 @@ class Sleeper(MemoryBackend):
 def test_a_writer_that_slept_does_not_believe_that_it_won(
     others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its generation was taken, and perhaps trimmed away again, while it slept: then its create
+    """Its generation was taken, and possibly trimmed again, while it slept: then its create
     succeeds, and must not count.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
@@ -255,7 +255,7 @@ def test_a_writer_that_slept_does_not_believe_that_it_won(
 
 
 class SlowlyTrimmed(MemoryBackend):
-    """Deletes many objects one by one, in a drawn order, and calls ``between`` after each deletion."""
+    """Deletes many objects one by one, in random order, and calls ``between`` after each deletion."""
 
     def __init__(self, seed: int, between: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -276,8 +276,8 @@ class SlowlyTrimmed(MemoryBackend):
 def test_trimming_in_any_order_misleads_no_sleeper(
     slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer wakes after each single deletion of a trim: what it then believes to have done is in
-    the log.
+    """A writer wakes after each deletion of a trim: what it then believes to have done is in the
+    log.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
@@ -381,8 +381,8 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(
 def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By far more than entries repeat: nothing could tell afterwards whether what was created then
-    is part of the log.
+    """The jump is far more than entries repeat: nothing could tell later whether what was created
+    then is part of the log.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
@@ -536,7 +536,7 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
 async def forked(
     at: int, mine: int, theirs: int
 ) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
-    """Return a log that a client has seen whole, another that left it after generation ``at``, and
+    """Return a log that a client has seen whole, a fork that left it after generation ``at``, and
     what the client remembers.
     """
     backend, watermark = MemoryBackend(), Watermark()
@@ -579,7 +579,7 @@ def test_a_fork_is_noticed_whatever_entries_are_withheld(theirs: int, withheld: 
 
 
 def test_entries_of_two_forks_do_not_pass_for_one_log() -> None:
-    """The entry that was seen, and others that it does not belong to."""
+    """Check the entry seen before, and others that do not belong to it."""
 
     async def body() -> None:
         for theirs in (4, 31, 32, 100, 600):
@@ -597,7 +597,7 @@ def test_entries_of_two_forks_do_not_pass_for_one_log() -> None:
 
 
 def test_two_first_entries_do_not_pass_for_one() -> None:
-    """The first entry carries no transaction: only the digest in the second names it."""
+    """The first entry carries no transaction: only the digest in the second one refers to it."""
 
     async def body() -> None:
         backend, other, watermark = MemoryBackend(), MemoryBackend(), Watermark()
@@ -615,8 +615,8 @@ def test_two_first_entries_do_not_pass_for_one() -> None:
 def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else two entries of one generation could carry the same ids, and an entry that follows one
-    would seem to follow the other.
+    """Otherwise, two entries of one generation could carry the same ids, and an entry that follows
+    one would seem to follow the other.
     """
 
     async def body() -> None:
@@ -649,8 +649,8 @@ def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
 
 
 def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has seen nothing for as many entries as are kept goes on; one entry sooner, an
-    absent one is an error.
+    """A client that has seen nothing for as many entries as are kept continues; one entry less, and
+    an absent one is an error.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
@@ -680,7 +680,7 @@ def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatc
 def test_a_trim_while_the_log_is_read_is_no_attack(
     lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between any two requests of a reader others commit and trim, and its listings may be old."""
+    """Between any two requests of a reader, others commit and trim, and its listings may be stale."""
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
     class Busy(FaultyBackend):

@@ -251,7 +251,7 @@ def test_random_bytes_are_named(title: str) -> None:
 
 @pytest.mark.parametrize("title", [title for title in OBJECTS if title != "index segment"])
 def test_sealed_nonsense_is_named(title: str) -> None:
-    """Even bytes that whoever holds the key has sealed: parsers trust no body."""
+    """Even bytes sealed by a holder of the key: parsers trust no body."""
     good, parse = OBJECTS[title]
     kinds = {"key slot": b"ICEKEYS", "configuration": b"ICECONF", "heartbeat": b"ICEBEAT"}
     magic = kinds.get(title, good[:7])
@@ -346,7 +346,7 @@ def test_name_lists_round_trip(items: list[tuple[str, bytes]]) -> None:
 
 
 def test_a_frame_that_lies_about_its_size_allocates_nothing() -> None:
-    """A zstd bomb, sealed with the right key: refused by the sizes it states."""
+    """A zstd bomb, sealed with the right key, is refused because of its declared sizes."""
     kind = ObjectKind("thing", b"THINGS!", 1, 1 << 20)
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
     for claimed in (10, 1 << 20, 1 << 28, (1 << 64) - 1):

@@ -28,7 +28,7 @@ from tests.store.miniature import collect, files, put, read, sound, state_of, ta
 
 
 def write_and_wait(root: str, told: Connection) -> None:
-    """Stores all of a snapshot but its commit, says so, and waits for its end."""
+    """Store all of a snapshot except its commit, report that, and wait to be killed."""
 
     async def body() -> None:
         repository = await Repository.open(LocalBackend(root))
@@ -123,9 +123,7 @@ def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | N
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_dead_collector_is_waited_for(ended: bool) -> None:
-    """Syncs rely on its session until its last deletion has taken place, which storage may be slow
-    to do.
-    """
+    """Syncs rely on its session until its last deletion has taken place, which may be slow."""
 
     async def body() -> None:
         repository = await Repository.create(MemoryBackend())

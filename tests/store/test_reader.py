@@ -153,7 +153,7 @@ def test_a_damaged_delta_and_a_damaged_base_are_told_apart(
 
 
 def test_another_chunks_bytes_are_damage(here: Place, backend: MemoryBackend) -> None:
-    """Right digest, right length, wrong chunk: as if a shard had been exchanged."""
+    """Right digest and length, wrong chunk: as if a shard had been exchanged."""
     records = here.take(image(2, "random")).records
     decoder = ChunkDecoder(here.repository.keys.chunk)
     with pytest.raises(Damaged, match="match its id"):

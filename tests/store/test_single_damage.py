@@ -87,7 +87,7 @@ async def build(encrypted: bool) -> tuple[MemoryBackend, dict[str, dict[int, int
 
 
 def kind(name: str) -> str:
-    """Return what all names of the same kind of object begin with."""
+    """Return the common prefix of names of the same kind of object."""
     parts = name.split("/")
     return "/".join(parts[:2]) if parts[0] == "copies" else parts[0]
 

@@ -98,7 +98,7 @@ def test_a_surprise_brings_the_next_trial_forward() -> None:
 
 
 def test_trials_take_a_small_share_however_many_regions_there_are() -> None:
-    """20 000 regions of a page each: after the first few, alike ones elsewhere in the stream
+    """20 000 regions of a page each: after the first few, similar ones elsewhere in the stream
     decide.
     """
     habit, scratch, objective = Habit(), Scratch(), Objective()

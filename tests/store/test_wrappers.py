@@ -29,7 +29,7 @@ QUICK = Patience(attempts=4, first=1e-4, longest=1e-4)
 
 
 def outcomes(*script: Outcome | Exception) -> tuple[FaultyBackend, MemoryBackend]:
-    """Return a store whose creates end as in ``script``, all other calls well."""
+    """Return a store whose creates end according to ``script``; all other calls succeed."""
     left = list(script)
 
     def plan(call: Call) -> Outcome:
@@ -136,7 +136,7 @@ def test_jitter_is_full_and_bounded() -> None:
 
 
 class Watching(Wrapper):
-    """Notes the most that was in flight."""
+    """Records the most that was in flight."""
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())

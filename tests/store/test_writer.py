@@ -302,8 +302,8 @@ def test_streams_have_their_own_shards(here: Place) -> None:
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "buffers"])
 def test_memory_is_bounded(tmp_path: Path, drafts: bool) -> None:
-    """96 MiB of incompressible cells: what stays is a few buffers at most, however slow the storage
-    is.
+    """96 MiB of incompressible cells: at most a few buffers stay in memory, however slow the
+    storage is.
     """
     backend = FaultyBackend(
         LocalBackend(tmp_path, create=True),
@@ -475,7 +475,7 @@ def test_thrifty_objective_stores_less(here: Place) -> None:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_a_region_where_deltas_failed_is_still_looked_at(encrypted: bool, tmp_path: Path) -> None:
     """Most cells are rewritten, so deltas are given up there for a while; a cell with few changed
-    pages is found all the same.
+    pages is found nevertheless.
     """
     with local_place(tmp_path / "repository", encrypted=encrypted) as here:
         before = image(20, "random")
@@ -488,7 +488,7 @@ def test_a_region_where_deltas_failed_is_still_looked_at(encrypted: bool, tmp_pa
 
 
 def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
-    """The cell's newest record is a delta that cannot be read back yet; its base can."""
+    """The cell's newest record is a delta that cannot be read back yet, but its base can."""
     before = image(1, "random")
     first = here.take(before)
     once = touch(before, [0], pages=2, seed=1)
@@ -510,9 +510,7 @@ def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
 
 
 def test_the_first_shard_of_a_far_store_is_sent_before_it_is_full() -> None:
-    """So that the link does not wait; the others are as long as they may be, however quick the
-    store is.
-    """
+    """This keeps the link busy; later shards are as long as allowed, however fast the store is."""
     backend = MemoryBackend()
     with place(backend, 16 << 20) as here:
         taken = here.take(image(40, "random", 1))
