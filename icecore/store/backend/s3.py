@@ -400,8 +400,8 @@ class S3Backend(Backend):
 
 
 class _Order:
-    """Puts a listing into the order of names. Stores list by bytes, or (SeaweedFS) folder by folder,
-    where ``a/b`` comes before ``a-b``.
+    """Puts a listing into the order of names. Stores list by bytes, or (SeaweedFS) folder by
+    folder, where ``a/b`` comes before ``a-b``.
 
     What is below one part of a name is held back until nothing that sorts before it can follow.
     """

@@ -1,5 +1,5 @@
-"""The snapshot list: immutable pages and a short tail in the log entry, so that the cost of a commit
-does not depend on the number of snapshots.
+"""The snapshot list: immutable pages and a short tail in the log entry, so that the cost of a
+commit does not depend on the number of snapshots.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The transaction log. The state is its newest entry, and whoever creates generation + 1 has changed
-the state; no locks and no clocks decide anything.
+"""The transaction log. The state is its newest entry, and whoever creates generation + 1 has
+changed the state; no locks and no clocks decide anything.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class Newest:
 
 
 async def newest(backend: Backend, emit: Sink = discard) -> Newest:
-    """Return the key object with the highest number, or its second copy if it is damaged or missing.
+    """Return the key object with the highest number, or its second copy if it is damaged or
+    missing.
 
     Args:
         emit: Gets an event if it is not the one that counts.

@@ -1,5 +1,5 @@
-"""Index segments that this process read or wrote last. They never change, so a verified one need not
-be read again.
+"""Index segments that this process read or wrote last. They never change, so a verified one need
+not be read again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A session: the registered presence of a writer or a long reader. While it is open, nothing that it
-pins, wrote or may reuse is deleted.
+"""A session: the registered presence of a writer or a long reader. While it is open, nothing that
+it pins, wrote or may reuse is deleted.
 """
 
 from __future__ import annotations

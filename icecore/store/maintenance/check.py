@@ -1,5 +1,5 @@
-"""Checks every object that the newest state reaches and reports each damaged one; damage never stops
-the check.
+"""Checks every object that the newest state reaches and reports each damaged one; damage never
+stops the check.
 """
 
 from __future__ import annotations

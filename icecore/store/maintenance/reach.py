@@ -1,5 +1,5 @@
-"""What snapshots reach: from records through manifests and map nodes to packs, shards and the chunks
-in them. Every node is read once.
+"""What snapshots reach: from records through manifests and map nodes to packs, shards and the
+chunks in them. Every node is read once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Deltas whose base is no snapshot's own chunk any more: one is stored in full, the others as deltas
-of that one, if this takes hardly more bytes.
+"""Deltas whose base is no snapshot's own chunk any more: one is stored in full, the others as
+deltas of that one, if this takes hardly more bytes.
 
 This happens only in shards that are rewritten anyway. A base that deltas of several snapshots share
 goes when the newest of them can take its place.
@@ -54,8 +54,8 @@ class Orphan:
 
 
 class Orphans:
-    """Finds bases in ``shards`` that are no snapshot's own chunk, from all maps, one after the other
-    in the order of the snapshots.
+    """Finds bases in ``shards`` that are no snapshot's own chunk, from all maps, one after the
+    other in the order of the snapshots.
     """
 
     def __init__(self, shards: Iterable[bytes]) -> None:

@@ -1,5 +1,5 @@
-"""What a repository holds: live and dead bytes by job, lineage and codec, from the maps alone. Every
-place counts once, regardless of how many snapshots share it.
+"""What a repository holds: live and dead bytes by job, lineage and codec, from the maps alone.
+Every place counts once, regardless of how many snapshots share it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Plans a sync from two replicas' snapshot lists: which snapshots to copy, which marks to carry over
-and, on request, which deletions to follow.
+"""Plans a sync from two replicas' snapshot lists: which snapshots to copy, which marks to carry
+over and, on request, which deletions to follow.
 
 A deletion is followed only for a snapshot that a sync brought from this very source, so a region
 never loses snapshots that were taken there or came from elsewhere.

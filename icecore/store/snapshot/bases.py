@@ -69,8 +69,8 @@ class Base:
 
 @dataclass
 class _Luck:
-    """The success of deltas in one region, for bases that cannot be sampled cheaply: after failures,
-    some bases are not even read.
+    """The success of deltas in one region, for bases that cannot be sampled cheaply: after
+    failures, some bases are not even read.
     """
 
     losses: int = 0

@@ -1,5 +1,5 @@
-"""The maps of one snapshot on their way into storage: nodes that the parent has are referred to, new
-ones are collected in one pack.
+"""The maps of one snapshot on their way into storage: nodes that the parent has are referred to,
+new ones are collected in one pack.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def sample_starts(pages: int) -> list[int]:
 
 
 def sample(data: memoryview) -> memoryview:
-    """Return at most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is not
-    longer.
+    """Return at most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is
+    not longer.
     """
     pages = len(data) // PAGE
     if pages <= SAMPLE_PAGES:

@@ -481,8 +481,8 @@ class SnapshotWriter:
             self._entries.append(entries)
 
     def _usable_base(self, shard: bytes) -> bool:
-        """Return whether a chunk in ``shard`` may be a base: one that is still being uploaded cannot
-        be read back.
+        """Return whether a chunk in ``shard`` may be a base: one that is still being uploaded
+        cannot be read back.
         """
         if shard in self._own_shards:
             return self._uploads.stored(shard)
