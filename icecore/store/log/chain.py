@@ -58,8 +58,8 @@ _RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
-#: Generations for which a gap is recorded: a client that saw an entry in it and has missed more
-#: cannot expect to find it, as everything there has been trimmed.
+#: Generations for which a gap stays recorded. For a client that saw an entry in it and has missed
+#: more, everything there has been trimmed.
 _GAPS_KEPT = 2 * KEPT_ENTRIES
 #: No writer and no repair advances the log by so much at once: a name listed so far beyond the log
 #: that cannot be read is planted.

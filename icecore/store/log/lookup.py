@@ -49,10 +49,10 @@ _BLOCKS = 128
 _AT_ONCE = 32
 #: Filters held in memory, in bytes.
 _FILTER_BYTES = 176 << 20
-#: One in so many ids is searched in blocks first: if the shards of those found hold many of the
-#: others, these need no block each.
+#: Of many ids, this many are searched in blocks first: if the shards of those found hold many of
+#: the others, these need no block each.
 _PROBES = 8
-#: At most this many are searched at once, or that fraction of the ids looked up.
+#: Up to this many ids, or this fraction of the ids looked up, are searched all at once.
 _FEW = 64
 _MISTAKES = 64
 #: If a table yields fewer finds than this, the ids do not lie together.
