@@ -25,7 +25,7 @@ demo: setup
 
 # .venv-test: a normal installation, checked and tested from outside the source root.
 test: machine-tests criu criu-newer .stamps/installed
-	.venv-test/bin/python tools/run-tests --workers 2 $(ARGS)
+	.venv-test/bin/python tools/run-tests --workers 3 $(ARGS)
 
 lint: .stamps/installed
 	.venv-test/bin/python tools/run-tests --only lint --only types
@@ -49,6 +49,7 @@ bench-store: setup
 
 torture: machine-tests criu criu-newer .stamps/installed
 	.venv-test/bin/python $(PIP_INSTALL) 'atheris>=2.3' || echo "going on without atheris: its test is skipped"
+	.venv-test/bin/python tools/run-tests --only tests --every-case --workers 2 $(ARGS)
 	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)
 
 machine:

@@ -17,13 +17,23 @@ from types import FrameType
 from typing import NoReturn
 
 from icecore import config
-from icecore.commands import exchange, jobs, keys, node, regions, repositories, snapshots, trust
+from icecore.commands import (
+    exchange,
+    jobs,
+    keys,
+    node,
+    regions,
+    repositories,
+    snapshots,
+    supervise,
+    trust,
+)
 from icecore.commands.context import Commands, Context, Interrupted, Parser, load_numpy
 from icecore.errors import IcecoreError, StoreFull, UsageError
 from icecore.host.workdir import sweep
 from icecore.output import Output
 
-GROUPS = (jobs, snapshots, repositories, trust, keys, regions, exchange, node)
+GROUPS = (jobs, supervise, snapshots, repositories, trust, keys, regions, exchange, node)
 #: Commands that see or change what runs on this node: they put right first what a killed restore
 #: left among jobs' files.
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})

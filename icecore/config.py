@@ -60,6 +60,7 @@ _TIMES = {
     "": 1.0,
     "ms": 0.001,
     "s": 1.0,
+    "m": 60.0,
     "min": 60.0,
     "h": 3600.0,
     "d": _DAY,
@@ -169,6 +170,12 @@ def _kept(text: str) -> int:
     return -1 if text == "all" else _count(text)
 
 
+def _share(value: str | float) -> float:
+    text = str(value).strip()
+    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    return share if 0 < share <= 1 else _refuse(value)
+
+
 def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
@@ -206,6 +213,9 @@ LABEL: Kind[str] = Kind(
 )
 KEEP: Kind[int] = Kind(
     "a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N"
+)
+SHARE: Kind[float] = Kind(
+    "a share such as '1%' or 0.01", _number(_share, float, int, float), _share, "SHARE"
 )
 SWITCH: Kind[bool] = Kind(
     "true or false",
@@ -303,6 +313,23 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class ScheduleSettings:
+    """[schedule]: how ``icecore run`` looks after a job with ``--every auto``, and how it meets a
+    notice. The meaning of each is in `icecore.service.supervisor.Plan`.
+    """
+
+    max_overhead: float = _setting(0.01, SHARE)
+    max_loss: float = _setting(1800.0, SECONDS)
+    failure_seconds: float = _setting(86400.0, SECONDS)
+    slow_down: float = _setting(0.02, SHARE)
+    notice: float = _setting(0.0, SECONDS)
+    notice_command: str = _setting("", TEXT)
+    notice_url: str = _setting("", TEXT)
+    requeue_command: str = _setting("", TEXT)
+    preempted_exit: int = _setting(85, COUNT)
+
+
+@dataclass(frozen=True)
 class ForgetSettings:
     """[forget]: what ``icecore forget`` keeps of each job when it is given no ``--keep-…``; 0: that
     rule keeps nothing, -1 ("all"): no bound.
@@ -388,6 +415,7 @@ class Config:
     dump: DumpSettings = DumpSettings()
     restore: RestoreSettings = RestoreSettings()
     run: RunSettings = RunSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
     forget: ForgetSettings = ForgetSettings()
     gc: GcSettings = GcSettings()
     s3: S3Settings = S3Settings()

@@ -179,3 +179,15 @@ class PlainRefused(Distrusted):
 
 class RecordDamaged(Distrusted):
     """A file in which this client remembers a place or a repository is not what was written."""
+
+
+class JobHeld(IcecoreError):
+    """Another process, maybe on another node, runs the job of this name."""
+
+    exit_code = 16
+
+
+class ResumeFailed(IcecoreError):
+    """No snapshot of a job could be restored, so the job does not run."""
+
+    exit_code = 17

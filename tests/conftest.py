@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from icecore.store.backend.s3 import S3Place
+from tests import rotation
 from tests.seaweedfs import Server, running
 
 BUCKET = "icecore-tests"
@@ -32,6 +33,26 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 # How long an example takes is the machine's affair: a pause of a fifth of a second is no failure.
 settings.register_profile("icecore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("icecore-same", settings.get_profile("icecore"), derandomize=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--every-case``."""
+    parser.addoption("--every-case", action="store_true", help="also the cases of other turns")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are not this commit's turn, unless somebody asks for tests by name."""
+    asked = config.getoption("every_case") or config.getoption("keyword")
+    asked = asked or config.getoption("markexpr") == "torture"
+    if asked or any("::" in word for word in config.args):
+        return
+    left, taken = [], []
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        (taken if rotation.is_due(test, case) else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = taken
 
 
 def pytest_configure(config: pytest.Config) -> None:

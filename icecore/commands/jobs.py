@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from icecore import units
+from icecore.commands import supervise
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings, job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
@@ -81,6 +82,8 @@ def add(commands: Commands) -> None:
     add_setting(parser, RunSettings, "resident", about)
     about = "with --gpu: device memory outlives a crash after a snapshot, for restore --from-resident, until rm (default: no)"
     add_setting(parser, RunSettings, "keep_resident", about)
+
+    supervise.add_options(parser)
 
     parser = command("ps", ps, "List the jobs of this node.")
     parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
@@ -166,25 +169,26 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             "note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
         )
     registry = context.registry()
-    if arguments.gpu:
-        from icecore.api import start_gpu
 
-        job = start_gpu(
-            registry,
-            arguments.job_command,
-            isolation,
-            name=arguments.name,
-            cwd=arguments.cwd,
-            environment=environment,
-            pid=arguments.pid or "",
-            root=arguments.root or "",
-            resident=own.resident,
-            keep_resident=own.keep_resident,
-            must_keep=bool(arguments.keep_resident),
-            emit=context.output.event,
-        )
-    else:
-        job = registry.start(
+    def start() -> Job:
+        if arguments.gpu:
+            from icecore.api import start_gpu
+
+            return start_gpu(
+                registry,
+                arguments.job_command,
+                isolation,
+                name=arguments.name,
+                cwd=arguments.cwd,
+                environment=environment,
+                pid=arguments.pid or "",
+                root=arguments.root or "",
+                resident=own.resident,
+                keep_resident=own.keep_resident,
+                must_keep=bool(arguments.keep_resident),
+                emit=context.output.event,
+            )
+        return registry.start(
             arguments.job_command,
             name=arguments.name,
             isolation=isolation,
@@ -192,6 +196,10 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             environment=environment,
             emit=context.output.event,
         )
+
+    if supervise.is_wanted(arguments):
+        return supervise.run(arguments, context, start)
+    job = start()
     if arguments.detach:
         context.output.line(job.name)
         return 0

@@ -912,6 +912,8 @@ class _Run:
 
     def _running(self, pid: int) -> Restored:
         """The tree runs."""
+        if self.put_back is not None:
+            self.put_back.note_ran()
         job = self.restoring.started(pid) if self.restoring is not None else None
         seconds = time.perf_counter() - self.began
         instance = job.instance if job is not None else ""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from icecore.errors import MissingTool
 from icecore.host.criu.program import find_criu
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
+from tests.cli.zygote import Zygote
 
 SECONDS = 60.0
 
@@ -31,6 +33,7 @@ class Cli:
 
     folder: Path
     environment: dict[str, str]
+    zygote: Zygote | None = None
 
     @property
     def registry(self) -> Registry:
@@ -57,15 +60,19 @@ class Cli:
         self, *words: str, status: int = 0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command, which has to end with ``status``."""
-        done = subprocess.run(
-            self.command(*words),
-            env={**self.environment, **variables},
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        environment = {**self.environment, **variables}
+        if self.zygote is not None and self.zygote.fits(environment):
+            done = self.zygote.run(list(words), environment, str(self.folder), SECONDS)
+        else:
+            done = subprocess.run(
+                self.command(*words),
+                env=environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+            )
         assert done.returncode == status, (
             f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
@@ -97,8 +104,15 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The parent of the commands that `Cli.run` runs."""
+    with closing(Zygote()) as made:
+        yield made
+
+
 @pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
+def cli(tmp_path: Path, zygote: Zygote) -> Iterator[Cli]:
     own = {
         name: value
         for name, value in os.environ.items()
@@ -112,6 +126,7 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
             "ICECORE_STATE": str(tmp_path / "state"),
             "ICECORE_REPOSITORY": str(tmp_path / "repository"),
         },
+        zygote,
     )
     yield made
     for job in made.registry.instances():

@@ -222,6 +222,7 @@ def test_every_command_that_opens_a_repository_is_tried_here() -> None:
         "kill",
         "rm",
         "doctor",
+        "schedule",
     }
 
 

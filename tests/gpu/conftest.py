@@ -13,6 +13,7 @@ import pytest
 from icecore.host.gpu.backend import VARIABLE
 from icecore.store.runtime.loop import LoopThread
 from tests.cli.conftest import cli as cli
+from tests.cli.conftest import zygote as zygote
 from tests.dumper.world import Store, leftovers
 from tests.programs import plain_criu
 

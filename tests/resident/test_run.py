@@ -30,6 +30,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import _Run
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
+from tests.cli.conftest import zygote as zygote
 from tests.cli.documents import check_event, documented_events
 
 from . import job as program

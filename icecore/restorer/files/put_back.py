@@ -262,6 +262,12 @@ class PutBack:
                 self.journal.keep()
             self._handed_over = True
 
+    def note_ran(self) -> None:
+        """Record that the job runs: from now on what its files replaced may be removed."""
+        if self.journal is not None and self._handed_over:
+            with suppress(OSError):  # then it is kept
+                self.journal.note_ran()
+
     @property
     def inodes(self) -> frozenset[Inode]:
         """Return the restored files that the job must have open."""

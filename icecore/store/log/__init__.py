@@ -4,7 +4,7 @@ In reading order:
 
 - the log: `chain`, `identity`, `recovery`, `watermark`, `known`
 - the snapshot list in its entries: `catalog`, `tables`, `notes`
-- who takes part: `session`, `presence`, `keychain`, `repository`
+- who takes part: `session`, `presence`, `keychain`, `repository`, `lease`
 - writing objects: `uploads`
 - the chunk index: `index`, `lookup`, `neighbours`, `recent`
 """

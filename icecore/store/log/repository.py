@@ -358,6 +358,7 @@ class Repository:
         beat_seconds: float | None = BEAT_SECONDS,
         prove: bool = True,
         leave: int | None = None,
+        alone: bool = False,
     ) -> Session:
         """Begin a writer's session.
 
@@ -372,15 +373,17 @@ class Repository:
                 not. Saves a request.
             leave: For a session that frees space, or only reads: it begins even if there is no
                 room, as in ``Log.transact``.
+            alone: Refuse if another session with this purpose is open.
 
         Raises:
             NotFound: ``base`` is not listed.
+            JobHeld: With ``alone``: another session has this purpose.
         """
         pins = [] if base is None else [base]
         await (
             self.backend.keep_reserve()
         )  # a repository of an earlier version has none, or others have used it
-        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave)
+        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave, alone)
 
     async def read_session(
         self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
@@ -401,6 +404,7 @@ class Repository:
         beat_seconds: float | None,
         prove: bool,
         leave: int | None,
+        alone: bool = False,
     ) -> Session:
         return await sessions.begin(
             self.backend,
@@ -414,6 +418,7 @@ class Repository:
             every_seconds=beat_seconds,
             prove=prove,
             leave=leave,
+            alone=alone,
         )
 
     async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:

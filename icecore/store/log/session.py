@@ -16,6 +16,7 @@ import msgspec
 
 from icecore.errors import (
     Damaged,
+    JobHeld,
     NotFound,
     ObjectExists,
     ObjectMissing,
@@ -455,11 +456,16 @@ async def begin(
     every_seconds: float | None,
     prove: bool = True,
     leave: int | None = None,
+    alone: bool = False,
 ) -> Session:
     """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base;
     ``prove`` and ``leave`` as in ``Log.transact``.
 
+    Args:
+        alone: Only if no other session has this purpose.
+
     Raises:
+        JobHeld: Another session has this purpose.
         NotFound: A snapshot is not in the repository.
     """
     identity = secrets.token_hex(16)
@@ -468,6 +474,10 @@ async def begin(
 
     async def change(state: LogState, pages: Pages) -> LogState:
         nonlocal record
+        if alone and any(
+            other.purpose == purpose and other.id != identity for other in state.sessions
+        ):
+            raise JobHeld(f"another process is at work: {purpose}")
         found = []
         for snapshot in pins:
             listed = await catalog.find(state, snapshot, pages)

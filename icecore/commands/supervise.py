@@ -1,0 +1,299 @@
+"""What ``icecore run`` does with ``--resume``, ``--every``, ``--on-term`` or ``--restart``, and the
+command ``schedule``: the job is looked after until it ends or has to leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Literal
+
+from icecore import units
+from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.config import SECONDS, ForgetSettings, ScheduleSettings
+from icecore.errors import NotFound, UsageError
+from icecore.events import Event, Value
+
+if TYPE_CHECKING:
+    from icecore.host.jobs.job import Job, LogPiece
+    from icecore.store.maintenance.forget import Policy
+
+_BARS = 40
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a supervised job to ``run``."""
+    group = parser.add_argument_group(
+        "supervised jobs",
+        "With one of --resume, --every, --on-term and --restart this process looks after the job;"
+        " --name and a repository are required then.",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="bring the job back from its newest snapshot if there is one, else start it",
+    )
+    group.add_argument(
+        "--or-start",
+        action="store_true",
+        help="with --resume: start it anew if no snapshot can be restored",
+    )
+    group.add_argument(
+        "--fall-back",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --resume: try so many older snapshots if the newest cannot be restored",
+    )
+    group.add_argument(
+        "--every",
+        type=_every,
+        metavar="TIME|auto",
+        help="take a snapshot so often; auto: from its measured cost and the failure rate",
+    )
+    group.add_argument(
+        "--on-term",
+        choices=("snapshot", "pass"),
+        help="on TERM, USR1, INT or HUP: stop the job with a snapshot (default), or pass the signal on",
+    )
+    group.add_argument(
+        "--restart",
+        type=_restarts,
+        default=0,
+        metavar="no|on-failure[:N]",
+        help="bring the job back when it fails, at most N times without a new snapshot in between",
+    )
+    for key, what in (
+        ("preempted_exit", "exit status once the job was stopped with a snapshot"),
+        ("requeue_command", "shell command once the job was stopped with a snapshot"),
+        (
+            "notice",
+            "time from a signal until this machine is gone; a stop that takes longer is said",
+        ),
+        ("notice_command", "shell command that ends with status 0 once the job has to leave"),
+        ("notice_url", "URL that answers with status 200 once the job has to leave"),
+        ("max_overhead", "with --every auto: share of its time that snapshots may cost the job"),
+        ("max_loss", "with --every auto: work that a failure may cost"),
+    ):
+        add_setting(group, ScheduleSettings, key, what)  # type: ignore[arg-type]
+    for about in fields(ForgetSettings):
+        rule = about.name.removeprefix("keep_")
+        add_setting(
+            group,  # type: ignore[arg-type]
+            ForgetSettings,
+            about.name,
+            f"after each snapshot, keep of the job: {rule}",
+        )
+
+
+def add(commands: Commands) -> None:
+    """Add the command ``schedule``."""
+    parser = commands.add(
+        "schedule",
+        schedule,
+        "Explain how often a supervised job is snapshotted, and what that costs.",
+    )
+    parser.add_argument("action", choices=("explain",))
+    parser.add_argument("job", help="name of the job")
+
+
+def is_wanted(arguments: argparse.Namespace) -> bool:
+    """Return whether the job is to be looked after."""
+    return bool(arguments.resume or arguments.every or arguments.on_term or arguments.restart)
+
+
+def run(arguments: argparse.Namespace, context: Context, start: Callable[[], Job]) -> int:
+    """Run a supervised job.
+
+    Args:
+        start: Starts it anew.
+    """
+    from icecore.commands.jobs import _Writer
+    from icecore.service.interval import Bounds
+    from icecore.service.supervisor import Plan, Supervisor
+
+    if not arguments.name:
+        raise UsageError(
+            "a supervised job needs a name, under which its snapshots are found",
+            cure="add --name NAME",
+        )
+    if arguments.detach or arguments.rm:
+        raise UsageError(
+            "a supervised job runs in the foreground and is remembered",
+            cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",
+        )
+    own = overridden(context.config.schedule, arguments)
+    plan = Plan(
+        name=arguments.name,
+        start=start,
+        resume=arguments.resume,
+        or_start=arguments.or_start,
+        fall_back=arguments.fall_back,
+        every=arguments.every,
+        on_term=arguments.on_term or "snapshot",
+        preempted_exit=own.preempted_exit,
+        restarts=arguments.restart,
+        requeue=own.requeue_command,
+        notice=own.notice,
+        notice_command=own.notice_command,
+        notice_url=own.notice_url,
+        bounds=Bounds(own.max_overhead, own.max_loss),
+        failure_seconds=own.failure_seconds,
+        slow_down=own.slow_down,
+        keep=_policy(arguments, context),
+    )
+    writers: dict[str, _Writer] = {}
+
+    def write(job: Job, piece: LogPiece) -> None:
+        writers.setdefault(job.instance, _Writer(job, context, "both")).write(piece)
+
+    def emit(event: Event) -> None:
+        context.output.event(event)
+        if not context.output.as_json:
+            for line in words(event):
+                context.output.note(line)
+
+    return Supervisor(plan, context.repository(), context.config, write=write, emit=emit).run()
+
+
+def words(event: Event) -> list[str]:
+    """Return what is said of an event of a supervised job."""
+    known = event.fields
+    job = known.get("job")
+
+    def seconds(name: str) -> str:
+        value = known.get(name)
+        return units.seconds(value) if isinstance(value, int | float) else "?"
+
+    match event.name:
+        case "run.lease":
+            return [f"job {job}: {known['host']} has it; waiting for a sign of life from there"]
+        case "run.adopted":
+            return [f"job {job} runs already, as process {known['pid']}; taking over"]
+        case "run.resumed":
+            return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
+        case "run.stopping":
+            return [f"job {job}: {known['why']}; stopping it with a snapshot"]
+        case "run.preempted":
+            return [f"job {job} was stopped with snapshot {str(known['snapshot'])[:12]}"]
+        case "run.failed":
+            return [f"job {job}: {known['how']}"]
+        case "run.gave_up":
+            return [f"job {job} failed {known['failures']} times without a new snapshot; giving up"]
+        case "run.notice_short":
+            return [
+                f"warning: stopping job {job} takes about {seconds('stop_seconds')}, and it gets"
+                f" {seconds('notice_seconds')} notice"
+            ]
+        case "run.paused":
+            return [f"job {job} is paused: the repository cannot be reached to keep its name"]
+        case "run.unpaused":
+            return [f"job {job} runs again"]
+    return []
+
+
+def _every(text: str) -> float | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    value = SECONDS(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("a duration of more than nothing, or 'auto'")
+    return value
+
+
+def _restarts(text: str) -> int:
+    if text == "no":
+        return 0
+    kind, separator, count = text.partition(":")
+    if kind != "on-failure" or (separator and not count.isdecimal()):
+        raise argparse.ArgumentTypeError("'no', 'on-failure' or 'on-failure:N'")
+    return int(count) if separator else -1
+
+
+def _policy(arguments: argparse.Namespace, context: Context) -> Policy | None:
+    from icecore.store.maintenance.forget import Policy
+
+    settings = overridden(context.config.forget, arguments)
+    values = {
+        about.name.removeprefix("keep_"): getattr(settings, about.name)
+        for about in fields(settings)
+    }
+    if not any(values.values()):
+        return None
+    within = values.pop("within")
+    return Policy(**values, within_seconds=within)
+
+
+def schedule(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore schedule explain."""
+    from icecore.api import registry
+    from icecore.service.interval import Bounds, choose, curve
+    from icecore.service.record import read
+
+    own = context.config.schedule
+    known = read(registry(context.config).state, arguments.job)
+    cost = known.cost(own.slow_down)
+    if cost is None:
+        raise NotFound(
+            f"no supervised job {arguments.job} has taken a snapshot on this node",
+            cure="'icecore run --name NAME --every auto -- COMMAND' starts one",
+        )
+    rate = known.rate(own.failure_seconds)
+    chosen = choose(cost, rate, Bounds(own.max_overhead, own.max_loss))
+    output = context.output
+    fields_: dict[str, Value] = {
+        "job": arguments.job,
+        "interval_seconds": chosen.seconds,
+        "optimum_seconds": chosen.optimum_seconds,
+        "bound": chosen.bound,
+        "overhead": chosen.overhead,
+        "expected_loss": chosen.expected_loss,
+        "window_seconds": cost.window_seconds,
+        "background_seconds": cost.background_seconds,
+        "commit_seconds": cost.commit_seconds,
+        "stop_seconds": known.stop_seconds,
+        "mean_seconds": rate.mean_seconds,
+        "failures": rate.failures,
+        "ran_seconds": rate.seconds,
+        "snapshots": len(known.taken),
+    }
+    output.result("schedule", fields_)
+    why = {
+        "optimum": "Daly's optimum",
+        "overhead": f"snapshots may cost {own.max_overhead:.1%} of its time",
+        "commit": "a snapshot takes so long",
+        "loss": f"a failure may cost {units.seconds(own.max_loss)}",
+    }[chosen.bound]
+    for line in (
+        f"{arguments.job}: a snapshot every {units.seconds(chosen.seconds)} ({why})",
+        f"  a snapshot costs {units.seconds(cost.seconds)}: it stands still"
+        f" {units.seconds(cost.window_seconds)}, and is slower for"
+        f" {units.seconds(cost.background_seconds)}",
+        f"  committed {units.seconds(cost.commit_seconds)} after its window;"
+        f" stopping it takes about {units.seconds(known.stop_seconds)}",
+        f"  fails about every {units.seconds(rate.mean_seconds)} ({rate.failures} failures in"
+        f" {units.seconds(rate.seconds)}, after an assumption of"
+        f" {units.seconds(rate.prior_seconds)})",
+        "",
+    ):
+        output.line(line)
+    points = [chosen.seconds * 2.0**step for step in range(-4, 5)]
+    rows = curve(cost, rate, points)
+    most = max(overhead + loss for _, overhead, loss in rows)
+    output.table(
+        ["EVERY", "SNAPSHOTS", "FAILURES", "TOGETHER", ""],
+        [
+            [
+                units.seconds(each),
+                f"{overhead:.2%}",
+                f"{loss:.2%}",
+                f"{overhead + loss:.2%}",
+                "█" * max(1, round(_BARS * (overhead + loss) / most)),
+            ]
+            for each, overhead, loss in rows
+        ],
+        title="what the job loses, by interval",
+        right=["SNAPSHOTS", "FAILURES", "TOGETHER"],
+    )
+    return 0

@@ -1,0 +1,145 @@
+"""What was measured of a supervised job, kept on its node so that a new supervisor knows it.
+
+``STATE/schedules/NAME.json`` belongs to one supervisor at a time: the one that holds the lock on
+``NAME.lock``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from icecore.private import create_private, private_state
+from icecore.service.interval import Cost, FailureRate
+
+FOLDER = "schedules"
+#: Weight of the newest measurement in a moving average.
+_NEWEST = 0.3
+_KEPT = 64
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """One snapshot that the supervisor took. Times in seconds, sizes in bytes."""
+
+    at: float
+    window: float
+    seconds: float
+    committing: float
+    stored: int
+    snapshot: str
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What is known of a job.
+
+    Attributes:
+        taken: The newest snapshots, oldest first.
+        stop_seconds: Moving average of how long it takes to stop the job with a snapshot.
+        window_seconds, background_seconds, commit_seconds: Moving averages over its snapshots.
+        failures: How often it has failed.
+        ran_seconds: How long it has run under supervision.
+    """
+
+    taken: list[Taken] = []
+    stop_seconds: float = 0.0
+    window_seconds: float = 0.0
+    background_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    failures: int = 0
+    ran_seconds: float = 0.0
+
+    def after(self, done: Taken) -> Measured:
+        """Return what is known once a snapshot was taken."""
+        background = max(0.0, done.seconds - done.window)
+
+        def average(before: float, now: float) -> float:
+            return now if not self.taken else before + _NEWEST * (now - before)
+
+        return msgspec.structs.replace(
+            self,
+            taken=[*self.taken, done][-_KEPT:],
+            stop_seconds=average(self.stop_seconds, done.seconds),
+            window_seconds=average(self.window_seconds, done.window),
+            background_seconds=average(self.background_seconds, background),
+            commit_seconds=average(self.commit_seconds, done.committing),
+        )
+
+    def cost(self, slow_down: float) -> Cost | None:
+        """Return what a snapshot costs the job; None: none was taken yet."""
+        if not self.taken:
+            return None
+        return Cost(self.window_seconds, self.background_seconds, self.commit_seconds, slow_down)
+
+    def rate(self, prior_seconds: float) -> FailureRate:
+        """Return how often the job fails."""
+        return FailureRate(prior_seconds, self.failures, self.ran_seconds)
+
+
+class Record:
+    """The record of one job, under its lock.
+
+    Args:
+        state: icecore's state directory.
+        name: The job's name.
+    """
+
+    def __init__(self, state: Path, name: str) -> None:
+        self._folder = state / FOLDER
+        self._path = self._folder / f"{name}.json"
+        self._lock = -1
+        self.measured = read(state, name)
+
+    def lock(self) -> bool:
+        """Take the lock for as long as this process lives; False: another supervisor has it."""
+        private_state(self._folder)
+        self._lock = os.open(
+            self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            return False
+        return True
+
+    def save(self, measured: Measured) -> None:
+        """Keep what is known."""
+        self.measured = measured
+        new = self._path.with_suffix(".new")
+        with open(create_private(new), "wb") as file:
+            file.write(msgspec.json.encode(measured))
+        os.replace(new, self._path)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def read(state: Path, name: str) -> Measured:
+    """Return what is known of a job. A record that cannot be read counts as none: it is advice."""
+    try:
+        data = (state / FOLDER / f"{name}.json").read_bytes()
+        return msgspec.json.decode(data, type=Measured)
+    except (OSError, msgspec.DecodeError):
+        return Measured()
+
+
+def is_supervised(state: Path, name: str) -> bool:
+    """Return whether a supervisor on this node holds the lock of a job."""
+    try:
+        descriptor = os.open(state / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)

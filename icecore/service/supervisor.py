@@ -1,0 +1,646 @@
+"""Runs one job so that it survives: restored where it was, snapshotted in time, stopped in order.
+
+One thread decides: `Supervisor.run` takes messages from a queue (signals, the job's end, the
+outcome of a snapshot) and acts on them one by one. All other threads only wait and report.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+from icecore import api
+from icecore.config import Config, without_secrets
+from icecore.dumper.dump import DumpResult
+from icecore.errors import (
+    Damaged,
+    IcecoreError,
+    JobHeld,
+    NotFound,
+    ObjectMissing,
+    RestoreFailed,
+    RestoreRefused,
+    ResumeFailed,
+)
+from icecore.events import Event, Sink, Value
+from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
+from icecore.host.jobs.registry import Registry
+from icecore.host.jobs.shell import run_shell
+from icecore.host.kernel import procfs
+from icecore.service.interval import Bounds, choose
+from icecore.service.notice import Notices
+from icecore.service.record import FOLDER, Record, Taken
+from icecore.service.watchdog import Watchdog
+from icecore.store.format.state import SessionRecord, SnapshotRecord
+from icecore.store.log import lease
+from icecore.store.maintenance.forget import Policy
+
+if TYPE_CHECKING:
+    from icecore.repository import Repository
+
+#: Signals on which the job is stopped with a snapshot, or to which it is told.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_TICK_SECONDS = 1.0
+#: The first snapshot of a job whose cost is not known comes soon, so that it is.
+_FIRST_SECONDS = 30.0
+_JITTER = 0.05
+_BACK_OFF_SECONDS = (1.0, 60.0)
+#: A job that fails twice without a new snapshot in between is brought back from an older one.
+_SAME_SNAPSHOT = 2
+_REQUEUE_SECONDS = 60.0
+_DRAIN_SECONDS = 30.0
+#: Snapshots take part of the notice; the rest is for what was not measured.
+_OF_NOTICE = 0.7
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for. Times in seconds.
+
+    Attributes:
+        name: The job's name.
+        start: Starts the job anew.
+        resume: Bring it back from its newest snapshot if there is one.
+        or_start: Start anew if no snapshot can be restored.
+        fall_back: So many older snapshots are tried if the newest cannot be restored.
+        every: Interval between snapshots; None: none; ``auto``: `icecore.service.interval`.
+        on_term: What a signal does: stop the job with a snapshot, or pass it to the job.
+        preempted_exit: Exit status once the job was stopped with a snapshot.
+        restarts: How often a job that fails is brought back without a new snapshot in between; 0:
+            never; -1: without a bound.
+        requeue: Shell command once the job was stopped with a snapshot.
+        notice: Time from a signal until the machine is gone; 0: not known.
+        notice_command, notice_url: What says that the job has to leave (`Notices`).
+        bounds: For ``auto``.
+        failure_seconds: For ``auto``: mean time between failures that is assumed at first.
+        slow_down: For ``auto``: share of its speed that the job loses while a snapshot is stored.
+        keep: Applied to the job's snapshots after each commit; None: all are kept.
+    """
+
+    name: str
+    start: Callable[[], Job]
+    resume: bool = True
+    or_start: bool = False
+    fall_back: int = 0
+    every: float | Literal["auto"] | None = None
+    on_term: Literal["snapshot", "pass"] = "snapshot"
+    preempted_exit: int = 85
+    restarts: int = 0
+    requeue: str = ""
+    notice: float = 0.0
+    notice_command: str = ""
+    notice_url: str = ""
+    bounds: Bounds = field(default_factory=Bounds)
+    failure_seconds: float = 86400.0
+    slow_down: float = 0.02
+    keep: Policy | None = None
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Noticed:
+    why: str
+
+
+@dataclass(frozen=True)
+class _Ended:
+    instance: str
+    status: ExitStatus
+
+
+@dataclass(frozen=True)
+class _Dumped:
+    stop: bool
+    result: DumpResult | None
+    error: IcecoreError | None
+    committing: float
+
+
+_Message = _Signalled | _Noticed | _Ended | _Dumped
+
+
+class Supervisor:
+    """Supervises one job; use `run` once.
+
+    Args:
+        plan: What was asked for.
+        repository: Where its snapshots are.
+        config: Settings of dumps and restores.
+        write: Gets the job's output.
+        emit: Gets the events (docs/reference/events.md).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        repository: Repository,
+        config: Config,
+        *,
+        write: Callable[[Job, LogPiece], None],
+        emit: Sink,
+    ) -> None:
+        self._plan = plan
+        self._repository = repository
+        self._config = config
+        self._write = write
+        self._emit = emit
+        self._registry: Registry = api.registry(config)
+        self._record = Record(self._registry.state, plan.name)
+        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._job: Job | None = None
+        self._follower: threading.Thread | None = None
+        self._watchdog: Watchdog | None = None
+        self._lease: lease.Lease | None = None
+        self._dumping = False
+        self._stopping = ""
+        self._asked = 0
+        self._stopped: DumpResult | None = None
+        self._ended: ExitStatus | None = None
+        self._paused = False
+        self._began = 0.0
+        self._due = 0.0
+        self._retries = 0
+        self._restarted = 0
+        self._since_snapshot = 0
+        self._newest = ""
+
+    def run(self) -> int:
+        """Run the job until it ends, or until it has to leave; return the exit status.
+
+        Raises:
+            JobHeld: Another process runs the job of this name.
+            ResumeFailed: No snapshot could be restored.
+            IcecoreError: The job could not be started.
+        """
+        if not self._record.lock():
+            raise JobHeld(
+                f"job {self._plan.name} is supervised by another process of this node",
+                cure=f"'icecore attach {self._plan.name}' follows it",
+            )
+        try:
+            with self._signals(), self._holding():
+                self._begin(self._first())
+                with self._notices():
+                    return self._watch()
+        finally:
+            self._record.close()
+
+    # -- what is held meanwhile
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn signals into messages."""
+
+        def told(number: int, frame: FrameType | None) -> None:
+            self._messages.put(_Signalled(number))
+
+        before = {number: signal.signal(number, told) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold the lease of the job's name."""
+
+        def waits(held: SessionRecord) -> None:
+            self._tell("run.lease", host=held.host, since=held.created_ns / 1e9)
+
+        self._lease = self._repository.loop.run(
+            lease.take(self._repository.core, self._plan.name, told=waits)
+        )
+        try:
+            yield
+        except BaseException:
+            self._end_job()  # nobody looks after it any more
+            raise
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.disarm()
+            with suppress(IcecoreError):
+                self._repository.loop.run(self._lease.release())
+
+    @contextmanager
+    def _notices(self) -> Iterator[None]:
+        asking = Notices(
+            self._plan.notice_command,
+            self._plan.notice_url,
+            without_secrets(os.environ),
+            lambda why: self._messages.put(_Noticed(why)),
+        )
+        try:
+            yield
+        finally:
+            asking.close()
+
+    # -- the job begins
+
+    def _first(self) -> tuple[Job, Mapping[Stream, int]]:
+        """Take over the job if it runs, else restore it, else start it."""
+        with suppress(NotFound):
+            job = self._registry.find(self._plan.name)
+            if job.state == "running":
+                self._tell("run.adopted", instance=job.instance, pid=job.pid)
+                return job, job.log_sizes()
+        candidates = self._candidates() if self._plan.resume else []
+        if not candidates:
+            return self._plan.start(), {}
+        try:
+            return self._restore(candidates[: 1 + self._plan.fall_back])
+        except ResumeFailed:
+            if not self._plan.or_start:
+                raise
+            return self._plan.start(), {}
+
+    def _candidates(self) -> list[SnapshotRecord]:
+        """Return the whole snapshots of the newest lineage of this name, newest first."""
+        found = self._repository.snapshots(job=self._plan.name)[::-1]
+        whole = [one for one in found if not one.quarantined]
+        return [one for one in whole if one.lineage == whole[0].lineage]
+
+    def _restore(self, candidates: list[SnapshotRecord]) -> tuple[Job, Mapping[Stream, int]]:
+        """Bring the job back from the first of some snapshots that can be restored.
+
+        Raises:
+            ResumeFailed: None can.
+        """
+        last: IcecoreError | None = None
+        for record in candidates:
+            options = replace(
+                api.restore_options(self._config), instance=self._plan.name, detach=True
+            )
+            try:
+                restored = api.restore(
+                    record.snapshot,
+                    self._repository,
+                    options,
+                    config=self._config,
+                    emit=self._emit,
+                )
+                restored.wait_resident()
+                if restored.job is None:
+                    raise ResumeFailed(
+                        f"snapshot {record.snapshot[:12]} is not of a job that 'icecore run' started",
+                        cure="restore it by itself: 'icecore restore'",
+                    )
+            except (RestoreRefused, RestoreFailed, Damaged, ObjectMissing) as error:
+                last = error
+                self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
+                continue
+            job = restored.job
+            self._signal_tree(job, signal.SIGCONT)  # it may have been paused when it was taken
+            self._newest = record.snapshot
+            self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
+            return job, restored.log_sizes
+        raise ResumeFailed(
+            f"none of {len(candidates)} snapshots of job {self._plan.name} can be restored: {last}",
+            cure=f"'icecore restore -n {self._plan.name}' says what stands in the way;"
+            " --fall-back N tries older ones, --or-start starts it anew",
+        )
+
+    def _begin(self, begun: tuple[Job, Mapping[Stream, int]]) -> None:
+        """Follow an instance that runs now."""
+        self._job, seen = begun
+        self._ended = None
+        self._began = time.monotonic()
+        self._due = self._began + self._first_delay()
+        if self._watchdog is not None:
+            self._watchdog.disarm()
+        self._watchdog = Watchdog(self._registry.state, self._job)
+        job = self._job
+        self._follower = threading.Thread(
+            target=self._follow, args=(job, dict(seen)), name="follow", daemon=True
+        )
+        self._follower.start()
+        threading.Thread(target=self._await_end, args=(job,), name="wait", daemon=True).start()
+
+    def _follow(self, job: Job, skip: dict[Stream, int]) -> None:
+        for piece in job.logs(follow=True):
+            skipped = min(skip.get(piece.stream, 0), len(piece.data))
+            if skipped:
+                skip[piece.stream] -= skipped
+            if piece.data[skipped:]:
+                self._write(job, replace(piece, data=piece.data[skipped:]))
+
+    def _await_end(self, job: Job) -> None:
+        self._messages.put(_Ended(job.instance, job.wait()))
+
+    # -- while it runs
+
+    def _watch(self) -> int:
+        """Act on messages until there is an exit status."""
+        while True:
+            status = self._tick()
+            if status is not None:
+                return status
+            try:
+                message = self._messages.get(timeout=_TICK_SECONDS)
+            except queue.Empty:
+                continue
+            match message:
+                case _Signalled(number):
+                    status = self._on_signal(number)
+                case _Noticed(why):
+                    self._stop(why)
+                case _Ended(instance, ended) if self._job and instance == self._job.instance:
+                    self._ended = ended
+                case _Dumped():
+                    self._on_dumped(message)
+            if status is None and self._ended is not None and not self._dumping:
+                status = self._on_end(self._ended)
+            if status is not None:
+                return status
+
+    def _tick(self) -> int | None:
+        """Do what is due by time."""
+        assert self._lease is not None
+        if self._lease.lost:
+            self._tell("run.lease_lost", error=self._lease.lost)
+            self._end_job()
+            raise JobHeld(
+                f"job {self._plan.name}: {self._lease.lost}; it was ended here",
+                cure="one instance runs; 'icecore ls' shows its snapshots",
+            )
+        if self._lease.certain == self._paused:
+            self._pause(not self._paused)
+        now = time.monotonic()
+        if (
+            self._plan.every is not None
+            and now >= self._due
+            and not (self._dumping or self._stopping or self._paused)
+            and self._ended is None
+        ):
+            self._dump(stop=False)
+        return None
+
+    def _pause(self, pause: bool) -> None:
+        """Keep the job from running while another node may take the lease."""
+        if self._job is None:
+            return
+        self._paused = pause
+        self._signal_tree(self._job, signal.SIGSTOP if pause else signal.SIGCONT)
+        self._tell("run.paused" if pause else "run.unpaused")
+
+    def _on_signal(self, number: int) -> int | None:
+        if self._plan.on_term == "pass":
+            if self._job is not None:
+                with suppress(NotFound):
+                    self._job.kill(number)
+            return None
+        self._asked += 1
+        if self._asked > 1:
+            self._end_job()
+            return 128 + number
+        self._stop(signal.Signals(number).name)
+        return None
+
+    def _stop(self, why: str) -> None:
+        if self._stopping or self._ended is not None:
+            return
+        self._stopping = why
+        self._asked = max(self._asked, 1)
+        self._tell("run.stopping", why=why)
+        if not self._dumping:
+            self._dump(stop=True)
+
+    # -- snapshots
+
+    def _dump(self, *, stop: bool) -> None:
+        self._dumping = True
+        threading.Thread(
+            target=self._take, args=(self._job, stop), name="snapshot", daemon=True
+        ).start()
+
+    def _take(self, job: Job, stop: bool) -> None:
+        """Take one snapshot, in a thread of its own."""
+        ended_window = 0.0
+
+        def heard(event: Event) -> None:
+            nonlocal ended_window
+            if event.name == "dump.window" and event.fields.get("state") == "end":
+                ended_window = time.monotonic()
+            self._emit(event)
+
+        result: DumpResult | None = None
+        failed: IcecoreError | None = None
+        try:
+            with self._turn(stop):
+                options = replace(api.dump_options(self._config), stop=stop)
+                result = api.dump(
+                    job.pid, self._repository, options, config=self._config, emit=heard
+                )
+        except IcecoreError as error:
+            failed = error
+        except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
+            failed = IcecoreError(f"{type(error).__name__}: {error}")
+        committing = time.monotonic() - ended_window if ended_window else 0.0
+        self._messages.put(_Dumped(stop, result, failed, committing))
+
+    @contextmanager
+    def _turn(self, stop: bool) -> Iterator[None]:
+        """Let the jobs of a node take their periodic snapshots one after the other."""
+        path = self._registry.state / FOLDER / "turn.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not (stop or self._stopping):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _on_dumped(self, done: _Dumped) -> None:
+        self._dumping = False
+        if done.result is None:
+            self._on_failed_snapshot(done)
+            return
+        result = done.result
+        self._newest, self._since_snapshot, self._retries = result.snapshot, 0, 0
+        taken = Taken(
+            time.time(),
+            result.window_seconds,
+            result.seconds,
+            done.committing,
+            result.sizes.stored,
+            result.snapshot,
+        )
+        self._record.save(self._record.measured.after(taken))
+        if done.stop:
+            self._stopped = result
+            return
+        delay = self._delay()
+        self._due = time.monotonic() + delay
+        self._tell(
+            "run.snapshot",
+            snapshot=result.snapshot,
+            window_seconds=result.window_seconds,
+            seconds=result.seconds,
+            next_seconds=delay,
+            stop_seconds=self._record.measured.stop_seconds,
+        )
+        needed = self._record.measured.stop_seconds
+        if self._plan.notice and needed > _OF_NOTICE * self._plan.notice:
+            self._tell("run.notice_short", stop_seconds=needed, notice_seconds=self._plan.notice)
+        if self._stopping:
+            self._dump(stop=True)
+        else:
+            self._forget()
+
+    def _on_failed_snapshot(self, done: _Dumped) -> None:
+        """Try again, later and later; a job that has to leave, at once."""
+        least, most = _BACK_OFF_SECONDS
+        pause = min(most, least * 2**self._retries)
+        self._retries += 1
+        if self._ended is not None:
+            return  # it ended meanwhile
+        self._tell("run.snapshot_failed", error=str(done.error), next_seconds=pause)
+        if self._stopping:
+            time.sleep(min(pause, 2.0))
+            self._dump(stop=True)
+        else:
+            self._due = time.monotonic() + pause
+
+    def _forget(self) -> None:
+        """Apply the retention policy to this job's snapshots."""
+        if self._plan.keep is None:
+            return
+        try:
+            plan = self._repository.plan_forget(self._plan.keep, job=self._plan.name)
+            gone = [one.record for one in plan if not one.reasons]
+            if gone:
+                self._repository.forget(gone)
+        except IcecoreError as error:
+            self._tell("run.forget_failed", error=str(error))
+
+    def _first_delay(self) -> float:
+        """Return seconds until the first snapshot of an instance; jobs of a node differ."""
+        delay = self._delay()
+        if self._plan.every == "auto" and not self._record.measured.taken:
+            delay = min(delay, _FIRST_SECONDS)
+        return delay * random.uniform(0.5, 1.0)
+
+    def _delay(self) -> float:
+        """Return seconds until the next snapshot."""
+        if self._plan.every is None:
+            return 0.0
+        if self._plan.every != "auto":
+            return self._plan.every * random.uniform(1 - _JITTER, 1.0)
+        cost = self._record.measured.cost(self._plan.slow_down)
+        if cost is None:
+            return _FIRST_SECONDS
+        rate = self._record.measured.rate(self._plan.failure_seconds)
+        chosen = choose(cost, rate, self._plan.bounds).seconds
+        return chosen * random.uniform(1 - _JITTER, 1 + _JITTER)
+
+    # -- the job ends
+
+    def _on_end(self, status: ExitStatus) -> int | None:
+        """Return the exit status, or None once the job was brought back."""
+        self._drain()
+        measured = self._record.measured
+        ran = time.monotonic() - self._began
+        if self._stopped is not None:
+            self._add(ran, failed=False)
+            return self._leave(self._stopped)
+        if status.exit_code == 0 or self._stopping:
+            self._add(ran, failed=False)
+            return status.exit_code
+        self._add(ran, failed=True)
+        self._since_snapshot += 1
+        self._tell(
+            "run.failed",
+            how=str(status),
+            exit_code=status.exit_code,
+            failures=measured.failures + 1,
+        )
+        if self._plan.restarts >= 0 and self._since_snapshot > self._plan.restarts:
+            return status.exit_code
+        candidates = self._candidates()
+        back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
+        if candidates and back >= len(candidates):
+            self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
+            return status.exit_code
+        least, most = _BACK_OFF_SECONDS
+        time.sleep(min(most, least * 2 ** (self._since_snapshot - 1)))
+        if candidates:
+            self._begin(self._restore(candidates[back : back + 1 + self._plan.fall_back]))
+        else:
+            self._begin((self._plan.start(), {}))
+        return None
+
+    def _add(self, ran: float, *, failed: bool) -> None:
+        """Count a run."""
+        from msgspec.structs import replace as changed
+
+        known = self._record.measured
+        self._record.save(
+            changed(known, ran_seconds=known.ran_seconds + ran, failures=known.failures + failed)
+        )
+
+    def _leave(self, stopped: DumpResult) -> int:
+        """The job was stopped with a snapshot."""
+        self._tell("run.preempted", snapshot=stopped.snapshot, seconds=stopped.seconds)
+        if self._plan.requeue:
+            variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": stopped.snapshot}
+            environment = {**without_secrets(os.environ), **variables}
+            assert self._lease is not None
+            self._repository.loop.run(self._lease.release())  # whoever comes next need not wait
+            try:
+                status = run_shell(
+                    self._plan.requeue, environment, seconds=_REQUEUE_SECONDS, output=2
+                )
+            except TimeoutError as error:
+                self._tell("run.requeue_failed", error=str(error))
+            else:
+                if status:
+                    self._tell("run.requeue_failed", error=f"it ended with status {status}")
+        return self._plan.preempted_exit
+
+    def _end_job(self) -> None:
+        job = self._job
+        if job is None:
+            return
+        with suppress(NotFound):
+            job.kill(signal.SIGKILL)
+        with suppress(TimeoutError):
+            job.wait(_DRAIN_SECONDS)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait until all that the job has written is shown."""
+        if self._follower is not None:
+            self._follower.join(_DRAIN_SECONDS)
+
+    def _signal_tree(self, job: Job, number: int) -> None:
+        with suppress(NotFound):
+            for pid in procfs.tree(job.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def _tell(self, name: str, **fields: Value) -> None:
+        self._emit(Event(name, {"job": self._plan.name, **fields}))
+
+
+def state_of(config: Config) -> Path:
+    """Return the state directory in which supervisors keep their records."""
+    return api.registry(config).state

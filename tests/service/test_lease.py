@@ -1,0 +1,159 @@
+# ruff: noqa: ASYNC110 - what is waited for is time that passes in another task
+"""The lease of a job's name: one holder on whatever nodes, by the log alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from icecore.errors import JobHeld
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.state import LogState, SessionRecord
+from icecore.store.log import lease
+from icecore.store.log.catalog import Pages
+from icecore.store.log.repository import Repository
+from tests.store.miniature import collect, listed, take
+
+NAME = "trainer"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "PAUSE_SECONDS", 0.4)
+    monkeypatch.setattr(lease, "SILENCE_SECONDS", 0.8)
+    monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.02)
+
+
+async def elsewhere(repository: Repository) -> None:
+    """Have the open sessions look like those of another machine, whose processes nobody can see."""
+
+    async def change(state: LogState, pages: Pages) -> LogState:
+        moved = [msgspec.structs.replace(one, process=None) for one in state.sessions]
+        return msgspec.structs.replace(state, sessions=moved)
+
+    await repository.log.transact(change, "elsewhere")
+
+
+async def two() -> tuple[MemoryBackend, Repository, Repository]:
+    backend = MemoryBackend()
+    first = await Repository.create(backend)
+    return backend, first, await Repository.open(backend)
+
+
+def test_one_of_many_gets_it() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        await Repository.create(backend)
+        clients = [await Repository.open(backend) for _ in range(6)]
+        found = await asyncio.gather(
+            *(lease.take(client, NAME) for client in clients), return_exceptions=True
+        )
+        held = [one for one in found if isinstance(one, lease.Lease)]
+        assert len(held) == 1 and all(isinstance(one, JobHeld) for one in found if one not in held)
+        await held[0].release()
+        again = await lease.take(clients[0], NAME)
+        other = await lease.take(clients[1], "another")
+        assert again.certain and other.certain
+        await again.release()
+        await other.release()
+        assert (await clients[2].log.newest()).state.sessions == []
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_living_holder_on_another_machine_keeps_it() -> None:
+    async def body() -> None:
+        _, first, second = await two()
+        held = await lease.take(first, NAME)
+        await elsewhere(first)
+        waited: list[SessionRecord] = []
+        with pytest.raises(JobHeld, match=NAME):
+            await lease.take(second, NAME, told=waited.append)
+        assert len(waited) == 1 and held.certain
+        await held.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_silent_holder_loses_it_and_knows_before() -> None:
+    """The store does not hear the holder any more: it stops trusting its lease before another takes it."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        await Repository.create(backend)
+        deaf = False
+
+        def plan(call: Call) -> Outcome:
+            return Outcome.FAIL if deaf else Outcome.PASS
+
+        first = await Repository.open(FaultyBackend(backend, plan))
+        second = await Repository.open(backend)
+        held = await lease.take(first, NAME)
+        await elsewhere(second)
+        deaf = True
+        taking = asyncio.create_task(lease.take(second, NAME))
+        doubted = 0.0
+        while not taking.done():
+            if not held.certain and not doubted:
+                doubted = time.monotonic()
+            await asyncio.sleep(0.005)
+        taken = time.monotonic()
+        taker = taking.result()
+        assert doubted and doubted < taken - 0.1, "it has to know before"
+        deaf = False
+        while not held.lost:
+            await asyncio.sleep(0.02)
+        assert not held.certain and taker.certain
+        await held.release()
+        assert taker.certain
+        await taker.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_holder_that_the_store_forgets_for_a_moment_keeps_it() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        await Repository.create(backend)
+        deaf = False
+
+        def plan(call: Call) -> Outcome:
+            return Outcome.FAIL if deaf else Outcome.PASS
+
+        first = await Repository.open(FaultyBackend(backend, plan))
+        held = await lease.take(first, NAME)
+        deaf = True
+        while held.certain:
+            await asyncio.sleep(0.01)
+        deaf = False
+        while not held.certain:
+            await asyncio.sleep(0.01)
+        assert not held.lost
+        await held.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_long_lease_keeps_no_collector_from_deleting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_MOVE_SECONDS", 0.1)
+
+    async def body() -> None:
+        backend, first, second = await two()
+        held = await lease.take(first, NAME)
+        snapshot = await take(second, {0: 1, 1: 2})
+        await second.forget([snapshot])
+        assert await listed(second) == []
+        end = time.monotonic() + 20
+        while [name for name in backend.objects if name.startswith("shards/")]:
+            assert time.monotonic() < end, "the shard stays"
+            await collect(second)
+            await asyncio.sleep(0.1)
+        assert held.certain
+        await held.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))

@@ -1,0 +1,308 @@
+"""Jobs under ``icecore run --resume``: preempted, crashed, taken over, refused; with real processes
+and a real CRIU. What a job has written is always what an undisturbed run writes.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from icecore import Config
+from icecore.events import Event
+from icecore.host.kernel import procfs
+from icecore.repository import Repository
+from icecore.service.supervisor import Plan, Supervisor
+from icecore.store.log import lease
+from tests.cli.conftest import SECONDS, Cli, until
+
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
+
+#: Counts up to LAST, a line each STEP seconds; from line AT on ends with STATUS, as often as there
+#: are marks left in the file MARKS.
+COUNTER = """
+import os, sys, time
+last, step, at, status, marks = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+for number in range(last):
+    print("line", number, flush=True)
+    if 0 <= at <= number and os.path.exists(marks):
+        left = int(open(marks).read())
+        if left:
+            open(marks, "w").write(str(left - 1))
+            sys.exit(status)
+    time.sleep(step)
+"""
+
+
+class Counter:
+    """A supervised counter of ``lines`` lines."""
+
+    def __init__(self, cli: Cli, lines: int = 40, step: float = 0.1) -> None:
+        self.cli = cli
+        self.lines = lines
+        self.marks = cli.folder / "marks"
+        program = cli.folder / "counter.py"
+        program.write_text(COUNTER)
+        self.command = [sys.executable, str(program), str(lines), str(step)]
+        cli.run("init")
+
+    def start(self, *options: str, at: int = -1, status: int = 1) -> subprocess.Popen[str]:
+        words = ("run", "--name", "counter", "--resume", *options, "--", *self.command)
+        return self.cli.start(*words, str(at), str(status), str(self.marks))
+
+    def whole(self) -> list[str]:
+        """What an undisturbed run writes."""
+        return [f"line {number}" for number in range(self.lines)]
+
+    def snapshots(self) -> int:
+        return len(self.cli.run("ls").stdout.splitlines()) - 1
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    out, err = process.communicate(timeout=SECONDS)
+    return process.returncode, out.splitlines(), err
+
+
+def written(cli: Cli, lines: int) -> Callable[[], bool]:
+    """Whether the job has written so many lines."""
+
+    def holds() -> bool:
+        found = [job for job in cli.registry.instances() if job.alive]
+        return bool(found) and len(found[-1].log_path("stdout").read_text().split()) >= 2 * lines
+
+    return holds
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preempted_and_brought_back(cli: Cli, number: int) -> None:
+    counter = Counter(cli)
+    first = counter.start("--preempted-exit", "99", "--requeue-command", "echo again >> requeued")
+    until(written(cli, 8), "8 lines")
+    first.send_signal(number)
+    status, before, said = ended(first)
+    assert status == 99 and "stopping it with a snapshot" in said
+    assert (cli.folder / "requeued").read_text() == "again\n"
+    assert before == counter.whole()[: len(before)] and len(before) < counter.lines
+    status, after, said = ended(counter.start())
+    assert status == 0 and "was restored from" in said
+    assert before + after == counter.whole()
+
+
+def test_preempted_while_a_periodic_snapshot_is_taken(cli: Cli) -> None:
+    counter = Counter(cli, lines=60)
+    before: list[str] = []
+    for _ in range(3):
+        process = counter.start("--every", "0.3s")
+        until(lambda: any(job.alive for job in cli.registry.instances()), "it runs")
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+        status, lines, said = ended(process)
+        before += lines
+        if status == 0:
+            break
+        assert status == 85, said
+    else:
+        status, lines, said = ended(counter.start("--every", "5s", "--keep-last", "2"))
+        before += lines
+        assert status == 0, said
+    assert before == counter.whole()
+    assert counter.snapshots() >= 3
+
+
+def test_retention_after_a_commit(cli: Cli) -> None:
+    counter = Counter(cli, lines=50)
+    status, lines, _ = ended(counter.start("--every", "0.5s", "--keep-last", "2"))
+    assert status == 0 and lines == counter.whole()
+    assert 1 <= counter.snapshots() <= 3
+
+
+def test_a_crash_is_restored_and_a_crash_loop_is_not_for_ever(cli: Cli) -> None:
+    counter = Counter(cli, lines=30)
+    counter.marks.write_text("2")
+    status, lines, said = ended(
+        counter.start("--every", "0.4s", "--restart", "on-failure:5", at=20, status=7)
+    )
+    assert status == 0, said
+    assert said.count("exited 7") == 2 and said.count("was restored from") == 2
+    assert lines[-1] == "line 29" and set(lines) == set(counter.whole())
+
+    counter = Counter.__new__(Counter)
+    counter.__dict__.update(cli=cli, lines=30, marks=cli.folder / "marks")
+    counter.command = [sys.executable, str(cli.folder / "counter.py"), "30", "0.05"]
+    counter.marks.write_text("99")
+    words = ("run", "--name", "loop", "--restart", "on-failure:2", "--", *counter.command)
+    status, lines, said = ended(cli.start(*words, "5", "7", str(counter.marks)))
+    assert status == 7 and said.count("exited 7") == 3 and lines == counter.whole()[:6] * 3
+
+
+def test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one(cli: Cli) -> None:
+    counter = Counter(cli, lines=4000)
+    counter.marks.write_text("0")
+    process = counter.start("--every", "0.5s", "--restart", "on-failure:9", at=0, status=7)
+    until(lambda: counter.snapshots() >= 3, "three snapshots")
+    counter.marks.write_text("4")
+    until(lambda: [job.alive for job in cli.registry.instances()] == 4 * [False] + [True], "five")
+    until(lambda: cli.registry.instances()[-1].state == "running", "it runs")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    status, _, said = ended(process)
+    assert status == 85, said
+    restored = [line.split()[-1] for line in said.splitlines() if "was restored from" in line]
+    assert len(restored) == 4 and restored[0] == restored[1] != restored[2], restored
+
+
+def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
+    counter = Counter(cli, lines=3000)
+    first = counter.start("--every", "1s")
+    until(written(cli, 3), "3 lines")
+    status, _, said = ended(counter.start())
+    assert status == 16 and "supervised by another process of this node" in said
+    other = Cli(tmp_path, {**cli.environment, "ICECORE_STATE": str(tmp_path / "other")})
+    words = ("run", "--name", "counter", "--resume", "--", *counter.command, "-1", "1", "none")
+    found = other.start(*words)
+    status, _, said = ended(found)
+    assert status == 16 and "is run by" in said
+    first.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(30) in (85, 128 + signal.SIGTERM)
+    until(lambda: not any(job.alive for job in cli.registry.instances()), "ended")
+
+
+def test_a_second_signal_leaves_at_once(cli: Cli) -> None:
+    counter = Counter(cli, lines=1000)
+    process = counter.start("--every", "1s")
+    until(lambda: counter.snapshots() > 0, "a snapshot")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGINT)
+    status, lines, _ = ended(process)
+    assert status in (128 + signal.SIGUSR1, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert lines == counter.whole()[: len(lines)]
+    assert not any(job.alive for job in cli.registry.instances())
+    process = counter.start()  # the last committed snapshot stands
+    until(written(cli, len(lines)), "it goes on")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 85
+
+
+def test_a_killed_supervisor_is_followed_by_another(cli: Cli) -> None:
+    counter = Counter(cli, lines=60)
+    first = counter.start("--every", "1s")
+    until(written(cli, 5), "5 lines")
+    first.kill()
+    first.communicate(timeout=SECONDS)
+    (job,) = [job for job in cli.registry.instances() if job.alive]
+    status, lines, said = ended(counter.start("--every", "1s"))
+    assert status == 0 and "runs already" in said, said
+    assert lines == counter.whole()[-len(lines) :]
+    assert [
+        line.strip() for line in job.log_path("stdout").read_text().splitlines()
+    ] == counter.whole()
+
+
+def test_the_watchdog_ends_a_job_that_nobody_looks_after(cli: Cli) -> None:
+    job_command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    cli.run("run", "-d", "--name", "left", "--", *job_command)
+    job = cli.job("left")
+    code = "from icecore.service import watchdog; watchdog.PATIENCE_SECONDS = 1.0; watchdog.main()"
+    words = [sys.executable, "-P", "-c", code, str(cli.folder / "state"), job.name, job.instance]
+    for disarmed in (True, False):
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
+        process.communicate("disarm\n" if disarmed else "", timeout=SECONDS)
+        assert process.returncode == 0 and job.alive == disarmed
+
+
+def test_a_notice_that_a_command_gives(cli: Cli) -> None:
+    counter = Counter(cli, lines=1000)
+    asks = f"test -e {cli.folder}/notice"
+    process = counter.start("--notice-command", asks, "--every", "1s", "--notice", "0.01s")
+    until(lambda: counter.snapshots() > 0, "a snapshot")
+    (cli.folder / "notice").touch()
+    status, lines, said = ended(process)
+    assert status == 85 and "ended with status 0; stopping it" in said
+    assert "and it gets 10.0 ms notice" in said
+    assert lines == counter.whole()[: len(lines)]
+
+
+def test_a_signal_that_is_passed_on(cli: Cli) -> None:
+    cli.run("init")
+    code = "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5)); signal.pause()"
+    words = ("run", "--name", "own", "--on-term", "pass", "--", sys.executable, "-c", code)
+    process = cli.start(*words)
+    until(lambda: any(job.alive for job in cli.registry.instances()), "it runs")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    assert ended(process)[0] == 5
+
+
+def test_what_cannot_be_restored(cli: Cli) -> None:
+    cli.run("init")
+    data = cli.folder / "data"
+    data.write_text("first\n")
+    code = "import time; f = open('data'); [print('tick', flush=True) or time.sleep(0.1) for _ in range(3000)]"
+    words = ("run", "--name", "reader", "--resume")
+    command = ("--", sys.executable, "-c", code)
+    first = cli.start(*words, *command)
+    until(lambda: any(job.alive for job in cli.registry.instances()), "it runs")
+    time.sleep(1.0)
+    first.send_signal(signal.SIGTERM)
+    assert ended(first)[0] == 85
+    data.unlink()
+    status, _, said = ended(cli.start(*words, *command))
+    assert status == 17 and "--or-start starts it anew" in said
+    data.write_text("another\n")
+    process = cli.start(*words, "--or-start", *command)
+    until(lambda: any(job.alive for job in cli.registry.instances()), "it runs")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 85
+    data.write_text("a third, longer\n")  # the newest does not fit any more, nor does the first
+    assert ended(cli.start(*words, "--fall-back", "1", *command))[0] == 17
+
+
+def test_a_job_is_paused_while_another_could_take_its_name(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counter(cli, lines=80)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setenv("ICECORE_STATE", str(cli.folder / "state"))
+    place, away = cli.folder / "repository", cli.folder / "away"
+    config = Config(state=str(cli.folder / "state"))
+    registry = cli.registry
+    lines: list[bytes] = []
+    told: list[str] = []
+    states: list[str] = []
+
+    def emit(event: Event) -> None:
+        told.append(event.name)
+        if event.name == "run.paused":
+            job = registry.find("counter")
+            until(lambda: procfs.status(job.main_process()).state == "T", "stopped")
+            states.append("stopped")
+            away.rename(place)
+        if event.name == "run.unpaused":
+            states.append("goes on")
+
+    def start() -> object:
+        job = registry.start([*counter.command, "-1", "1", "none"], name="counter")
+        place.rename(away)
+        return job
+
+    with Repository.open(place, config=config) as repository:
+        supervisor = Supervisor(
+            Plan("counter", start),  # type: ignore[arg-type]
+            repository,
+            config,
+            write=lambda job, piece: lines.append(piece.data),
+            emit=emit,
+        )
+        assert supervisor.run() == 0
+    assert states == ["stopped", "goes on"] and "run.lease_lost" not in told
+    assert b"".join(lines).decode().splitlines() == counter.whole()
