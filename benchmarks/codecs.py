@@ -16,8 +16,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format.chunk import chunk_id
 from icecore.store.format.codec import Choice, Encoder
 from icecore.store.runtime.pool import Scratch

@@ -29,9 +29,10 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.common import ROOT, Result, progress, show
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.faulty import FaultyBackend
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL, CELL_BYTES, PLACE
+from icecore.store.format.cell import CELL, PLACE
 from icecore.store.format.cellmap import NODE_CELLS
 from icecore.store.format.codec import RAW
 from icecore.store.format.manifest import (
@@ -47,7 +48,7 @@ from icecore.store.format.manifest import (
 from icecore.store.format.names import new_snapshot_id, object_name, random_id
 from icecore.store.format.segment import make_entries, sort_entries
 from icecore.store.format.shard import ShardTable
-from icecore.store.format.state import SegmentRef, SnapshotRecord, State
+from icecore.store.format.state import LogState, SegmentRef, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.index import build
@@ -134,7 +135,7 @@ async def _build(root: Path, chunks: int) -> list[str]:
         for lineage in range(chunks // _LINEAGE):
             await _lineage(repository, session, lineage, records)
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             for first in range(0, len(records), 1000):
                 state = await catalog.add(state, records[first : first + 1000], pages)
             return msgspec.structs.replace(state, segments=segments)

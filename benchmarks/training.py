@@ -38,9 +38,9 @@ from icecore.dumper.dump import dump
 from icecore.dumper.memory.spaces import cell_keys
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.log.repository import Repository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader

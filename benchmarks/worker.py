@@ -187,7 +187,8 @@ class _Serving:
         from icecore.dumper.memory.staging import Slot, Staging
         from icecore.host.kernel import libc, procfs
         from icecore.host.kernel.memory import HugeBuffer, RemoteReader
-        from icecore.store.format.cell import CELL, CELL_BYTES
+        from icecore.sizes import CELL_BYTES
+        from icecore.store.format.cell import CELL
 
         regions = private_regions(procfs.read_maps(pid))
         plan = plan_cells(regions, present_extents(pid, ranges_of(regions), threads))

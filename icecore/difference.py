@@ -13,7 +13,8 @@ import numpy as np
 
 from icecore.errors import Damaged
 from icecore.host.jobs.namespaces import RunRecord
-from icecore.store.format.cell import CELL, PAGE, Records, data_pages
+from icecore.sizes import PAGE
+from icecore.store.format.cell import CELL, Records, data_pages
 from icecore.store.format.manifest import Manifest, OpenFile, Process, Region, Space
 
 State = Literal["added", "removed", "changed"]

@@ -32,6 +32,7 @@ from icecore.host.kernel.userfaultfd import create
 from icecore.host.resident.keeper import keeper_path, preload_path
 from icecore.places import state_directory
 from icecore.repository import Repository
+from icecore.sizes import PAGE
 
 State = Literal["good", "warning", "bad"]
 _LEAST_KERNEL = (5, 11)
@@ -189,7 +190,7 @@ def _pipes(config: Config) -> Finding:
     if most >= total:
         return Finding("pipes", "good", message)
     cure = "sysctl -w fs.pipe-max-size=134217728"
-    if limits.pipe_capacity() >= limits.CRIU_PIPE_PAGES * limits.PAGE:
+    if limits.pipe_capacity() >= limits.CRIU_PIPE_PAGES * PAGE:
         cure = "raise the hard limit of descriptors: ulimit -Hn 1048576"
     return Finding("pipes", "warning", f"{message}, of {units.size(total)} in this machine", cure)
 

@@ -20,7 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "icecore"
 FLOORS = ("store", "host", "dumper", "restorer", "service")
 
-GROUND = {"icecore.errors", "icecore.events", "icecore.config", "icecore.private", "icecore.text"}
+GROUND = {
+    "icecore.errors",
+    "icecore.events",
+    "icecore.config",
+    "icecore.private",
+    "icecore.sizes",
+    "icecore.text",
+}
 # floor -> the floors whose modules it may import, its own included
 MAY_IMPORT = {
     "ground": {"ground"},

@@ -625,7 +625,7 @@ def diff(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _report_difference(found: Difference, context: Context, everything: bool) -> None:
-    from icecore.store.format.cell import CELL_BYTES
+    from icecore.sizes import CELL_BYTES
 
     output = context.output
     output.line(f"{found.older} → {found.newer}")

@@ -38,7 +38,7 @@ from icecore.host.criu.hidden import read_hidden
 from icecore.host.criu.images import LINKED, load_files, load_remaps, load_rseq
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
 
 #: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the

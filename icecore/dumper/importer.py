@@ -29,7 +29,7 @@ from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu import images as criu_images
 from icecore.host.criu.program import find_criu
 from icecore.host.kernel import limits
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import (
     MANIFEST_FORMAT,
     Manifest,

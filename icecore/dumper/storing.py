@@ -17,7 +17,8 @@ from icecore.dumper.memory.spaces import Machinery, SpaceCapture
 from icecore.dumper.memory.staging import Staging
 from icecore.events import Sink
 from icecore.host.kernel import limits
-from icecore.store.format.cell import PAGE, data_pages
+from icecore.sizes import PAGE
+from icecore.store.format.cell import data_pages
 from icecore.store.format.manifest import Sizes, Space
 from icecore.store.log.repository import Repository
 from icecore.store.runtime.loop import LoopThread

@@ -30,7 +30,8 @@ from icecore.restorer.gpu import gpus
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident_record import resident_bytes
 from icecore.restorer.options import RestoreOptions
-from icecore.store.format.cell import CELL_BYTES, NODE_CELLS, PAGE, Records, data_pages
+from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.cell import NODE_CELLS, Records, data_pages
 from icecore.store.format.manifest import NODE_REF, Manifest, Space
 from icecore.text import printable
 

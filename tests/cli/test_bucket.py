@@ -17,11 +17,11 @@ import pytest
 import icecore
 from icecore.config import CacheSettings, Config, S3Settings
 from icecore.events import Event
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.replicas import ReplicaBackend
 from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.format import keys
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.format.names import CONFIG
 from icecore.store.log.repository import Repository
 from tests.bad_proxy import at_random, unreliable
@@ -99,7 +99,7 @@ def test_the_whole_way(bucket: Cli) -> None:
     cli = bucket
     documented = documented_events()
     cli.run("init")
-    assert "is a repository already" in cli.run("init", status=2).stderr
+    assert "is already a repository" in cli.run("init", status=2).stderr
     cli.run("run", "-d", "--name", "count", "--", *COUNT)
     until(lambda: counted(cli) >= 5, "counting")
     events = cli.events("dump", "count")
@@ -228,11 +228,10 @@ def test_a_clock_that_is_wrong(bucket: Cli) -> None:
 
 def test_wrong_settings(bucket: Cli) -> None:
     assert "icecore" in bucket.run("ls", status=2, ICECORE_S3_PROFILE="icecore-nobody").stderr
+    assert "not a bucket name" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://A_B/x").stderr
     assert (
-        "no name of a bucket" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://A_B/x").stderr
-    )
-    assert (
-        "is no prefix" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://bucket/../x").stderr
+        "is not a valid prefix"
+        in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://bucket/../x").stderr
     )
     assert (
         "directories and S3 buckets"
@@ -259,7 +258,7 @@ def test_what_is_no_repository_and_what_is_a_newer_one(
 
     asyncio.run(newer())
     assert f"format {keys.ENCRYPTED_FORMAT + 1}" in bucket.run("ls", status=10).stderr
-    assert "is a repository already" in bucket.run("init", status=2).stderr
+    assert "is already a repository" in bucket.run("init", status=2).stderr
 
 
 def test_init_refuses_a_store_that_lies(bucket: Cli) -> None:

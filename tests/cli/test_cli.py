@@ -98,7 +98,7 @@ def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
         (["run", "--", "no-such-program"], 3, "there is no program no-such-program"),
         (["run", "--name", "a b", "--", "true"], 2, "is no name for a job"),
         (["--config", "nowhere.toml", "ls"], 3, "nowhere.toml"),
-        (["ls"], 3, "is no directory"),
+        (["ls"], 3, "is not a directory"),
         (["-r", "gs://bucket/x", "ls"], 2, "directories and S3 buckets"),
         (["-r", "file://x", "ls"], 2, "no absolute path"),
         (["logs", "nobody"], 3, "there is no job nobody"),
@@ -154,7 +154,7 @@ def test_a_repository_is_made_once_and_found(cli: Cli) -> None:
     made = cli.one("repository", "init")
     assert made["location"] == str(cli.folder / "repository")
     assert os.stat(cli.folder / "repository").st_mode & 0o077 == 0, "others can read it"
-    assert "is a repository already" in cli.run("init", status=2).stderr
+    assert "is already a repository" in cli.run("init", status=2).stderr
     assert cli.events("ls") == []
     assert "no job 'nobody'" in cli.run("ls", "nobody", status=3).stderr
     assert "there is no snapshot" in cli.run("show", "latest", status=3).stderr

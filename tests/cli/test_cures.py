@@ -345,7 +345,7 @@ def test_one_copy_is_enough(cli: Cli) -> None:
     broken.flip(broken.folder / "keys" / "00000000")
     assert "warning: store.copy_read" in broken.run("ls")
     assert "key slot keys/00000000" in broken.run("check", status=9)
-    assert "stored anew" in broken.run("repair")
+    assert "stored again" in broken.run("repair")
     assert "warning" not in broken.run("ls") and "all is well" in broken.run("check")
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from icecore.difference import compare
-from icecore.store.format.cell import CELL, PAGE, Records
+from icecore.sizes import PAGE
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import (
     Manifest,
     Namespaces,

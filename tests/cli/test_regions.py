@@ -51,9 +51,9 @@ def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None
     cli.run("-r", "far", "ls", status=14, **SECRET)
     cli.run("sync", "far", **SECRET)  # no passphrase of the replica's is needed
     cli.run("init", "plain")
-    assert "no replica" in cli.run("sync", "plain", status=2, **SECRET).stderr
+    assert "not a replica" in cli.run("sync", "plain", status=2, **SECRET).stderr
     assert "opens none" in cli.run("copy", "far", status=14, **SECRET, **OTHER).stderr
-    assert "no directory" in cli.run("sync", "nowhere", status=3, **SECRET).stderr
+    assert "not a directory" in cli.run("sync", "nowhere", status=3, **SECRET).stderr
 
 
 def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
         other = repository.holder(snapshot[:20])
         assert other is not repository and not other.find(snapshot).quarantined
     cli.run("init", "plain")
-    assert "no replica" in cli.run("repair", "--from", "plain", status=2, **SECRET).stderr
+    assert "not a replica" in cli.run("repair", "--from", "plain", status=2, **SECRET).stderr
     cli.run("repair", "--from", "far", **SECRET)  # no passphrase of the replica's is needed
     cli.run("check", "--read-data", **SECRET)
     with icecore.Repository.open(home, passphrase=given, state=state) as repository:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icecore.dumper.memory.cells import EXTENT, CellPlan, inherit_origins, plan_cells
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.manifest import Region
 
 _PAGES = CELL_BYTES // PAGE

@@ -18,8 +18,8 @@ from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
 from icecore.host.criu.program import find_criu
 from icecore.host.kernel import procfs
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL_BYTES, PAGE
 from icecore.store.format.manifest import OpenFile
 from tests.programs import driving, inference
 

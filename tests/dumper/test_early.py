@@ -17,7 +17,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, WindowExceeded
 from icecore.events import Event
 from icecore.host.kernel import procfs
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from tests.programs import driving
 
 from .conftest import Start

@@ -38,7 +38,8 @@ from icecore.errors import Damaged, DumpFailed
 from icecore.host.kernel import scanning
 from icecore.host.kernel.memory import RemoteReader
 from icecore.host.kernel.scanning import Columns, NativeScan, native_scan_lacks
-from icecore.store.format.cell import CELL, CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
 
 _SIZE = 9 * CELL_BYTES + 5 * PAGE

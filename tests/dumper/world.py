@@ -21,9 +21,9 @@ from icecore.errors import NotFound
 from icecore.events import Event
 from icecore.host.criu.program import Criu
 from icecore.host.kernel import procfs
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format.manifest import Manifest, Space
 from icecore.store.log.repository import Repository
 from icecore.store.runtime.loop import LoopThread

@@ -19,7 +19,7 @@ import pytest
 
 from icecore.host.cuda.populate import SMALLEST, Populating
 from icecore.host.kernel import limits, procfs
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES
 
 pytestmark = [
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="on x86-64 only"),

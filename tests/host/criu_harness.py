@@ -30,7 +30,8 @@ from icecore.host.criu.images import load_pstree
 from icecore.host.criu.pagemap_image import PE_LAZY, PE_PRESENT
 from icecore.host.criu.program import Criu, DumpArguments, RestoreArguments
 from icecore.host.kernel import procfs, userfaultfd
-from icecore.host.kernel.memory import PAGE, HugeBuffer, RemoteReader
+from icecore.host.kernel.memory import HugeBuffer, RemoteReader
+from icecore.sizes import PAGE
 from tests.host.criu_run import LazyDump, Restore
 from tests.host.target import PRELUDE, eventually
 

@@ -25,7 +25,8 @@ from icecore.host.criu.pagemap_image import (
 )
 from icecore.host.criu.program import DumpArguments, RestoreArguments, find_criu
 from icecore.host.kernel import limits, procfs
-from icecore.host.kernel.memory import PAGE, RemoteReader
+from icecore.host.kernel.memory import RemoteReader
+from icecore.sizes import PAGE
 from tests.host.criu_harness import (
     capture,
     images_folder,

@@ -11,14 +11,8 @@ import pytest
 
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import memory
-from icecore.host.kernel.memory import (
-    CELL_BYTES,
-    PAGE,
-    BufferPool,
-    HugeBuffer,
-    RemoteReader,
-    cell_table,
-)
+from icecore.host.kernel.memory import BufferPool, HugeBuffer, RemoteReader, cell_table
+from icecore.sizes import CELL_BYTES, PAGE
 from tests.host.target import dead_pid, eventually, target
 
 FILLED = """

@@ -7,6 +7,7 @@ import pytest
 
 from icecore.errors import NotFound
 from icecore.host.kernel import pagemap
+from icecore.sizes import PAGE
 from tests.host.target import dead_pid, target
 
 PAGES = 600
@@ -24,7 +25,7 @@ def test_both_ways_agree_with_what_was_touched():
     """
     with target(code) as it:
         (a,) = map(int, it.hear())
-        end = a + PAGES * pagemap.PAGE
+        end = a + PAGES * PAGE
         touched = np.zeros(PAGES, bool)
         touched[::3] = True
         touched[1:30:3] = True
@@ -37,7 +38,7 @@ def test_both_ways_agree_with_what_was_touched():
                 runs = pages.runs(a, end)
                 assert runs["start"][0] == a and (runs["end"] > runs["start"]).all()
                 zero = runs[runs["categories"] & pagemap.SCAN_ZERO_FRAME != 0]
-                assert (zero["start"] == a + np.arange(1, 30, 3) * pagemap.PAGE).all()
+                assert (zero["start"] == a + np.arange(1, 30, 3) * PAGE).all()
             assert len(pages.entries(a, a)) == 0 and len(pages.present(a, a)) == 0
 
 
@@ -52,8 +53,8 @@ def test_many_runs_come_in_batches():
     """
     with target(code) as it, pagemap.Pagemap(it.pid) as pages:
         (a,) = map(int, it.hear())
-        runs = pages.runs(a, a + 20000 * pagemap.PAGE)
-        assert (runs["start"] == a + np.arange(0, 20000, 2) * pagemap.PAGE).all()
+        runs = pages.runs(a, a + 20000 * PAGE)
+        assert (runs["start"] == a + np.arange(0, 20000, 2) * PAGE).all()
         # the whole address space at once finds them too, among the rest
         everything = pages.runs(0, (1 << 47) - 4096)
         assert np.isin(runs["start"], everything["start"]).all()

@@ -18,7 +18,8 @@ import pytest
 
 from icecore.host.kernel import userfaultfd as uffd
 from icecore.host.kernel.memory import HugeBuffer
-from icecore.host.kernel.userfaultfd import PAGE, Fault, Fork, Remap, Remove, Stop, Unmap
+from icecore.host.kernel.userfaultfd import Fault, Fork, Remap, Remove, Stop, Unmap
+from icecore.sizes import PAGE
 from tests.host.target import Target, eventually, target
 
 MIB = 1 << 20

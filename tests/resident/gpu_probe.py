@@ -512,7 +512,8 @@ def fingerprint(probe: Probe) -> None:
     import numpy as np
     from cuda.bindings import nvrtc
 
-    from icecore.host.resident.fingerprint import CELL, KERNEL_SOURCE, reference
+    from icecore.host.resident.fingerprint import KERNEL_SOURCE, reference
+    from icecore.sizes import CELL_BYTES as CELL
 
     cu, check = probe.driver(), probe.check
     context = check(cu.cuDevicePrimaryCtxRetain(0))
@@ -592,8 +593,8 @@ def digest(probe: Probe) -> None:
     from icecore.host.cuda.inventory import read_inventory
     from icecore.host.resident.cuda_memory import Cuda, CudaMemory
     from icecore.host.resident.digest import reference
-    from icecore.host.resident.fingerprint import CELL
     from icecore.host.resident.memory import Piece
+    from icecore.sizes import CELL_BYTES as CELL
 
     memory = CudaMemory(Cuda(), read_inventory().gpus[0].uuid)
     with timed("nvrtc"):
@@ -801,9 +802,10 @@ def worker(probe: Probe) -> None:
 
     from icecore.host.gpu.working import HostRegion, Worker
     from icecore.host.resident.client import Agent
-    from icecore.host.resident.fingerprint import CELL, reference
+    from icecore.host.resident.fingerprint import reference
     from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
     from icecore.host.resident.window import give_back, take_away
+    from icecore.sizes import CELL_BYTES as CELL
 
     steps = probe.arguments.steps
     process, log, out = train(probe, "worker", steps, True, 0.1)

@@ -21,7 +21,8 @@ from icecore.errors import IcecoreError
 from icecore.host.gpu.working import Worker
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.fingerprint import reference
-from icecore.store.format.cell import CELL, CELL_BYTES
+from icecore.sizes import CELL_BYTES
+from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region, Space
 
 from .machine import MIB, Machine, Target, until, uuid_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from icecore.host.resident.digest import BYTES, KERNEL_SOURCE, reference
-from icecore.host.resident.fingerprint import CELL
+from icecore.sizes import CELL_BYTES as CELL
 from icecore.store.format.chunk import chunk_id
 
 MACROS = """

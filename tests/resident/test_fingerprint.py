@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icecore.host.resident.copyplan import LARGEST, To, divide, plan_copies, runs
-from icecore.host.resident.fingerprint import CELL, KERNEL_SOURCE, changed, reference
+from icecore.host.resident.fingerprint import KERNEL_SOURCE, changed, reference
+from icecore.sizes import CELL_BYTES as CELL
 
 SEED = 0xFEDCBA9876543210
 #: The kernel's own steps, thread by thread, on the CPU.

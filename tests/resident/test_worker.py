@@ -16,8 +16,9 @@ import pytest
 
 from icecore.host.gpu import working
 from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
-from icecore.host.resident.fingerprint import CELL, reference
+from icecore.host.resident.fingerprint import reference
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
+from icecore.sizes import CELL_BYTES as CELL
 from icecore.store.format.chunk import chunk_id
 
 from .conftest import NewMachine

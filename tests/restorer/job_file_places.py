@@ -14,7 +14,8 @@ from icecore.restorer.files.filewriter import FileWriter
 from icecore.restorer.files.plan import Action, FilesMode, plan_files
 from icecore.restorer.files.put_back import PutBack
 from icecore.restorer.plan.cells import SpaceCells, space_cells
-from icecore.store.format.cell import CELL, PAGE
+from icecore.sizes import PAGE
+from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import FilePolicy, Manifest, OpenFile, Region, Space
 from tests.restorer.places import empty_manifest
 

@@ -18,7 +18,8 @@ from icecore.restorer.plan.cells import (
     page_pieces,
     space_cells,
 )
-from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Bytes
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.cell import CELL, Bytes
 from icecore.store.format.manifest import Region
 
 runs = st.lists(st.tuples(st.integers(0, 255), st.integers(1, 256)), max_size=6)

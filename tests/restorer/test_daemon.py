@@ -24,7 +24,8 @@ from icecore.restorer.guard.client import Guard, Message
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.place.members import Family, Member
 from icecore.restorer.plan.cells import SpaceCells, space_cells
-from icecore.store.format.cell import CELL, PAGE
+from icecore.sizes import PAGE
+from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
 from tests.restorer import lazy_process
 from tests.restorer.lazy_process import word_of

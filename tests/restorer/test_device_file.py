@@ -28,8 +28,8 @@ from icecore.restorer.fill.device_file import DeviceFile, FileUnusable, _Process
 from icecore.restorer.place.members import Member
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import EXTENT, SpaceCells, covered
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL_BYTES, PAGE
 from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
 
 _AT = 0x100000000000

@@ -15,7 +15,7 @@ from icecore.errors import Damaged, NotFound, ObjectMissing, UsageError
 from icecore.events import Event
 from icecore.host.criu.pagemap_image import load_pagemap
 from icecore.restorer.files.exporter import export
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.maintenance.gc import Collector
 from icecore.store.snapshot.reader import SnapshotReader
 from tests.programs import driving, plain_criu

@@ -10,7 +10,7 @@ import numpy as np
 from icecore.host.criu.images import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, VMA
 from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT
 from icecore.restorer.files import images
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region, Space
 
 _MIB = 1 << 20

@@ -35,7 +35,7 @@ from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check
 from icecore.restorer.tree import Tree
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.snapshot.reader import SnapshotReader
 from tests.host.target import eventually
 from tests.programs import driving, plain_criu

@@ -22,7 +22,7 @@ from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.place.file_table import FileTable
 from icecore.restorer.place.placers import Placer, Placers
 from icecore.restorer.place.placing import File, Stored
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES
 from tests.host.target import eventually
 from tests.restorer.places import repository_place, store_cells
 

@@ -12,7 +12,7 @@ import pytest
 from icecore.errors import JobHeld
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.memory import MemoryBackend
-from icecore.store.format.state import SessionRecord, State
+from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log import lease
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def elsewhere(repository: Repository) -> None:
     """Have the open sessions look like those of another machine, whose processes nobody can see."""
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         moved = [msgspec.structs.replace(one, process=None) for one in state.sessions]
         return msgspec.structs.replace(state, sessions=moved)
 

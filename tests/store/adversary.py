@@ -1,5 +1,5 @@
 """Storage whose owner lies about the log: it withholds entries, replays old ones under their right
-names, and mixes those of several forks.
+names, and mixes entries of several forks.
 
 It has no key: every entry that it shows was written by a client. All other objects are shown as
 they are.
@@ -19,7 +19,7 @@ from icecore.store.log.chain import Entry
 
 
 class Archive:
-    """Every log entry that any client ever wrote, and what each follows.
+    """All log entries that clients ever wrote, and their predecessors.
 
     Args:
         key: The repository's log key, by which the test knows what the adversary does not.
@@ -39,19 +39,19 @@ class Archive:
         return digest
 
     def chain(self, tip: bytes) -> list[Entry]:
-        """The entry and all before it, newest first."""
+        """Return the entry and all before it, newest first."""
         found = [self.entries[tip]]
         while found[-1].state.predecessor:
             found.append(self.entries[found[-1].state.predecessor])
         return found
 
     def continues(self, tip: bytes, before: bytes) -> bool:
-        """Whether ``before`` is in the history of ``tip``."""
+        """Return whether ``before`` is in the history of ``tip``."""
         return any(entry.digest == before for entry in self.chain(tip))
 
 
 class Shown(Backend):
-    """What one client is shown of the repository.
+    """What one client sees of the repository.
 
     Attributes:
         view: The log entries that it can read, by name.
@@ -86,11 +86,11 @@ class Shown(Backend):
             del self.view[name]
 
     def hide(self, dice: random.Random) -> None:
-        """Leave some out of listings only."""
+        """Omit some from listings only."""
         self.hidden |= set(dice.sample(sorted(self.view), min(len(self.view), dice.randint(1, 4))))
 
     def mix(self, dice: random.Random) -> None:
-        """Put entries of any fork under their right names."""
+        """Show entries of any fork under their right names."""
         for digest in dice.sample(
             list(self.archive.data), min(len(self.archive.data), dice.randint(1, 8))
         ):

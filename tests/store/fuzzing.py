@@ -1,9 +1,9 @@
-"""Every parser under bytes that nobody wrote: one function from an input to a parse, for random
-mutation and for atheris.
+"""Fuzzing of every parser: one function from an input to a parse, for random mutation and for
+atheris.
 
-Half of the inputs carry the digests that whoever holds the keys would have given them, so that what
-lies behind the digests is reached as well. A parser may return, or raise the error that it
-documents; anything else is a failure. Whoever adds a type of object adds a target.
+Half of the inputs carry valid digests, as from a holder of the keys, to reach the code behind the
+digests. A parser may return, or raise its documented error; anything else is a failure. A new type
+of object needs a target here.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     SegmentRef,
     SessionRecord,
     SnapshotRecord,
-    State,
     Written,
     decode_entry,
     decode_names,
@@ -166,10 +166,10 @@ def _manifest() -> Manifest:
     )
 
 
-def _state() -> State:
+def _state() -> LogState:
     record = _record()
     session = SessionRecord("d" * 32, 3, "dump", "host", 1, [record])
-    return State(
+    return LogState(
         5,
         bytes(32),
         7,
@@ -234,7 +234,7 @@ def _node() -> bytes:
 
 
 def _parse_node(data: bytes) -> object:
-    """As a reader does: the id is what its bytes would have, so that what is behind it is reached."""
+    """Read like a reader: the id matches the bytes, so that the code behind it is reached."""
     plain = data[1:]
     try:
         if 0 < zstandard.frame_content_size(data[1:-8]) < 1 << 16:
@@ -304,7 +304,7 @@ def _fingerprints(data: bytes) -> object:
 
 
 def targets() -> dict[str, Target]:
-    """Every parser of something that lies in a repository."""
+    """Return every parser of objects in a repository."""
     fingerprints = encode_fingerprints(
         {
             "process:1": Fingerprints(
@@ -386,8 +386,8 @@ def targets() -> dict[str, Target]:
 
 
 class Fuzzer:
-    """Parses inputs; the first two bytes of one say by which parser, and whether digests are put
-    right.
+    """Parses inputs; the first two bytes of an input choose the parser, and whether digests are
+    corrected.
     """
 
     def __init__(self) -> None:
@@ -395,7 +395,7 @@ class Fuzzer:
         self._titles = list(self.targets)
 
     def corpus(self) -> list[bytes]:
-        """Inputs that parse."""
+        """Return inputs that parse."""
         return [
             bytes([number, sealed]) + (target.body if sealed else target.good)
             for number, target in enumerate(self.targets.values())
@@ -404,7 +404,7 @@ class Fuzzer:
         ]
 
     def one(self, data: bytes) -> bool:
-        """Parse one input; whether it was accepted.
+        """Parse one input; return whether it was accepted.
 
         Raises:
             AssertionError: Something happened that may not.
@@ -445,8 +445,8 @@ _ODD = [
 
 
 def mutated(data: bytes, dice: np.random.Generator) -> bytes:
-    """``data`` with one to four changes behind its first two bytes: bits, odd numbers, cuts,
-    copies, noise.
+    """Return ``data`` with one to four changes behind its first two bytes: flipped bits, odd
+    numbers, cuts, copies, noise.
     """
     out = bytearray(data)
     for kind in dice.integers(0, 7, dice.integers(1, 5)).tolist():
@@ -475,8 +475,8 @@ def mutated(data: bytes, dice: np.random.Generator) -> bytes:
 
 
 def bound_memory() -> None:
-    """From now on, whoever allocates much more than there is meets a MemoryError, which no parser
-    may raise.
+    """Limit memory from now on: code that allocates far too much meets a MemoryError, which no
+    parser may raise.
     """
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
@@ -484,8 +484,8 @@ def bound_memory() -> None:
 
 
 def run(inputs: int, seed: int) -> None:
-    """Parse so many mutated inputs; raises what ``Fuzzer.one`` does. For a process of its own: its
-    memory is bounded for good.
+    """Parse ``count`` mutated inputs; raise as ``Fuzzer.one`` does. Run it in a separate process,
+    as it bounds the memory permanently.
     """
     fuzzer, dice = Fuzzer(), np.random.default_rng(seed)
     corpus = fuzzer.corpus()

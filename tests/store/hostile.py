@@ -1,8 +1,8 @@
-"""Objects that somebody who holds the key wrote to do harm: a small repository, changed at one
-place and sealed anew, and all that reads it.
+"""Objects that a holder of the key wrote to do harm: a small repository, changed in one place and
+sealed again, and everything that reads it.
 
-Every reader must end soon, in bounded memory, well or with an error of icecore's. Whoever adds a
-command that reads a repository adds a consumer.
+Every reader must end soon, in bounded memory, successfully or with an error of icecore's. A new
+command that reads a repository needs a consumer here.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from icecore.restorer.gpu import gpus, resident_record
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import check_requirements
 from icecore.restorer.restore import _run_record
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
-from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.cellmap import NodeEncoder, decode_node, node_ids, pack_footer
 from icecore.store.format.container import TAIL_BYTES
 from icecore.store.format.envelope import ObjectKind, digest_of, seal, unseal
@@ -115,7 +116,7 @@ def _pagemap(pages: int) -> bytes:
 
 @dataclass
 class World:
-    """A sound repository of two snapshots, as its objects, and the key. ``state`` is its newest
+    """An intact repository of two snapshots, as its objects, and the key. ``state`` is its newest
     entry, as plain values.
     """
 
@@ -126,7 +127,7 @@ class World:
     state: dict[str, Any] = field(default_factory=dict)
 
     def manifest(self) -> dict[str, Any]:
-        """The newer snapshot's manifest, as plain values."""
+        """Return the newer snapshot's manifest, as plain values."""
         name = self.state["tail"][-1][5]
         made: dict[str, Any] = msgspec.msgpack.decode(
             unseal(MANIFEST_KIND, name, self.objects[name], self.keys.manifest)
@@ -134,7 +135,7 @@ class World:
         return made
 
     def put(self, kind: ObjectKind, key: bytes, name: str, body: object) -> bytes:
-        """Seal an object under its name; its digest."""
+        """Seal an object under its name; return its digest."""
         packed = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
         self.objects[name] = seal(kind, packed, key, name).data
         return digest_of(self.objects[name])
@@ -151,7 +152,7 @@ class World:
         self.put(ENTRY_KIND, self.keys.log, log_name(self.generation), self.state)
 
     def put_node(self, change: Callable[[Records], Records], space: int = 0, at: int = 0) -> None:
-        """Give the newer snapshot another node, in a pack of its own."""
+        """Give the newer snapshot another node, in a separate pack."""
         manifest = self.manifest()
         refs = np.frombuffer(manifest["spaces"][space]["nodes"], NODE_REF).copy()
         ref = refs[at]
@@ -177,7 +178,7 @@ class World:
         self.put_manifest(manifest)
 
     def copy(self) -> World:
-        """Another one that may be changed."""
+        """Return a copy that may be changed."""
         made = World(dict(self.objects), self.keys, self.generation, self.snapshots)
         made.state = msgspec.msgpack.decode(
             unseal(ENTRY_KIND, "", made.objects[log_name(made.generation)], made.keys.log)
@@ -185,7 +186,7 @@ class World:
         return made
 
     def write(self, folder: Path) -> None:
-        """Lay the objects out as a repository in a directory."""
+        """Write the objects as a repository in a directory."""
         for name, data in self.objects.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,8 +194,8 @@ class World:
 
 
 def make_world(pagemap: bytes = b"") -> World:
-    """A repository of two snapshots, the second a little changed, of a process, a file and two
-    images; it can be exported.
+    """Return a repository of two slightly different snapshots of a process, a file and two images;
+    it can be exported.
     """
     dice = np.random.default_rng(7)
     pages = [dice.bytes(PAGE) for _ in range(CELL_PAGES)]
@@ -298,7 +299,7 @@ def make_world(pagemap: bytes = b"") -> World:
 
 
 class Reading:
-    """An opened copy of a world, and the loop that it lives in."""
+    """An open copy of a world, and its event loop."""
 
     def __init__(self, world: World, folder: Path, loop: LoopThread) -> None:
         self.world, self.folder, self.loop = world, folder, loop
@@ -419,20 +420,20 @@ def _late(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _peak() -> int:
-    """Most memory that this process had since `_reset`, in bytes."""
+    """Return the peak memory of this process since `_reset`, in bytes."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 
 def _reset() -> int:
-    """Forget the peak; what the process has now, in bytes."""
+    """Reset the peak; return the present memory of the process in bytes."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _peak()
 
 
 def consume(world: World, what: str = "") -> dict[str, str]:
-    """Let everything read a world; what each said: the error, or nothing.
+    """Let every consumer read a world; return what each said: its error, or nothing.
 
     Raises:
         AssertionError: One ended with an error of its own mistake, took too long, or too much
@@ -587,7 +588,7 @@ def _odd(value: object, dice: np.random.Generator) -> object:
 
 
 def mutated(tree: Any, dice: np.random.Generator) -> Any:
-    """Plain values with one to three of them odd."""
+    """Return plain values with one to three of them odd."""
     for _ in range(int(dice.integers(1, 4))):
         every = list(_places(tree))
         if not every:
@@ -601,7 +602,7 @@ def mutated(tree: Any, dice: np.random.Generator) -> Any:
 
 
 def _records(records: Any, dice: np.random.Generator) -> Any:
-    """Records with one to three odd fields; or doubled, reversed, or cut."""
+    """Return the records with one to three odd fields, or doubled, reversed or cut."""
     for _ in range(int(dice.integers(1, 4))):
         kind = dice.random()
         if kind < 0.1:
@@ -740,7 +741,7 @@ MUTATIONS: dict[str, Callable[[World, np.random.Generator], None]] = {
 
 
 def bound() -> None:
-    """Bound this process's address space, so that whoever allocates far too much meets a
+    """Bound this process's address space, so that code that allocates far too much meets a
     MemoryError.
     """
     with open("/proc/self/statm") as file:
@@ -749,7 +750,9 @@ def bound() -> None:
 
 
 def run(seeds: range) -> None:
-    """Mutate and consume, once for each seed; raises what `consume` does. For a process of its own."""
+    """Mutate and consume, once for each seed; raise as `consume` does. Run it in a separate
+    process.
+    """
     world = make_world()
     assert consume(world.copy(), "sound") == {}, consume(world.copy(), "sound")
     bound()

@@ -1,5 +1,5 @@
-"""Invented memory for the tests of the store: data of several kinds, images that change from
-generation to generation, and a repository to keep them.
+"""Synthetic memory for the tests of the store: data of several kinds, images that change from
+generation to generation, and a repository for them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from icecore.events import Event
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import (
-    BITMAP_BYTES,
-    CELL,
-    CELL_BYTES,
-    CELL_PAGES,
-    PAGE,
-    Records,
-    bitmap_of,
-)
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.keys import Parameters
 from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
 from icecore.store.format.names import new_snapshot_id
@@ -40,15 +33,15 @@ NONE = bytes(BITMAP_BYTES)
 
 
 def bitmap(pages: list[int]) -> bytes:
-    """The page bitmap that has just these pages."""
+    """Return the page bitmap with exactly these pages."""
     mask = np.zeros(CELL_PAGES, np.bool_)
     mask[pages] = True
-    return bitmap_of(mask).tobytes()
+    return np.packbits(mask, bitorder="little").tobytes()
 
 
 def make_data(kind: str, pages: int, seed: int = 0) -> bytes:
-    """``pages`` pages of random bytes, float32 weights, bfloat16 weights, text, heap-like words, or
-    zeros.
+    """Return ``pages`` pages of random bytes, float32 weights, bfloat16 weights, text, heap-like
+    words, or zeros.
     """
     random = np.random.default_rng(seed)
     length = pages * PAGE
@@ -90,14 +83,14 @@ Image = Mapping[int, tuple[bytes, bytes]]
 
 
 def image(cells: int, kind: str = "heap", seed: int = 0) -> dict[int, tuple[bytes, bytes]]:
-    """``cells`` full cells of one kind, all different."""
+    """Return ``cells`` distinct full cells of one kind."""
     return {
         cell: (FULL, make_data(kind, CELL_PAGES, seed * 10_000 + cell)) for cell in range(cells)
     }
 
 
 def touch(before: Image, cells: list[int], pages: int, seed: int) -> dict[int, tuple[bytes, bytes]]:
-    """``before`` with a few bytes changed in ``pages`` pages of each of ``cells``."""
+    """Return ``before`` with a few bytes changed in ``pages`` pages of each of ``cells``."""
     random = np.random.default_rng(seed)
     after = dict(before)
     for cell in cells:
@@ -122,7 +115,7 @@ class Taken:
 
 @dataclass
 class Place:
-    """A repository to try things in, and the thread in which it lives."""
+    """A repository to experiment with, and the thread of its event loop."""
 
     loop: LoopThread
     repository: Repository
@@ -131,7 +124,7 @@ class Place:
     def manifest(
         self, spaces: list[Space], parent: str = "", lineage: str = "lineage", **more: object
     ) -> Manifest:
-        """A manifest of nothing but ``spaces``."""
+        """Return a manifest with nothing but ``spaces``."""
         return Manifest(
             format=1,
             snapshot=new_snapshot_id(),
@@ -163,7 +156,7 @@ class Place:
     def store(
         self, writer: SnapshotWriter, content: Image, before: Taken | None = None, threads: int = 1
     ) -> Records:
-        """Store the cells of ``content`` with ``threads`` threads; their records."""
+        """Store the cells of ``content`` with ``threads`` threads; return their records."""
         known = {} if before is None else {int(record["cell"]): record for record in before.records}
         records = np.zeros(len(content), CELL)
         work = list(enumerate(sorted(content.items())))
@@ -197,7 +190,7 @@ class Place:
         objective: Objective | None = None,
         lineage: str = "lineage",
     ) -> Taken:
-        """A committed snapshot of ``content``, with ``before`` as its parent."""
+        """Return a committed snapshot of ``content``, with ``before`` as its parent."""
         parent = before.snapshot if before else None
         with self.writer(parent, objective=objective) as writer:
             records = self.store(writer, content, before, threads)
@@ -214,11 +207,11 @@ class Place:
             return Taken(snapshot, space, records, writer.statistics)
 
     def reader(self, snapshot: str) -> SnapshotReader:
-        """A reader of a committed snapshot."""
+        """Return a reader of a committed snapshot."""
         return SnapshotReader.open(self.repository, snapshot, self.loop.loop)
 
     def content(self, snapshot: str) -> dict[int, tuple[bytes, bytes]]:
-        """What the snapshot's first space holds, read cell by cell."""
+        """Return the content of the snapshot's first space, read cell by cell."""
         reader = self.reader(snapshot)
         room = memoryview(bytearray(CELL_BYTES))
         return {

@@ -1,5 +1,5 @@
 """Small real snapshots for the tests of the control plane: cells of one page, written through
-shards, maps, manifest and session as large ones are.
+shards, maps, manifest and session like large ones.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.faulty import FaultyBackend, Plan, always
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.format.cell import CELL, PLACE, Records
 from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.cipher import overhead
 from icecore.store.format.manifest import (
@@ -52,8 +53,8 @@ CHEAP = Cost(64, 1, 1)
 
 
 def page(value: int) -> bytes:
-    """The data page of a cell whose content is ``value``: incompressible, so that shards have a
-    size.
+    """Return the data page of a cell whose content is ``value``: incompressible, so that shards
+    have a size.
     """
     return np.random.default_rng(value).bytes(PAGE)
 
@@ -67,8 +68,8 @@ async def put(
     tags: list[str] | None = None,
     created_ns: int | None = None,
 ) -> tuple[SnapshotRecord, Records | None]:
-    """Store everything of a snapshot but its commit; ``content`` not found through the index or the
-    base goes into one new shard.
+    """Store all of a snapshot except its commit; what neither the index nor the base has goes into
+    one new shard.
     """
     size = PAGE + overhead(repository.keys.chunk)
     builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * size)))
@@ -169,7 +170,7 @@ async def put(
 async def take(
     repository: Repository, content: Content, base: str | None = None, **more: object
 ) -> str:
-    """A whole snapshot; its id."""
+    """Take a whole snapshot; return its id."""
     async with await repository.begin(base, "test", beat_seconds=None, prove=False) as session:
         record, entries = await put(repository, session, content, **more)  # type: ignore[arg-type]
         await session.commit(record, entries)
@@ -177,7 +178,7 @@ async def take(
 
 
 async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[int, int]:
-    """The content of a snapshot, every byte verified; raises what a restore would."""
+    """Return the content of a snapshot, every byte verified; raise as a restore would."""
     manifest = await repository.manifest(snapshot)
     reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
 
@@ -194,9 +195,7 @@ async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[i
 
 
 async def _waiting(repository: Repository, work: Callable[[], T]) -> T:
-    """Do ``work``, which reads: where reads go through this loop, another thread has to be the one
-    that waits for them.
-    """
+    """Do ``work``, which reads. If reads go through this loop, another thread has to wait for them."""
     return work() if repository.backend.direct else await asyncio.to_thread(work)
 
 
@@ -212,12 +211,12 @@ def _value(data: bytes) -> int:
 
 
 async def collect(repository: Repository, **options: float) -> Result:
-    """One run of the collector."""
+    """Run the collector once."""
     return await Collector(repository, Options(**options)).collect()  # type: ignore[arg-type]
 
 
 async def sound(repository: Repository, *, unreached: int | None = None) -> Report:
-    """Check everything, data included."""
+    """Check everything, including data."""
     report = await check(repository, read_data=1.0)
     assert report.sound, [str(damage) for damage in report.damages]
     if unreached is not None:
@@ -226,18 +225,18 @@ async def sound(repository: Repository, *, unreached: int | None = None) -> Repo
 
 
 async def reopened(backend: Backend, plan: Plan = always) -> tuple[Repository, FaultyBackend]:
-    """The repository, opened anew through a back end that injects faults."""
+    """Return the repository, reopened through a back end that injects faults."""
     faulty = FaultyBackend(backend, plan)
     return await Repository.open(faulty, passphrase=lambda: PASSPHRASE), faulty
 
 
 async def state_of(repository: Repository) -> Entry:
-    """The newest entry."""
+    """Return the newest entry."""
     return await repository.log.newest()
 
 
 async def listed(repository: Repository) -> list[str]:
-    """Ids of all snapshots."""
+    """Return the ids of all snapshots."""
     return [
         record.snapshot
         for record in await catalog.everything(
@@ -247,5 +246,5 @@ async def listed(repository: Repository) -> list[str]:
 
 
 def files(root: Path) -> list[str]:
-    """Names of all files under a directory."""
+    """Return the names of all files under a directory."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())

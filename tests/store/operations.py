@@ -1,5 +1,5 @@
-"""Everything that changes a repository, for the tests that break it off at every store call. What
-is new is added to OPERATIONS.
+"""All operations that change a repository, for the tests that interrupt them at every store call.
+Add a new operation to OPERATIONS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TAGS = ["from afar"]
 
 
 async def unlocked(backend: Backend) -> Repository:
-    """The repository in ``backend``, whatever its passphrase is by now."""
+    """Return the repository in ``backend``, whatever its passphrase is by now."""
     try:
         return await Repository.open(backend, passphrase=lambda: PASSPHRASE)
     except WrongPassphrase:
@@ -44,8 +44,8 @@ async def unlocked(backend: Backend) -> Repository:
 
 
 class Scene:
-    """A repository with some history: a sparse shard, a forgotten snapshot, two that stay, hints of
-    a lineage that is gone.
+    """A repository with some history: a sparse shard, a forgotten snapshot, two remaining ones,
+    hints of a vanished lineage.
 
     Attributes:
         objects: The repository's.
@@ -84,7 +84,7 @@ class Scene:
         self.whole = dict(self.objects)
 
     def copy(self) -> Scene:
-        """The same, to be changed apart."""
+        """Return a copy that may be changed independently."""
         other = Scene()
         for name, value in vars(self).items():
             setattr(other, name, dict(value) if isinstance(value, dict) else value)
@@ -96,7 +96,7 @@ class Scene:
         return next(iter(self.contents))
 
     async def replica(self) -> Repository:
-        """The repository as it was before harm."""
+        """Return the repository before the damage."""
         return await unlocked(MemoryBackend(dict(self.whole)))
 
     async def readable(self, backend: MemoryBackend) -> set[str]:
@@ -131,8 +131,8 @@ async def harm(scene: Scene) -> None:
 
 
 async def make_replica(scene: Scene) -> None:
-    """A replica with a snapshot of its own, other marks, and one less: what it brought here once
-    and forgot.
+    """A replica with a snapshot of its own, other marks, and one snapshot less, which it synced
+    before and forgot.
     """
     here = await unlocked(MemoryBackend(scene.objects))
     there = await Repository.create(
@@ -153,7 +153,7 @@ async def make_replica(scene: Scene) -> None:
 
 
 async def make_stranger(scene: Scene) -> None:
-    """A repository with keys of its own: a lineage of two."""
+    """A repository with other keys: a lineage of two."""
     there = await Repository.create(MemoryBackend(scene.strange), Parameters(shard_bytes=1 << 18))
     first = await take(there, A)
     scene.arriving |= {first: dict(A), await take(there, {**A, 3: 130}, first): {**A, 3: 130}}
@@ -182,24 +182,24 @@ class Operation:
 
 
 async def repair(repository: Repository, scene: Scene) -> object:
-    """From what there is."""
+    """Repair from what is left."""
     return await Repairer(repository).apply()
 
 
 async def repair_from_replica(repository: Repository, scene: Scene) -> object:
-    """From a replica."""
+    """Repair from a replica."""
     return await Repairer(repository, await scene.replica()).apply()
 
 
 async def sync_from_replica(repository: Repository, scene: Scene) -> object:
-    """Snapshots, marks and forgets."""
+    """Sync snapshots, marks and deletions."""
     source = await unlocked(MemoryBackend(scene.far))
     todo = await reconcile.plan(source, repository, forget=True)
     return await replication.sync(source, repository, todo, patience=0.2)
 
 
 async def synced(repository: Repository, scene: Scene) -> None:
-    """The next sync does the rest, once."""
+    """Check that the next sync completes the work, once."""
     await sync_from_replica(repository, scene)
     there = await listed(await unlocked(MemoryBackend(scene.far)))
     assert set(there) <= set(await listed(repository)) and scene.followed not in await listed(
@@ -214,7 +214,7 @@ async def synced(repository: Repository, scene: Scene) -> None:
 
 
 async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
-    """All that it has, in an event loop of its own, as copies have."""
+    """Copy everything, in a separate event loop, as copies do."""
 
     def body() -> object:
         with LoopThread() as loop:
@@ -229,23 +229,21 @@ async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
 
 
 async def copied(repository: Repository, scene: Scene) -> None:
-    """The next copy goes on where it was."""
+    """Check that the next copy resumes."""
     await copy_from_stranger(repository, scene)
     source = await Repository.open(MemoryBackend(scene.strange))
     assert set(await listed(source)) <= set(await listed(repository))
 
 
 async def change_keys(repository: Repository, scene: Scene) -> object:
-    """Another passphrase in the place of the first."""
+    """Replace the first passphrase."""
     keys = repository.keys
     edit = partial(slots.rotate, secret=keys.secret, which="first", passphrase=CHANGED, cost=CHEAP)
     return await keychain.change(repository.backend, keys, edit)
 
 
 async def keys_changed(repository: Repository, scene: Scene) -> None:
-    """One of the two passphrases opens it, and so it stays when the next change comes and tidies
-    up.
-    """
+    """Check that one of the two passphrases opens it, also after the next change has tidied up."""
     keys, works = repository.keys, []
     edit = partial(
         slots.add, secret=keys.secret, passphrase=b"the third of them", label="third", cost=CHEAP
@@ -266,7 +264,7 @@ async def keys_changed(repository: Repository, scene: Scene) -> None:
 def with_filters(
     run: Callable[[Repository, Scene], Awaitable[object]],
 ) -> Callable[[Repository, Scene], Awaitable[object]]:
-    """The same where every index segment is long enough to have a filter."""
+    """Return the same with every index segment long enough to have a filter."""
 
     async def filtered(repository: Repository, scene: Scene) -> object:
         with mock.patch.object(index, "FILTER_ENTRIES", 1):
@@ -276,7 +274,7 @@ def with_filters(
 
 
 def commit(repository: Repository, scene: Scene) -> Awaitable[object]:
-    """A snapshot with a parent."""
+    """Return a snapshot with a parent."""
     return take(repository, {**B, 20: 60, 21: 61}, scene.parent)
 
 
@@ -301,7 +299,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 async def quarantined(backend: MemoryBackend) -> set[str]:
-    """Snapshots that are said to have lost data."""
+    """Quarantine snapshots."""
     return {
         record.snapshot
         for record in await (await unlocked(backend)).snapshots()
@@ -310,7 +308,7 @@ async def quarantined(backend: MemoryBackend) -> set[str]:
 
 
 async def prepared(name: str) -> Scene:
-    """A scene, ready for the operation."""
+    """Return a scene, ready for the operation."""
     scene, operation = Scene(), OPERATIONS[name]
     await scene.build(operation.encrypted)
     for work in (operation.before, operation.harm):
@@ -320,7 +318,7 @@ async def prepared(name: str) -> Scene:
 
 
 async def prepared_for_all() -> Scene:
-    """An encrypted scene, sound, ready for every operation."""
+    """Return an intact encrypted scene, ready for every operation."""
     scene = Scene()
     await scene.build(True)
     await make_replica(scene)
@@ -331,8 +329,8 @@ async def prepared_for_all() -> Scene:
 async def aftermath(
     backend: MemoryBackend, scene: Scene, operation: Operation, before: set[str]
 ) -> None:
-    """Another process comes and cleans up; all that was committed reads back, and nothing is left
-    over.
+    """Check that another process can clean up: everything committed can be read, and nothing is
+    left over.
 
     Args:
         before: Snapshots that read back before the operation.

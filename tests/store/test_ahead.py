@@ -1,5 +1,5 @@
-"""Reading ahead: the right bytes for threads in any order, fewer and larger requests where reads
-follow each other, none where they do not.
+"""Reading ahead returns the right bytes to threads in any order, with fewer and larger requests
+where reads follow each other, and without extra requests where they do not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read(ahead: ReadAhead, offset: int, length: int) -> bytes:
 
 
 def ranges(draw: random.Random) -> list[tuple[int, int]]:
-    """Chunks of up to 1 MiB with small gaps, to the very end."""
+    """Chunks of up to 1 MiB with small gaps, up to the very end."""
     found, at = [], 0
     while at < SIZE:
         length = min(draw.randrange(1, MIB), SIZE - at)

@@ -1,4 +1,4 @@
-"""The node cache: bounded, shared by processes, verified, and never in the way."""
+"""The node cache is bounded, shared by processes and verified, and never prevents a read."""
 
 from __future__ import annotations
 

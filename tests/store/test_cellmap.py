@@ -1,5 +1,5 @@
-"""Maps: records go into nodes and come back; a node that is not what its reference says is damage,
-and named; many small regions are quick.
+"""Maps: records become nodes and come back. A node that differs from its reference is reported as
+damaged. Many small regions are fast.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import zstandard
 from hypothesis import given, settings
 
 from icecore.errors import Damaged
+from icecore.sizes import PAGE
 from icecore.store.format import cellmap, codec
-from icecore.store.format.cell import CELL, NODE_CELLS, PAGE, Records
+from icecore.store.format.cell import CELL, NODE_CELLS, Records
 from icecore.store.format.cellmap import (
     MAX_STORED_NODE_BYTES,
     PACK,
@@ -151,7 +152,7 @@ def wrong(**changes: int) -> Records:
     ],
 )
 def test_records_that_cannot_be(records: Records) -> None:
-    """They have the id that their reference says: a faulty writer made them."""
+    """They have the id that their reference says: a faulty writer created them."""
     node = records.tobytes()
     ((identity, stored),) = [(cellmap.node_ids(KEY, [node])[0], b"\0" + node)]
     refs = np.zeros(1, NODE_REF)
@@ -243,8 +244,8 @@ def test_a_parents_references_that_cannot_be_are_damage() -> None:
 
 
 def test_many_small_regions_are_quick() -> None:
-    """20 000 regions of one cell each, as a process with that many VMAs has; the bound is ten times
-    what it takes.
+    """20 000 regions of one cell each, as in a process with that many VMAs; the bound is ten times
+    the usual duration.
     """
     records = [records_of([0], seed) for seed in range(20_000)]
     started = time.process_time()

@@ -1,5 +1,5 @@
-"""Damage to any object, of any kind, is found and named, with the snapshots that suffer from it,
-and a restore from them fails clean.
+"""The check finds and names damage to any object of any kind, and the snapshots affected; a restore
+of those fails cleanly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def remove(objects: dict[str, bytes], name: str) -> None:
 
 
 def swap(objects: dict[str, bytes], name: str) -> None:
-    """Put another object of the same kind in its place; for shards and the like, a sound one."""
+    """Replace an object by another of the same kind, an intact one for shards and the like."""
     folder = name.split("/")[0]
     objects[name] = next(
         data

@@ -1,5 +1,5 @@
-"""Chunk ids, page alignment and deltas: a chunk comes back from its base and what differs, whatever
-pages either has.
+"""Chunk ids, page alignment and deltas: a chunk can be rebuilt from its base and the difference,
+whatever pages either has.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format.chunk import align, changed_pages, chunk_id, pages_of
 from icecore.store.format.codec import Choice
 from tests.store.images import FULL, bitmap, make_data

@@ -1,5 +1,5 @@
-"""Every stored form gives back what went in, into a buffer of the caller's; whatever is wrong with
-the stored bytes is a ValueError, never more.
+"""Every stored form decodes to its input, into the caller's buffer. Invalid stored bytes raise
+ValueError and nothing else.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format.codec import Choice
 from tests.store.images import KINDS, make_data
 
@@ -105,8 +105,8 @@ def sealed(body: bytes) -> bytes:
 
 
 def test_bombs_are_refused_by_their_headers() -> None:
-    """Bytes with a right digest whose headers promise more than the chunk has: written by an enemy,
-    not by accident.
+    """Bytes with a valid digest whose headers promise more than the chunk has: malicious, not
+    accidental.
     """
     bomb = bytes(64 << 20)
     frame = zstandard.ZstdCompressor().compress(bomb)
@@ -137,7 +137,7 @@ def test_bombs_are_refused_by_their_headers() -> None:
 def test_damage_under_a_right_digest_never_writes_past_the_buffer(
     number: int, kind: str, data: st.DataObject
 ) -> None:
-    """The decompressors themselves, fed with garbage that starts like the real thing."""
+    """The decompressors themselves, fed with garbage that has a valid beginning."""
     whole = make_data(kind, 2)
     _, stored = stored_form(whole, Choice(number, 1))
     body = bytearray(stored[: -codec.DIGEST_BYTES])

@@ -1,4 +1,4 @@
-"""What a commit costs, in requests and bytes, does not depend on how many snapshots there are."""
+"""The cost of a commit, in requests and bytes, does not depend on the number of snapshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.names import new_snapshot_id
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -20,7 +20,7 @@ from tests.store.miniature import listed, read, reopened, state_of, take
 
 
 def synthetic(count: int) -> list[SnapshotRecord]:
-    """Records as real ones are: nothing in them compresses but what is equal."""
+    """Return realistic records: they compress only where they are equal."""
     return [
         SnapshotRecord(
             new_snapshot_id(),
@@ -41,7 +41,7 @@ def synthetic(count: int) -> list[SnapshotRecord]:
 
 
 async def fill(repository: Repository, records: list[SnapshotRecord]) -> None:
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         return await catalog.add(state, records, pages)
 
     await repository.log.transact(change, "fill")
@@ -57,8 +57,8 @@ async def filled(count: int) -> AsyncIterator[tuple[MemoryBackend, list[Snapshot
 
 
 async def cost(backend: MemoryBackend, commits: int) -> tuple[float, float, int]:
-    """Requests and bytes written per commit (session and snapshot included), and the most requests
-    of one.
+    """Return requests and bytes written per commit (including session and snapshot), and the most
+    requests of one.
     """
     repository, faulty = await reopened(backend)
     await take(repository, {1: 1})  # the first reads what an open repository knows

@@ -1,5 +1,5 @@
-"""Real snapshots with deltas through the writer, then forgotten, compacted, collected and checked:
-every byte of those that stay is the same.
+"""Real snapshots with deltas, forgotten, compacted, collected and checked: every byte of the
+remaining ones is unchanged.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def test_a_shard_with_a_damaged_chunk_stays_as_it_is(here: Place, tmp_path: Path
 
 
 def test_a_compaction_that_cannot_write_leaves_nothing(here: Place, tmp_path: Path) -> None:
-    """Each time it writes to a shard, or publishes one, that fails: what was there stays, and
-    nothing is left of what was begun.
+    """Each write to a shard, and each publication, fails in turn: the old objects stay, and nothing
+    is left of the new ones.
     """
     content = image(12, "random", seed=1)
     first = here.take(content | image(20, "random", seed=2) | content)
@@ -168,8 +168,8 @@ async def _sizes(repository: Repository) -> dict[tuple[Kind, bytes], int]:
 
 
 def test_deltas_whose_base_has_gone_are_stored_anew(here: Place, tmp_path: Path) -> None:
-    """The base's snapshot is forgotten: of a cell's deltas the newest becomes full, the others
-    deltas of it, and a base with one delta left just goes.
+    """The base's snapshot is forgotten: the newest of a cell's deltas becomes full, the others
+    become deltas of it, and a base with one delta left just goes.
     """
     contents = [image(6, "heap", seed=1)]
     taken = [here.take(contents[0], objective=THRIFTY)]

@@ -1,5 +1,5 @@
-"""A crash at every single store call of every operation, before or after it took effect: nothing
-committed is lost, nothing is left over after a collection.
+"""A crash at every store call of every operation, before or after its effect: nothing committed is
+lost, and nothing is left over after a collection.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.store.operations import OPERATIONS, A, aftermath, prepared, prepared_
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_crash_at_every_call(name: str, effect: bool, stride: int) -> None:
-    """A crash after one call leaves what a crash before the next one does: with every second call,
-    both together meet all of that.
+    """A crash after one call leaves the same as a crash before the next one, so every second call
+    suffices.
     """
 
     async def body() -> None:
@@ -51,8 +51,8 @@ def test_crash_at_every_call(name: str, effect: bool, stride: int) -> None:
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.LOSE])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_call_fails_once(name: str, outcome: Outcome, stride: int) -> None:
-    """Not a crash but an error, or a lost reply, at one call: the operation succeeds or says so,
-    and the same process cleans up.
+    """An error or a lost reply at one call: the operation succeeds or reports it, and the same
+    process cleans up.
     """
 
     async def body() -> None:
@@ -135,8 +135,8 @@ def test_of_two_creators_one_makes_the_repository() -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_disk_is_full_from_some_call_on(name: str) -> None:
-    """Every create fails from the n-th on; when there is room again, nothing is lost, and nothing
-    was left behind that has to be cleaned up.
+    """Every create fails from the n-th on. When there is room again, nothing is lost, and nothing
+    is left that needs cleaning up.
     """
 
     async def body() -> None:
@@ -177,8 +177,8 @@ def test_the_disk_is_full_from_some_call_on(name: str) -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_crash_after_crash() -> None:
-    """Operation after operation, each broken off somewhere, a lost reply or a failure among them;
-    then others clean up.
+    """Operation after operation, each interrupted somewhere, by a lost reply or a failure among
+    others; then other processes clean up.
     """
 
     async def body() -> None:

@@ -1,5 +1,5 @@
-"""Encrypted repositories: without the key nothing is told but names and sizes, and nothing that was
-put elsewhere, cut, replayed or planted is believed.
+"""Encrypted repositories: without the key, only names and sizes are visible, and no object that was
+moved, cut, replayed or planted is accepted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from icecore.errors import (
     UsageError,
     WrongPassphrase,
 )
+from icecore.sizes import PAGE
 from icecore.store.backend.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import cipher, slots
-from icecore.store.format.cell import PAGE
 from icecore.store.format.cipher import (
     Key,
     open_piece,
@@ -70,7 +70,7 @@ async def made(backend: MemoryBackend, **more: object) -> Repository:
 
 
 async def filled() -> tuple[MemoryBackend, dict[str, dict[int, int]]]:
-    """A repository with two snapshots, one forgotten before, compacted once."""
+    """Return a repository with two snapshots, one forgotten before, compacted once."""
     backend = MemoryBackend()
     repository = await made(backend)
     old = await take(repository, A)
@@ -123,8 +123,8 @@ def test_a_whole_life_and_nothing_in_the_clear() -> None:
 
 
 def test_no_key_and_nonce_meet_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever fails while shards are written: the same place of the same shard never gets two
-    different chunks.
+    """Whatever fails while shards are written: one place of one shard never gets two different
+    chunks.
     """
     used: set[tuple[bytes, bytes]] = set()
     here = threading.local()
@@ -175,8 +175,8 @@ def test_no_key_and_nonce_meet_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("harm", ["cut", "halved", "swapped", "flipped"])
 def test_no_harmed_object_is_believed(harm: str) -> None:
-    """Every object in turn is cut, takes the place of another of its kind, or has a bit flipped: it
-    is named, or what is read is right.
+    """Every object in turn is cut, replaced by another of its kind, or has a bit flipped: it is
+    named, or the data read is right.
     """
 
     async def body() -> None:
@@ -269,9 +269,7 @@ def test_pieces_and_wholes_open_only_where_they_belong() -> None:
 
 
 def test_what_is_not_encrypted_is_refused_even_with_a_right_digest() -> None:
-    """A writer who somehow had the digest key alone could not make clients read plain objects, and
-    the reverse.
-    """
+    """A writer with only the digest key cannot make clients read plain objects, nor the reverse."""
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -280,15 +278,15 @@ def test_what_is_not_encrypted_is_refused_even_with_a_right_digest() -> None:
         state = msgspec.structs.replace(entry.state, generation=2, predecessor=entry.digest)
         plain = seal(ENTRY_KIND, msgspec.msgpack.encode(state), bytes(repository.keys.log))
         await backend.create("log/fffffffffffffffd", [plain.data])
-        with pytest.raises(Damaged, match="unlike its repository"):
+        with pytest.raises(Damaged, match="differs from its repository"):
             await repository.log.newest()
 
     asyncio.run(body())
 
 
 def test_a_replicas_log_is_not_anothers() -> None:
-    """Replicas share the master secret and most objects, not the log: one's entry in the place of
-    the other's is refused.
+    """Replicas share the master secret and most objects, but not the log: an entry of one in the
+    place of the other's is refused.
     """
 
     async def body() -> None:
@@ -399,7 +397,7 @@ def test_slots_are_added_removed_and_rotated() -> None:
 
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
-    """Afterwards the old passphrases open it or the new ones do, and the next change leaves one
+    """Afterwards, either the old or the new passphrases open it, and the next change leaves one
     object.
     """
 
@@ -568,8 +566,8 @@ _VALUES = st.recursive(
 def test_whatever_stands_in_a_key_object_is_a_named_error(
     fields: dict[str, object], method: str, tail: bytes
 ) -> None:
-    """Its digest guards against accidents only: anybody who can write to the store writes what he
-    likes there.
+    """Its digest protects against accidents only: anyone who can write to the store can write
+    anything there.
     """
     real = msgspec.to_builtins(
         slots.new_slots("0" * 32, bytes(32), PASSPHRASE, "label", CHEAP), builtin_types=[bytes]

@@ -1,5 +1,5 @@
-"""Filters of index segments: no entry is ever denied, few others are let through, and a filter that
-is damaged, foreign or missing costs reads only.
+"""Filters of index segments never deny an entry and pass few others; a damaged, foreign or missing
+filter only costs reads.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def test_what_is_in_is_let_through_and_nearly_nothing_else(key: bytes) -> None:
 def test_sets_of_filters_are_the_filters_by_themselves(
     spans: list[tuple[int, int, int]], seed: int
 ) -> None:
-    """Whatever the ranges, and whichever fit the budget: each id's candidates are in order, and no
-    segment that has it is missing.
+    """For any ranges and any budget, each id's candidates are in order, and include every segment
+    that has it.
     """
     refs, held = [], []
     for number, (bits, prefix, count) in enumerate(spans):
@@ -208,7 +208,7 @@ def test_without_a_sound_filter_everything_is_found_all_the_same(harm: str) -> N
 async def with_shards(
     backend: Backend, shards: int, chunks: int
 ) -> tuple[list[SegmentRef], Bytes, Records]:
-    """Shards of which only the footers count, and one segment that names their chunks."""
+    """Build shards of which only the footers matter, and one segment that refers to their chunks."""
     ids, places = drawn(shards * chunks, 10), np.zeros(shards * chunks, PLACE)
     for number in range(shards):
         table = ShardTable(random_id(), 1 << 23)
@@ -257,8 +257,8 @@ def test_what_lies_together_is_found_together(direct: bool) -> None:
 
 
 def test_neighbours_in_condemned_or_unreadable_shards() -> None:
-    """A shard to be avoided has no neighbours, and one whose footer cannot be read is still found
-    through the index.
+    """A shard to avoid has no neighbours, and one with an unreadable footer is still found through
+    the index.
     """
 
     async def body() -> None:

@@ -1,5 +1,5 @@
-"""What somebody plants among the objects of a repository in a directory: it is skipped and told of;
-nothing hangs, and nothing outside is touched.
+"""Files planted among the objects of a repository in a directory are skipped and reported; nothing
+hangs, and nothing outside is touched.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ PLACES = [
 
 
 def sparse(path: bytes) -> None:
-    """A file of 10 GiB that takes no room, with its folders."""
+    """Make a sparse file of 10 GiB, and its folders."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as file:
         file.truncate(10 << 30)
@@ -123,7 +123,9 @@ def test_no_object_is_read_through_something_else(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_planted_is_skipped_and_told_of(tmp_path: Path, kind: str, place: str) -> None:
-    """Every operation ends soon, well or with an error of its own; check names what is there."""
+    """Every operation ends soon, successfully or with an error of icecore's; check names the
+    foreign files.
+    """
 
     async def body() -> None:
         backend = LocalBackend(tmp_path, create=True)
@@ -253,7 +255,7 @@ def test_a_huge_object_is_not_read(tmp_path: Path) -> None:
     "where", ["shards", "shards/ab", "keys", "log", "snapshots", "nodes", "hints", ".reserve"]
 )
 def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, where: str) -> None:
-    """Nothing outside of the repository is read, made or removed through it."""
+    """Nothing outside the repository is read, created or removed through it."""
     outside, inside = tmp_path / "outside", tmp_path / "repository"
 
     async def body() -> None:
@@ -269,9 +271,7 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, where: str) -> No
         link.symlink_to(outside)
         backend = LocalBackend(inside)
         if where != ".reserve":
-            with pytest.raises(
-                StoreDenied, match="a link or a file is in the place of that folder"
-            ):
+            with pytest.raises(StoreDenied, match="a link or a file has the name of that folder"):
                 await backend.create(f"{where}/{'cd' * 16}", [b"ours"])
             with pytest.raises(StoreDenied):
                 backend.draft(f"{where}/{'cd' * 16}")
@@ -326,8 +326,6 @@ def test_odd_keys_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
                 body=_listing([good, key]), headers={"Content-Type": "application/xml"}
             )
         ) as url:  # type: ignore[misc]
-            with pytest.raises(
-                StoreError, match="a key there has a name that no object has"
-            ) as caught:
+            with pytest.raises(StoreError, match="a key there is not an object name") as caught:
                 asyncio.run(listed(url))
             assert str(caught.value).isprintable() and "delete that key" in caught.value.cure

@@ -1,5 +1,5 @@
-"""Names that are not UTF-8 in objects of a repository: they come back exactly, in a format that
-older readers refuse; all other manifests are as they were.
+"""Names that are not UTF-8 come back exactly, in a format that older readers refuse; all other
+manifests are unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAMES = (
 
 
 def manifest(name: str) -> Manifest:
-    """A manifest with a name in all places that the kernel fills."""
+    """Return a manifest with a name in every place that the kernel fills."""
     file = OpenFile(
         f"/{name}", 3, 4, 5, 6, 0o644, 0, 0, True, "content", links=[f"/linked {name}", "/plain"]
     )
@@ -91,7 +91,9 @@ def test_a_manifest_comes_back_as_it_was(name: str) -> None:
 
 
 def test_utf8_names_are_written_as_ever() -> None:
-    """Byte for byte: a repository of an earlier version is continued by either version."""
+    """A repository of an earlier version is continued identically, byte for byte, by either
+    version.
+    """
     given_ = manifest("n\x1b[31mä\\xff\n語")
     assert body(encode_manifest(given_, KEY).data) == msgspec.msgpack.decode(
         msgspec.msgpack.encode(given_)
@@ -100,7 +102,7 @@ def test_utf8_names_are_written_as_ever() -> None:
 
 
 def test_an_older_reader_refuses_it_by_its_version() -> None:
-    """It decodes the structure first: that has to succeed, or it would call the object damaged."""
+    """It decodes the structure first, which must succeed; otherwise it would report damage."""
     data = unseal(
         MANIFEST_KIND, "snapshots/x", encode_manifest(manifest("n\udcff"), KEY).data, KEY, None
     )
@@ -108,8 +110,8 @@ def test_an_older_reader_refuses_it_by_its_version() -> None:
 
 
 def test_an_escape_means_nothing_in_the_plain_format() -> None:
-    """Whoever writes an escaped name into a manifest of format 1 gets the name that he wrote, and
-    no other path.
+    """A writer of an escaped name into a manifest of format 1 gets the literal name, and no other
+    path.
     """
     hostile = "\0/etc/\\xff"
     plain = msgspec.structs.replace(manifest("x"), extra={"imported": hostile})

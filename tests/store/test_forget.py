@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from icecore.errors import UsageError
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.maintenance.forget import ALL, Decision, Policy, parse_duration, plan
+from icecore.store.maintenance.forget import ALL, Decision, Policy, plan
 
 HOUR = 3600 * 10**9
 START = int(datetime.datetime(2025, 1, 31, 12, tzinfo=datetime.UTC).timestamp()) * 10**9
@@ -115,17 +115,3 @@ def test_properties(times: list[tuple[int, bool]], policy: Policy) -> None:
     # Forgetting is stable: what was kept is kept again when the rest is gone.
     left = [decision.record for decision in decisions if decision.keep]
     assert [decision.record for decision in plan(left, policy) if decision.keep] == left
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90min", 5400), ("36h", 129_600), ("2w3d", 17 * 86_400), ("1y6mo", 545 * 86_400), ("5s", 5)],
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "5", "h", "5m", "1.5h", "-1h", "1 h", "5h!"])
-def test_what_is_no_duration(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_duration(text)

@@ -1,5 +1,5 @@
-"""docs/format.md and the code say the same: magics, bounds, sizes and key names; and fixed bytes
-that every later version must read.
+"""docs/format.md and the code agree on magics, bounds, sizes and key names; and fixed bytes that
+every later version must read.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     REMEMBERED,
+    LogState,
     SegmentRef,
     SnapshotRecord,
-    State,
     decode_entry,
 )
 from icecore.store.log import catalog, index
@@ -136,7 +136,7 @@ def test_numbers_are_as_documented() -> None:
 
 
 def test_fields_are_as_documented() -> None:
-    for field in State.__struct_fields__:
+    for field in LogState.__struct_fields__:
         assert f"| `{field}` |" in DOCUMENT
     text = DOCUMENT[DOCUMENT.index("**Snapshot record**") :]
     at = [text.index(f"`{field}`") for field in SnapshotRecord.__struct_fields__]
@@ -174,6 +174,6 @@ def test_bytes_of_version_1_are_read() -> None:
     record = SnapshotRecord(
         "01" * 16, "job", "l", "", 7, "snapshots/x", 9, bytes(32), 1, 2, 3, 0.5, ["t"], True
     )
-    state = State(3, b"\2" * 32, 5, ["change"], tail=[record])
+    state = LogState(3, b"\2" * 32, 5, ["change"], tail=[record])
     key = bytes(range(32))
     assert decode_entry("log/x", 3, bytes.fromhex(ENTRY), key) == state

@@ -1,5 +1,5 @@
-"""A repository on a file system without a free byte: what it keeps in reserve lets readers read,
-and lets others free space. A tmpfs of our own.
+"""A repository on a full file system (a tmpfs): its reserve lets readers read, and lets others free
+space.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ A, B = {0: 1, 1: 2, 2: 3, 3: 4}, {0: 1, 7: 9}
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 24 MiB."""
+    """Mount a tmpfs of 24 MiB."""
     place = tmp_path / "small"
     place.mkdir()
     if subprocess.run(
@@ -44,7 +44,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> None:
-    """Take every byte that is free."""
+    """Use up all free bytes."""
     descriptor = os.open(place / "filler", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         while True:
@@ -56,7 +56,7 @@ def fill(place: Path) -> None:
 
 
 def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.Popen[bytes]]:
-    """As many processes at once, each with its snapshots."""
+    """Run several processes at once, each with its snapshots."""
     script = """if True:
         import asyncio, sys
         from pathlib import Path
@@ -115,7 +115,7 @@ def test_it_is_no_object(place: Path) -> None:
 
 
 def test_readers_are_registered_where_nothing_else_can_be_written(place: Path) -> None:
-    """So that what they read stays, as ever; some of the reserve is not theirs."""
+    """Readers may use some of the reserve, so that what they read stays; the rest is not for them."""
 
     async def body() -> None:
         async with made(place) as repository:
@@ -167,8 +167,8 @@ def test_readers_leave_some_of_it(place: Path) -> None:
 
 
 def test_what_is_forgotten_is_freed(place: Path) -> None:
-    """Forget, collect, with shards that would be rewritten if there were room; then all is as it
-    was.
+    """Forget and collect, with shards that would be rewritten if there were room; afterwards
+    everything is as before.
     """
 
     async def body() -> None:
@@ -197,7 +197,7 @@ def test_what_is_forgotten_is_freed(place: Path) -> None:
 
 
 def test_rewriting_waits_for_room(place: Path) -> None:
-    """What can be deleted is, although a shard that is mostly dead cannot be rewritten."""
+    """What can be deleted is deleted, although a mostly dead shard cannot be rewritten."""
 
     async def body() -> None:
         told: list[Event] = []
@@ -249,7 +249,7 @@ def test_a_repository_of_an_earlier_version_gets_one(place: Path) -> None:
 
 
 def test_many_free_at_once(place: Path) -> None:
-    """Processes of their own: each takes snapshots off the list, then collects."""
+    """Separate processes: each forgets snapshots, then collects."""
 
     async def body() -> None:
         async with made(place) as repository:

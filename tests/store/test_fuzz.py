@@ -1,4 +1,4 @@
-"""Every parser with very many inputs, in a process whose memory is bounded: no crash, no boundless
+"""Every parser with very many inputs, in a process with bounded memory: no crash, no unbounded
 allocation, always a named error.
 """
 
@@ -31,7 +31,7 @@ atheris.Fuzz()
 
 
 def run(script: str, seconds: float, folder: Path) -> str:
-    """Run a script in a process of its own; its output."""
+    """Run a script in a separate process; return its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", script],
         cwd=folder,

@@ -1,5 +1,5 @@
-"""The collector deletes what nothing reaches and nothing else: forgotten snapshots, remains of dead
-writers, sparse shards, beside open sessions.
+"""The collector deletes what nothing reaches and nothing else (forgotten snapshots, remains of dead
+writers, sparse shards), beside open sessions.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
 
 
 def test_what_snapshots_have_in_common_is_read_once() -> None:
-    """Also by those that are marked at the same time; and if one of them cannot be read, nothing
-    counts as marked.
+    """This includes tasks that mark at the same time; if one of them fails to read, nothing counts
+    as marked.
     """
 
     async def body() -> None:
@@ -231,7 +231,7 @@ def test_abort_deletes_what_the_session_wrote() -> None:
 
 
 def test_abort_after_a_commit_of_unknown_outcome_deletes_nothing_that_was_committed() -> None:
-    """The commit took effect, its replies were lost, and the caller tried again before it gave up."""
+    """The commit took effect, its replies were lost, and the caller retried before giving up."""
 
     async def body() -> None:
         inner = MemoryBackend()
@@ -276,8 +276,8 @@ def test_pinned_snapshots_are_not_forgotten() -> None:
 
 
 def test_two_collectors_and_a_commit_in_one_entry() -> None:
-    """Transactions of one process share an entry: a commit that is carried with the collector's is
-    not overlooked.
+    """Transactions of one process share an entry: a commit carried with the collector's is not
+    overlooked.
     """
 
     async def body() -> None:

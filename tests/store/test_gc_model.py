@@ -1,9 +1,9 @@
-"""The collector's rules as a small model, and every interleaving of two writers, a reader and two
-collectors, with forgetting, fencing and crashes in between.
+"""The collector's protocol as a small model, and every interleaving of two writers, a reader and
+two collectors, with forgetting, fencing and crashes in between.
 
 The model is the protocol of docs/format.md and nothing else: a transaction is one step on the
-newest state, each put, listing and delete another. A process that crashes just takes no further
-step, so every prefix is covered. Each rule is also broken once, to show that the model notices.
+newest state; each put, listing and delete is another. A process that crashes takes no further step,
+so every prefix is covered. Each rule is also broken once, to show that the model notices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 Shard = str
 
 
-class State(NamedTuple):
-    """The newest log entry, and what lies in the store."""
+class ModelState(NamedTuple):
+    """The newest log entry, and the contents of the store."""
 
     generation: int
     snapshots: frozenset[tuple[str, Shard]]
@@ -41,9 +41,9 @@ class State(NamedTuple):
 
 
 class World(NamedTuple):
-    """Where everybody stands: for each actor its step and what it remembers."""
+    """The state of every actor: its step and what it remembers."""
 
-    state: State
+    state: ModelState
     actors: tuple[tuple[object, ...], ...]
     forgets: int
     fences: int
@@ -60,8 +60,8 @@ RULES = (
 
 
 def writer(
-    name: str, state: State, memory: tuple[object, ...], broken: str
-) -> Iterator[tuple[State, tuple[object, ...]]]:
+    name: str, state: ModelState, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[ModelState, tuple[object, ...]]]:
     """BEGIN, then reuse what the index finds or put a new shard; COMMIT, or end and delete what it
     put.
     """
@@ -100,8 +100,8 @@ def writer(
 
 
 def reader(
-    name: str, state: State, memory: tuple[object, ...], broken: str
-) -> Iterator[tuple[State, tuple[object, ...]]]:
+    name: str, state: ModelState, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[ModelState, tuple[object, ...]]]:
     """BEGIN pins a snapshot that is listed; END."""
     generation = state.generation + 1
     if memory[0] == "begin":
@@ -122,8 +122,8 @@ def reader(
 
 
 def collector(
-    name: str, state: State, memory: tuple[object, ...], broken: str
-) -> Iterator[tuple[State, tuple[object, ...]]]:
+    name: str, state: ModelState, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[ModelState, tuple[object, ...]]]:
     """LIST, CONDEMN, DELETE one after the other by the state that condemned, then clear the marks
     of what is gone.
     """
@@ -186,7 +186,7 @@ ACTORS = (
     ("gc-1", collector, ("list",)),
     ("gc-2", collector, ("list",)),
 )
-FIRST = State(
+FIRST = ModelState(
     1,
     frozenset({("first", "old")}),
     frozenset(),
@@ -198,7 +198,7 @@ EVERYBODY = ("one", "two", "reader", "gc-1", "gc-2")
 
 
 def following(world: World, forgets: int, fences: int, broken: str) -> Iterator[World]:
-    """Every world that one step leads to."""
+    """Yield every world that one step leads to."""
     state = world.state
     for number, (name, program, _) in enumerate(ACTORS):
         for changed, memory in program(name, state, world.actors[number], broken):
@@ -219,7 +219,9 @@ def following(world: World, forgets: int, fences: int, broken: str) -> Iterator[
 
 
 def normal(world: World) -> World:
-    """Generations count only by their order: worlds that differ in nothing else are one."""
+    """Renumber generations: only their order counts, so worlds that differ in nothing else are the
+    same.
+    """
     state = world.state
     numbers = (
         {began for _, began, _ in state.sessions}
@@ -248,8 +250,8 @@ def normal(world: World) -> World:
 def explore(
     present: Sequence[str], forgets: int, fences: int, broken: str = ""
 ) -> tuple[int, World | None]:
-    """How many worlds there are with these actors, and the first in which something that is reached
-    is gone.
+    """Return the number of worlds with these actors, and the first in which something reached is
+    gone.
     """
     memories = tuple(memory if name in present else ("over", "") for name, _, memory in ACTORS)
     start = World(FIRST, memories, 0, 0)

@@ -1,5 +1,5 @@
-"""What a holder of the key can write to do harm: every reader ends soon, in bounded memory, with an
-error that names the object.
+"""Harmful objects written by a holder of the key: every reader ends soon, in bounded memory, with
+an error that names the object.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import zstandard
 
 from icecore.errors import Damaged, StoreError
 from icecore.restorer.files.images import image_targets
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.format.cell import CELL, PLACE, Records
 from icecore.store.format.cellmap import check_regions
 from icecore.store.format.hints import HINTS_KIND
 from icecore.store.format.keys import Config, Keys, Parameters, decode_config, encode_config
@@ -28,7 +29,7 @@ from icecore.store.format.manifest import NODE_REF, Region, Space, decode_manife
 from icecore.store.format.names import object_name
 from icecore.store.format.segment import encode_segment, parse_segment
 from icecore.store.format.slots import Cost, Slot, Slots, decode_slots, encode_slots
-from icecore.store.format.state import SnapshotRecord, State, encode_entry, encode_page
+from icecore.store.format.state import LogState, SnapshotRecord, encode_entry, encode_page
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.check import check
 from icecore.store.runtime.loop import LoopThread
@@ -41,7 +42,7 @@ _RUN = "import sys; sys.path.append({root!r})\nfrom tests.store import hostile\n
 
 
 def apart(work: str, seconds: float) -> str:
-    """Do something in a process of its own, whose memory is bounded; its output."""
+    """Run something in a separate process with bounded memory; return its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _RUN.format(root=str(ROOT), work=work)],
         stdin=subprocess.DEVNULL,
@@ -146,7 +147,7 @@ def _own_base(records: Records) -> None:
 
 
 def _circle(records: Records) -> None:
-    """A delta that says of its own bytes that they are its base, in full."""
+    """A delta whose own bytes claim to be its full base."""
     records["base"], records["base_place"] = records["chunk"], records["place"]
     records["place"]["codec"], records["base_place"]["codec"] = codec.XOR | codec.ZSTD, codec.ZSTD
 
@@ -251,18 +252,18 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
         "grid",
     ),
     "a sparse image of 4 PiB": (_image(size=1 << 52, regions=[[0, 1 << 52, 0]]), "pagemap-1.img"),
-    "an image that goes up": (_image(key="../x"), "no such thing"),
-    "an image with a slash": (_image(key="a/b"), "no such thing"),
-    "an image with a NUL": (_image(key="a\0b"), "no such thing"),
+    "an image that goes up": (_image(key="../x"), "name is invalid for its kind"),
+    "an image with a slash": (_image(key="a/b"), "name is invalid for its kind"),
+    "an image with a NUL": (_image(key="a\0b"), "name is invalid for its kind"),
     "an image like page images": (_image(key="pages-1.img"), "pages-1.img"),
     "a file that goes up": (
         lambda world: _spaces(world, lambda s: s[2].update(key="/tmp/../etc/shadow")),
-        "no such thing",
+        "name is invalid for its kind",
     ),
     "one space twice": (lambda world: _spaces(world, lambda s: s.append(s[1])), "two spaces"),
     "a process that is no number": (
         lambda world: _spaces(world, lambda s: s[0].update(key="one")),
-        "no such thing",
+        "name is invalid for its kind",
     ),
     "a lineage that is a path": (lambda world: _set(world, lineage="../../x"), "lineage"),
     "hints that are the configuration": (lambda world: _set(world, hints="config"), "hints"),
@@ -317,13 +318,13 @@ _PARTS = 6
 @pytest.mark.parametrize("part", range(_PARTS))
 @pytest.mark.timeout(600)
 def test_what_a_holder_of_the_key_wrote(part: int) -> None:
-    """In a process of its own, as memory is measured and bounded."""
+    """In a separate process, as memory is measured and bounded."""
     said = apart(f"from tests.store import test_hostile\ntest_hostile.consume_part({part})", 550)
     assert len(json.loads(said.splitlines()[-1])) == len(list(CASES)[part::_PARTS])
 
 
 def consume_part(part: int) -> None:
-    """Let everything read every sixth case; print what was done."""
+    """Let every consumer read every sixth case; print what was done."""
     sound, done = make_world(), []
     bound()
     for title in list(CASES)[part::_PARTS]:
@@ -343,7 +344,7 @@ def test_what_no_reader_takes_is_not_written() -> None:
     world = make_world()
     record = world.state["tail"][-1]
     sound = decode_manifest(world.objects[record[5]], world.keys.manifest, name="n")
-    with pytest.raises(StoreError, match=r"cannot be kept: .*overlap"):
+    with pytest.raises(StoreError, match=r"cannot be stored: .*overlap"):
         twice = msgspec.structs.replace(sound.spaces[0], regions=[sound.spaces[0].regions[0]] * 2)
         encode_manifest(msgspec.structs.replace(sound, spaces=[twice]), world.keys.manifest)
     one = SnapshotRecord(
@@ -351,7 +352,7 @@ def test_what_no_reader_takes_is_not_written() -> None:
     )
     for work in (
         lambda: encode_page([one], world.keys.log),
-        lambda: encode_entry(State(1, b"", 7, tail=[one]), world.keys.log),
+        lambda: encode_entry(LogState(1, b"", 7, tail=[one]), world.keys.log),
     ):
         with pytest.raises(StoreError, match="cannot be written"):
             work()
@@ -391,7 +392,7 @@ def test_a_configuration_is_bounded() -> None:
     ],
 )
 def test_key_slots_ask_for_little(count: int, cost: Cost) -> None:
-    """Whoever can write to the place can plant them: they are decided on before any is tried."""
+    """Anyone who can write to the place can plant them, so they are refused before any is tried."""
     slot = Slot(
         "a" * 16, "label", 1, bytes(16), cost.memory_kib, cost.passes, cost.lanes, bytes(48)
     )
@@ -421,9 +422,8 @@ _LIES: dict[str, Callable[[Records], None]] = {
 
 @pytest.mark.parametrize("title", _LIES)
 def test_an_index_that_lies(tmp_path: Path, title: str) -> None:
-    """Dedup believes where the index says that a chunk lies, if it can lie there at all. A lie
-    costs the cells that are taken for stored: check names them, and no reader takes other bytes for
-    theirs. Nothing else of the snapshot suffers.
+    """Dedup believes the index about where a chunk lies, if that place is possible. A lie costs the
+    cells that count as stored: check names them.
     """
     world = make_world()
     segments = world.state["segments"]

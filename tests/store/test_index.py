@@ -1,5 +1,5 @@
-"""The dedup index: what was put in is found with its place, through any mixture of merged, split
-and partly loaded segments.
+"""The dedup index finds every entry with its place, through any mixture of merged, split and partly
+loaded segments.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def store(backend: Backend, entries: Records) -> list[SegmentRef]:
 
 
 def looked_up(index: Index, ids: Bytes) -> tuple[Mask, Records]:
-    """What ``lookup`` answers, once ``find`` has given the same for each id."""
+    """Return the answers of ``lookup``, after checking that ``find`` gives the same for each id."""
     found, places = index.lookup(ids)
     for at in range(len(ids)):
         place = index.find(ids[at].tobytes())
@@ -170,7 +170,7 @@ def test_ids_that_share_their_leading_bytes() -> None:
     st.sets(st.integers(0, 5)),
 )
 def test_merging_is_a_dictionary(runs: list[list[tuple[int, int]]], dead: set[int]) -> None:
-    """Of equal ids the first stays; entries in dead shards go."""
+    """Of equal ids, the first one stays; entries in dead shards are dropped."""
     sources, expected = [], {}
     for run in runs:
         ids = np.zeros((len(run), 32), np.uint8)
@@ -235,7 +235,7 @@ def test_large_segments_are_cut_by_prefix(monkeypatch: pytest.MonkeyPatch) -> No
 def test_long_segments_are_merged_range_by_range(
     key: bytes, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes of it is what merging all at once gives, and no read is as long as an input."""
+    """The result equals a merge of everything at once, and no read is as long as an input."""
 
     async def body() -> None:
         faulty, prefix = (
@@ -304,8 +304,8 @@ def test_partition_covers_everything() -> None:
 
 
 def test_the_number_of_segments_stays_small() -> None:
-    """Commit after commit, with merges as the plan says: a count that grows with the logarithm
-    only.
+    """Commit after commit, with planned merges: the number of segments grows only with the
+    logarithm.
     """
     live: list[SegmentRef] = []
     written = 0
@@ -348,8 +348,8 @@ def test_damage_to_any_block_is_seen() -> None:
 
 
 def test_lookups_are_vectorised() -> None:
-    """Not a timing test: a million lookups in a million entries would take minutes if Python
-    handled each.
+    """Not a timing test: a million lookups in a million entries would take minutes with Python work
+    for each.
     """
     ids, places = drawn(1_000_000, 9)
     entries = sort_entries(make_entries(ids, places))

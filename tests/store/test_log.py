@@ -1,5 +1,5 @@
 """The transaction log: every transaction takes effect exactly once, whoever else writes, whichever
-replies are lost and however long a writer sleeps.
+replies are lost, and however long a writer sleeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.names import log_generation, log_name
-from icecore.store.format.state import SegmentRef, SessionRecord, State, decode_entry, encode_entry
+from icecore.store.format.state import (
+    LogState,
+    SegmentRef,
+    SessionRecord,
+    decode_entry,
+    encode_entry,
+)
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
 from icecore.store.log.watermark import FileWatermark, Seen, Watermark
@@ -40,9 +46,9 @@ KEY = b"k" * 32
 
 
 def enter(identity: str) -> object:
-    """A change that adds a session of this id, whatever the state."""
+    """Return a change that adds a session with this id, whatever the state."""
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         record = SessionRecord(identity, state.generation, "test", "host", 0)
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
@@ -64,8 +70,8 @@ def drawn(count: int) -> list[str]:
     return [secrets.token_hex(16) for _ in range(count)]
 
 
-async def chain(log: Log) -> State:
-    """The newest state, after the whole chain was followed back to the beginning."""
+async def chain(log: Log) -> LogState:
+    """Return the newest state, after following the whole chain back to the beginning."""
     newest = following = await log.newest()
     for generation in range(newest.generation - 1, 0, -1):
         entry = await log.read(generation)
@@ -103,7 +109,7 @@ def test_many_clients_contend() -> None:
 
 
 def write_here(root: str, ids: list[str]) -> None:
-    """A client in a thread or process of its own."""
+    """A client in a separate thread or process."""
 
     async def body() -> None:
         backend = LocalBackend(root)
@@ -147,7 +153,7 @@ def test_contention_on_a_real_directory(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_lost_replies_and_failures_are_settled(seed: int) -> None:
-    """A third of the creates fails before its effect or loses its reply, with four clients."""
+    """With four clients, a third of the creates fails before its effect or loses its reply."""
 
     async def body() -> None:
         inner = MemoryBackend()
@@ -192,7 +198,7 @@ def test_an_unknown_outcome_is_said_to_be_unknown() -> None:
 
 
 class Sleeper(MemoryBackend):
-    """Stops before it creates a chosen name, until it is woken."""
+    """Stops before creating a chosen name, until it is woken."""
 
     def __init__(self, objects: dict[str, bytes], name: str) -> None:
         super().__init__(objects)
@@ -213,7 +219,7 @@ class Sleeper(MemoryBackend):
 def test_a_writer_that_slept_does_not_believe_that_it_won(
     others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its generation was taken, and perhaps trimmed away again, while it slept: then its create
+    """Its generation was taken, and possibly trimmed again, while it slept: then its create
     succeeds, and must not count.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
@@ -249,7 +255,7 @@ def test_a_writer_that_slept_does_not_believe_that_it_won(
 
 
 class SlowlyTrimmed(MemoryBackend):
-    """Deletes many objects one by one, in a drawn order, and calls ``between`` after each deletion."""
+    """Deletes many objects one by one, in random order, and calls ``between`` after each deletion."""
 
     def __init__(self, seed: int, between: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -270,8 +276,8 @@ class SlowlyTrimmed(MemoryBackend):
 def test_trimming_in_any_order_misleads_no_sleeper(
     slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer wakes after each single deletion of a trim: what it then believes to have done is in
-    the log.
+    """A writer wakes after each deletion of a trim: what it then believes to have done is in the
+    log.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
@@ -293,7 +299,7 @@ def test_trimming_in_any_order_misleads_no_sleeper(
         sleeper, mine, done = Log(sleepy, KEY), drawn(1)[0], False
         await write(sleeper, drawn(slept_at - 2))
 
-        async def leave(state: State, pages: Pages) -> State:
+        async def leave(state: LogState, pages: Pages) -> LogState:
             if state.session(mine) is None:
                 raise NotFound("it never began")
             left = [record for record in state.sessions if record.id != mine]
@@ -375,8 +381,8 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(
 def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By far more than entries repeat: nothing could tell afterwards whether what was created then
-    is part of the log.
+    """The jump is far more than entries repeat: nothing could tell later whether what was created
+    then is part of the log.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
@@ -439,7 +445,7 @@ def test_the_error_of_a_change_is_that_of_the_newest_state() -> None:
         mine = drawn(1)
         await write(other, mine)
 
-        async def needs(state: State, pages: Pages) -> State:
+        async def needs(state: LogState, pages: Pages) -> LogState:
             if state.session(mine[0]) is None:
                 raise NotFound("not there")
             return msgspec.structs.replace(state, sessions=[])
@@ -456,10 +462,10 @@ def test_one_bad_change_does_not_spoil_its_neighbours() -> None:
     async def body() -> None:
         log = await founded(MemoryBackend())
 
-        async def bad(state: State, pages: Pages) -> State:
+        async def bad(state: LogState, pages: Pages) -> LogState:
             raise NotFound("no")
 
-        async def nothing(state: State, pages: Pages) -> State:
+        async def nothing(state: LogState, pages: Pages) -> LogState:
             return state
 
         ids = drawn(2)
@@ -530,8 +536,8 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
 async def forked(
     at: int, mine: int, theirs: int
 ) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
-    """A log that a client has seen whole, another that left it after generation ``at``, and what
-    the client remembers.
+    """Return a log that a client has seen whole, a fork that left it after generation ``at``, and
+    what the client remembers.
     """
     backend, watermark = MemoryBackend(), Watermark()
     log = Log(backend, KEY, watermark=watermark)
@@ -573,7 +579,7 @@ def test_a_fork_is_noticed_whatever_entries_are_withheld(theirs: int, withheld: 
 
 
 def test_entries_of_two_forks_do_not_pass_for_one_log() -> None:
-    """The entry that was seen, and others that it does not belong to."""
+    """Check the entry seen before, and others that do not belong to it."""
 
     async def body() -> None:
         for theirs in (4, 31, 32, 100, 600):
@@ -591,7 +597,7 @@ def test_entries_of_two_forks_do_not_pass_for_one_log() -> None:
 
 
 def test_two_first_entries_do_not_pass_for_one() -> None:
-    """The first entry carries no transaction: only the digest in the second names it."""
+    """The first entry carries no transaction: only the digest in the second one refers to it."""
 
     async def body() -> None:
         backend, other, watermark = MemoryBackend(), MemoryBackend(), Watermark()
@@ -609,8 +615,8 @@ def test_two_first_entries_do_not_pass_for_one() -> None:
 def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else two entries of one generation could carry the same ids, and an entry that follows one
-    would seem to follow the other.
+    """Otherwise, two entries of one generation could carry the same ids, and an entry that follows
+    one would seem to follow the other.
     """
 
     async def body() -> None:
@@ -643,8 +649,8 @@ def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
 
 
 def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has seen nothing for as many entries as are kept goes on; one entry sooner, an
-    absent one is an error.
+    """A client that has seen nothing for as many entries as are kept continues; one entry less, and
+    an absent one is an error.
     """
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
@@ -674,7 +680,7 @@ def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatc
 def test_a_trim_while_the_log_is_read_is_no_attack(
     lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between any two requests of a reader others commit and trim, and its listings may be old."""
+    """Between any two requests of a reader, others commit and trim, and its listings may be stale."""
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
     class Busy(FaultyBackend):

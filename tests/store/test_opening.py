@@ -1,5 +1,5 @@
-"""What is read before a restore's first chunk: few requests, whatever is in the repository, and
-never less than what is true.
+"""What is read before the first chunk of a restore: few requests, whatever is in the repository,
+and never a stale state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.store.test_commit_cost import fill, synthetic
 
 
 def requests(faulty: FaultyBackend) -> list[str]:
-    """What was asked for, in short."""
+    """Return a summary of the requests."""
     return [f"{call.operation} {call.name.split('/')[0]}" for call in faulty.calls]
 
 
@@ -93,8 +93,8 @@ def test_the_newest_of_a_job_is_proven_and_found_without_the_whole_list() -> Non
 
 
 def test_an_older_entry_serves_until_it_does_not() -> None:
-    """A listing that lags shows an older entry: what it lists is found, what it does not list is
-    looked for in the newest.
+    """A stale listing shows an older entry: what that lists is found, and what it does not list is
+    looked up in the newest.
     """
 
     class Lagging(FaultyBackend):
@@ -152,8 +152,8 @@ def test_another_repository_in_the_same_place_is_not_taken_for_the_old_one(tmp_p
 
 
 def test_key_objects_that_are_not_the_first() -> None:
-    """An encrypted repository whose slots were changed has no first key object any more; a planted
-    one does not count.
+    """An encrypted repository with changed slots has no first key object any more; a planted one
+    does not count.
     """
 
     async def body() -> None:
@@ -198,7 +198,7 @@ OLDER = "older one"
 
 
 async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
-    """An encrypted repository whose passphrase was changed, with one planted key object: its id,
+    """Return an encrypted repository with a changed passphrase and one planted key object: its id,
     the object's name, and the older key object.
     """
     backend, _ = await made(encrypted=True)
@@ -320,8 +320,8 @@ def test_a_key_change_beside_garbage_takes_a_name_that_counts(how: str) -> None:
 
 @pytest.mark.parametrize("how", PLANTS)
 def test_a_replaced_key_object_opens_nothing_beside_the_one_that_counts(how: str) -> None:
-    """Its passphrase was taken out of use: whatever is planted above, the object that replaced it
-    can be read and says so.
+    """Its passphrase was retired: whatever is planted above it, the object that replaced it can be
+    read and proves that.
     """
 
     async def body() -> None:

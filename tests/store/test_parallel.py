@@ -1,5 +1,5 @@
-"""Work that is begun ahead comes in its order, and nothing of it outlives a failure or a reader who
-leaves.
+"""Work that is started ahead yields its results in order, and none of it outlives a failure or a
+reader that leaves.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Parsers of the control plane's objects: what was encoded comes back; any other bytes give a named
-error, never a crash and never a wrong value.
+"""Parsers of the control plane's objects: encoded values come back; any other bytes give a named
+error, never a crash or a wrong value.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     NameListRef,
     PageRef,
     SegmentRef,
     SessionRecord,
     SnapshotRecord,
-    State,
     Written,
     decode_entry,
     decode_names,
@@ -102,7 +102,7 @@ name_bytes = st.lists(names, max_size=5).map(
     lambda items: b"".join(bytes([KINDS.index(k)]) + i for k, i in items)
 )
 states = st.builds(
-    State,
+    LogState,
     generation=st.just(5),
     predecessor=digests,
     created_ns=st.integers(0, 2**62),
@@ -172,7 +172,7 @@ def a_manifest() -> Manifest:
     )
 
 
-STATE = State(
+STATE = LogState(
     5,
     bytes(32),
     7,
@@ -251,7 +251,7 @@ def test_random_bytes_are_named(title: str) -> None:
 
 @pytest.mark.parametrize("title", [title for title in OBJECTS if title != "index segment"])
 def test_sealed_nonsense_is_named(title: str) -> None:
-    """Even bytes that whoever holds the key has sealed: parsers trust no body."""
+    """Even bytes sealed by a holder of the key: parsers trust no body."""
     good, parse = OBJECTS[title]
     kinds = {"key slot": b"ICEKEYS", "configuration": b"ICECONF", "heartbeat": b"ICEBEAT"}
     magic = kinds.get(title, good[:7])
@@ -272,7 +272,7 @@ def test_sealed_nonsense_is_named(title: str) -> None:
         lambda inner: (
             st.lists(inner, max_size=4)
             | st.dictionaries(
-                st.sampled_from([*State.__struct_fields__, *Manifest.__struct_fields__, "x"]),
+                st.sampled_from([*LogState.__struct_fields__, *Manifest.__struct_fields__, "x"]),
                 inner,
                 max_size=4,
             )
@@ -320,7 +320,7 @@ def test_the_next_version_is_told_apart_from_damage(title: str) -> None:
 
 @QUICK
 @given(states)
-def test_entries_round_trip(state: State) -> None:
+def test_entries_round_trip(state: LogState) -> None:
     assert decode_entry("n", 5, encode_entry(state, KEY).data, KEY) == state
     with pytest.raises(Damaged):
         decode_entry("n", 6, encode_entry(state, KEY).data, KEY)
@@ -346,7 +346,7 @@ def test_name_lists_round_trip(items: list[tuple[str, bytes]]) -> None:
 
 
 def test_a_frame_that_lies_about_its_size_allocates_nothing() -> None:
-    """A zstd bomb, sealed with the right key: refused by the sizes it states."""
+    """A zstd bomb, sealed with the right key, is refused because of its declared sizes."""
     kind = ObjectKind("thing", b"THINGS!", 1, 1 << 20)
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
     for claimed in (10, 1 << 20, 1 << 28, (1 << 64) - 1):

@@ -1,4 +1,4 @@
-"""The collector's large sets against plain ones, within memory and spilled."""
+"""The collector's large sets agree with plain ones, within memory and spilled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sessions of processes that have ended are fenced at once, those of living ones, or of whom
-nothing certain is known, only when silent for long.
+"""Sessions of ended processes are fenced at once; those of living ones, or of processes of which
+nothing certain is known, only after a long silence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.keys import Parameters
-from icecore.store.format.state import Process, State
+from icecore.store.format.state import LogState, Process
 from icecore.store.log.catalog import Pages
 from icecore.store.log.presence import has_ended, this_process
 from icecore.store.log.repository import Repository
@@ -28,7 +28,7 @@ from tests.store.miniature import collect, files, put, read, sound, state_of, ta
 
 
 def write_and_wait(root: str, told: Connection) -> None:
-    """Stores all of a snapshot but its commit, says so, and waits for its end."""
+    """Store all of a snapshot except its commit, report that, and wait to be killed."""
 
     async def body() -> None:
         repository = await Repository.open(LocalBackend(root))
@@ -107,7 +107,7 @@ def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | N
         repository = await Repository.create(MemoryBackend())
         session = await repository.begin(None, "test", beat_seconds=None)
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             sessions = [
                 msgspec.structs.replace(record, process=process) for record in state.sessions
             ]
@@ -123,9 +123,7 @@ def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | N
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_dead_collector_is_waited_for(ended: bool) -> None:
-    """Syncs rely on its session until its last deletion has taken place, which storage may be slow
-    to do.
-    """
+    """Syncs rely on its session until its last deletion has taken place, which may be slow."""
 
     async def body() -> None:
         repository = await Repository.create(MemoryBackend())
@@ -137,7 +135,7 @@ def test_a_dead_collector_is_waited_for(ended: bool) -> None:
         for hours, fenced in ((0, False), (1, ended), (25, True)):
             heard = time.time_ns() - hours * 3600 * 10**9
 
-            async def change(state: State, pages: Pages, heard: int = heard) -> State:
+            async def change(state: LogState, pages: Pages, heard: int = heard) -> LogState:
                 sessions = [
                     msgspec.structs.replace(one, process=process, created_ns=heard)
                     for one in state.sessions

@@ -1,8 +1,8 @@
 """Real processes over one real repository: writers, collectors and a restorer, killed with SIGKILL
-at any moment; nothing committed is lost or left over.
+at any moment. Nothing committed is lost, and nothing is left over.
 
-``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies:
-further ones are added to PLACES.
+``ICECORE_TORTURE_SECONDS`` is the length of the long run. A place is where the repository lies; add
+new ones to PLACES.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.store.miniature import collect, listed, read, sound, take
 
 @dataclass(frozen=True)
 class Location:
-    """Where a repository lies, as it is told to other processes."""
+    """Where a repository lies, in a form that other processes can be given."""
 
     kind: str
     where: str
 
     def open(self) -> Backend:
-        """A client of its own."""
+        """Return a separate client."""
         return OPENERS[self.kind](self.where)
 
 
@@ -58,7 +58,7 @@ def local(folder: Path) -> Iterator[Location]:
 
 @contextmanager
 def bucket(folder: Path) -> Iterator[Location]:
-    """A bucket of a SeaweedFS of its own; the processes find it through their environment."""
+    """A bucket of a separate SeaweedFS; the processes find it through their environment."""
     with running(folder / "server") as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
             patch.setenv(name, value)
@@ -66,7 +66,7 @@ def bucket(folder: Path) -> Iterator[Location]:
 
 
 def open_bucket(where: str) -> Backend:
-    """As the commands do: retries, limits, counts."""
+    """Open it like the commands: with retries, limits, counts."""
     return backend_at(where, config=Config())
 
 
@@ -75,13 +75,13 @@ PLACES = {"local": local, "bucket": bucket}
 
 
 def note(log: str, line: str) -> None:
-    """Say something that must outlive this process."""
+    """Record something that must outlive this process."""
     with open(log, "a") as notes:
         notes.write(line)
 
 
 def write(location: Location, seed: int, log: str) -> None:
-    """Takes snapshots and forgets its oldest, and notes what it knows to be committed."""
+    """Take snapshots, forget the oldest, and record what is known to be committed."""
 
     async def body() -> None:
         dice = random.Random(seed)
@@ -116,8 +116,8 @@ def clean(location: Location, seed: int, log: str) -> None:
 
 
 def restore(location: Location, seed: int, log: str) -> None:
-    """Reads snapshots within a session, slowly, while they are forgotten and collected; notes what
-    it read.
+    """Read snapshots slowly within a session, while they are forgotten and collected; record what
+    was read.
     """
 
     async def body() -> None:
@@ -147,7 +147,7 @@ _START_SECONDS = 180.0
 
 
 class Crew:
-    """The processes, each started anew when it is killed."""
+    """The processes; each is restarted when it is killed."""
 
     def __init__(self, location: Location, folder: Path, seed: int) -> None:
         self.killed: Counter[str] = Counter()
@@ -168,8 +168,8 @@ class Crew:
         return process
 
     def wait_for_commits(self, count: int) -> None:
-        """Until so many snapshots were committed: on a busy machine that takes longer than they
-        would otherwise live.
+        """Wait until ``count`` snapshots were committed: on a busy machine, that takes longer than
+        the processes would otherwise live.
         """
         limit = time.monotonic() + _START_SECONDS
         while len(notes(self._folder)[0]) < count:
@@ -177,7 +177,7 @@ class Crew:
             time.sleep(0.1)
 
     def work(self, seconds: float, pause: tuple[float, float]) -> None:
-        """Kill one after the other for so long."""
+        """Kill one after the other for some time."""
         end = time.monotonic() + seconds
         while time.monotonic() < end or len(self.killed) < 2:
             time.sleep(self._dice.uniform(*pause))
@@ -205,7 +205,7 @@ class Crew:
 def notes(
     folder: Path,
 ) -> tuple[dict[str, dict[int, int]], set[str], list[tuple[str, dict[int, int]]]]:
-    """What was committed, what was perhaps forgotten, and what was read."""
+    """Return what was committed, what may have been forgotten, and what was read."""
     known: dict[str, dict[int, int]] = {}
     forgotten, restored = set(), []
     for path in folder.glob("notes-*"):
@@ -221,8 +221,8 @@ def notes(
 
 
 async def look(location: Location, folder: Path) -> tuple[int, int]:
-    """Zero loss, and after a final collection zero objects that nothing reaches; how many snapshots
-    there were, and how many reads.
+    """Nothing is lost, and after a final collection there are no unreached objects. Return the
+    numbers of snapshots and reads.
     """
     known, forgotten, restored = notes(folder)
     here = location.open()

@@ -1,4 +1,6 @@
-"""Whatever is read is what was written, or an error that names what is damaged; few reads suffice."""
+"""A read returns what was written, or raises an error that names what is damaged; few reads
+suffice.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 
 from icecore.errors import Damaged, NotFound, ObjectMissing
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.faulty import FaultyBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE
+from icecore.store.format.cell import NODE_CELLS
 from icecore.store.format.manifest import NODE_REF, Region
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder
@@ -150,10 +153,10 @@ def test_a_damaged_delta_and_a_damaged_base_are_told_apart(
 
 
 def test_another_chunks_bytes_are_damage(here: Place, backend: MemoryBackend) -> None:
-    """Right digest, right length, wrong chunk: as if a shard had been exchanged."""
+    """Right digest and length, wrong chunk: as if a shard had been exchanged."""
     records = here.take(image(2, "random")).records
     decoder = ChunkDecoder(here.repository.keys.chunk)
-    with pytest.raises(Damaged, match="have its id"):
+    with pytest.raises(Damaged, match="match its id"):
         decoder.decode(records[0], stored_at(backend, records[1]["place"]), None, room(), Scratch())
 
 

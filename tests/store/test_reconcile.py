@@ -1,5 +1,5 @@
-"""What a sync carries beside snapshots: pins and tags of both sides, and, where that is asked for,
-forgets of what came from the source.
+"""What a sync carries over besides snapshots: pins and tags of both sides and, on request,
+deletions of snapshots from the source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD = SnapshotRecord(
 
 
 async def regions(count: int = 2) -> list[Repository]:
-    """Replicas of each other, all empty."""
+    """Create empty replicas of each other."""
     first = await Repository.create(MemoryBackend())
     return [
         first,
@@ -93,7 +93,7 @@ def test_marks_that_are_too_far_apart_are_joined() -> None:
 
 
 def test_differences_of_which_nothing_is_on_record_are_joined() -> None:
-    """An earlier version pinned without noting the change."""
+    """An earlier version pinned without recording the change."""
     old = SnapshotRecord(
         "ab" * 16,
         "job",
@@ -121,8 +121,8 @@ def test_records_of_earlier_versions_are_read() -> None:
 
 
 def test_regions_settle_on_the_same_marks() -> None:
-    """Marks made and syncs run in any order between three regions: in the end all agree, and on
-    what the last word was where there was one.
+    """Marks and syncs in any order between three regions: in the end, all agree, and on the last
+    word if there was one.
     """
 
     async def body(seed: int) -> None:
@@ -249,7 +249,7 @@ def test_forgets_do_not_follow_a_source_that_lost_its_list_or_part_of_its_data()
         first, second = await taken(here, [10, 20])
         await sync(here, there)
         await here.forget([first, second])
-        with pytest.raises(UsageError, match="no snapshot at all"):
+        with pytest.raises(UsageError, match="lists no snapshots"):
             await reconcile.plan(here, there, forget=True)
         (damaged,) = await taken(here, [30])
         await collect(here)

@@ -1,5 +1,5 @@
-"""A log whose newest entries are lost goes on from what is whole: with every snapshot whose
-manifest is, and so that no client and no writer is deceived.
+"""A log whose newest entries are lost continues from what is intact, with every snapshot whose
+manifest is intact, and without deceiving any client or writer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from icecore.store.backend.faulty import Crashed, stop_at
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import gaps
 from icecore.store.format.names import log_name
-from icecore.store.format.state import Gap, State
+from icecore.store.format.state import Gap, LogState
 from icecore.store.log import catalog
 from icecore.store.log.chain import Log
 from icecore.store.log.repository import Repository
@@ -87,7 +87,7 @@ class Place:
         return sorted(name for name in self.backend.objects if name.startswith("log/"))
 
     async def readable(self) -> dict[str, dict[int, int]]:
-        """What reads back, by snapshot."""
+        """Return what can be read, by snapshot."""
         repository = await self.open()
         return {snapshot: await read(repository, snapshot) for snapshot in await listed(repository)}
 
@@ -95,7 +95,7 @@ class Place:
 async def repaired(
     place: Place, *, accept: bool = False, watermark: Watermark | None = None
 ) -> Repository:
-    """Check, plan and repair; then everything is sound, and the collector takes nothing that is
+    """Check, plan and repair; then everything is intact, and the collector deletes nothing that is
     needed.
     """
     repository = await place.open(watermark)
@@ -163,7 +163,7 @@ def test_the_newest_entries_are_damaged(harm: Harm, lost: int, encrypted: bool) 
 
 @pytest.mark.parametrize("lost", [1, 3, 100])
 def test_the_newest_entries_are_missing(lost: int) -> None:
-    """Nobody can tell that from an older copy that was put back, so a person decides."""
+    """This cannot be told from an older copy that was put back, so a person decides."""
 
     async def body() -> None:
         place = await Place().build()
@@ -192,7 +192,7 @@ def test_the_newest_entries_are_missing(lost: int) -> None:
 
 
 def another_client(watermark: Watermark) -> Watermark:
-    """Another client, that has seen the same."""
+    """Return another client that has seen the same."""
     other = Watermark()
     other.save(watermark.load())
     return other
@@ -217,8 +217,8 @@ def test_all_entries_are_missing_and_nobody_knows_what_there_was() -> None:
 @pytest.mark.parametrize("harm", [flip, remove])
 @pytest.mark.parametrize("which", ["second newest", "anchor", "first", "run"])
 def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody needs them but to follow the log, so what everybody has seen before them or in them is
-    still followed.
+    """They only serve to follow the log, so entries that clients have seen before them or among
+    them are still followed.
     """
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 8)
 
@@ -277,7 +277,7 @@ def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.Monk
 
 
 def test_an_unnoted_gap_and_another_log_are_not_believed(tmp_path: Path) -> None:
-    """What a gap says is of that log only: a client that saw another entry before the gap notices."""
+    """A gap speaks of its own log only: a client that saw another entry before the gap notices."""
 
     async def body() -> None:
         place = await Place().build()
@@ -304,8 +304,8 @@ def test_an_unnoted_gap_and_another_log_are_not_believed(tmp_path: Path) -> None
 
 
 def test_a_fork_is_not_hidden_by_an_older_entry_that_is_lost() -> None:
-    """A client saw another entry in the place of the one that is lost: the one after it does not
-    name what he saw.
+    """A client saw another entry in the place of the lost one: the next entry does not refer to
+    what it saw.
     """
 
     async def body() -> None:
@@ -411,7 +411,7 @@ def test_a_writer_that_slept_does_not_win_a_lost_generation(harm: Harm) -> None:
             harm(place.backend.objects, name)
         await Repairer(await place.open(watermark), accept_rollback=True).apply()
 
-        async def change(state: State, pages: catalog.Pages) -> State:
+        async def change(state: LogState, pages: catalog.Pages) -> LogState:
             return msgspec.structs.replace(state, changes=["late"])
 
         entry = await sleeper.transact(change, "late", prove=False)
@@ -505,8 +505,8 @@ def test_a_name_planted_far_beyond_the_log_bricks_nothing(
 
 
 def test_a_name_planted_within_reach_takes_the_log_there_and_no_further() -> None:
-    """Absent entries below it could be an older copy's: a person decides. Nobody runs out of
-    generations by that.
+    """Absent entries below it could indicate an older copy, so a person decides. That does not
+    exhaust the generations.
     """
 
     async def body() -> None:
@@ -527,8 +527,8 @@ def test_a_name_planted_within_reach_takes_the_log_there_and_no_further() -> Non
 @pytest.mark.parametrize("known", [False, True], ids=["new client", "known"])
 @pytest.mark.parametrize("whole", [0, 2], ids=["none is whole", "older are whole"])
 def test_absent_entries_below_a_damaged_one_are_not_passed_over(whole: int, known: bool) -> None:
-    """Entries are deleted, and the newest one is replaced by a byte: what is left is an older copy,
-    whatever the newest name is.
+    """Entries are deleted, and the newest one is replaced by one byte: what is left is an older
+    copy, whatever the newest name is.
     """
 
     async def body() -> None:

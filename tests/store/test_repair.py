@@ -1,5 +1,5 @@
-"""Repair after any damage: what still reads goes on reading, what a replica has comes back, and
-what is lost is named and kept in quarantine.
+"""Repair after any damage: what can be read stays readable, what a replica has comes back, and what
+is lost is named and quarantined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTENTS = (A, B, {1: 200, 2: 201})
 
 
 async def readable(repository: Repository, contents: dict[str, dict[int, int]]) -> set[str]:
-    """Snapshots that read back byte for byte."""
+    """Return the snapshots that can be read back byte for byte."""
     good = set()
     for snapshot, content in contents.items():
         try:
@@ -215,7 +215,9 @@ def test_only_a_replica_is_a_second_source() -> None:
 
 
 def test_what_others_do_meanwhile_stays() -> None:
-    """A repair that began before a commit and a collection swaps nothing that it has not looked at."""
+    """A repair that began before a commit and a collection replaces nothing that it has not
+    examined.
+    """
 
     async def body() -> None:
         backend = MemoryBackend()

@@ -1,5 +1,5 @@
-"""Replicas: objects move as they are, only what is missing, whatever breaks off; collectors on both
-sides; and reading from several places at once.
+"""Replicas: only missing objects move, unchanged, whatever is interrupted; collectors on both
+sides; and reads from several places at once.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def test_only_what_is_missing_travels(encrypted: bool) -> None:
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_crash_at_every_call_of_a_sync(side: str, effect: bool) -> None:
-    """What is listed in the replica is whole; the next sync, after a collection there or without,
-    brings the rest.
+    """Everything listed in the replica is complete; the next sync, with or without a collection
+    there, copies the rest.
     """
 
     async def body() -> None:
@@ -235,8 +235,8 @@ def test_what_the_replica_forgot_comes_again_only_when_its_collector_is_done() -
 
 
 def test_a_sleeping_collector_does_not_delete_what_comes_again() -> None:
-    """It has decided to delete, and sleeps before its first deletion; the sync does not begin until
-    it is over.
+    """The collector has decided to delete, and sleeps before its first deletion; the sync waits
+    until it has finished.
     """
 
     async def body() -> None:
@@ -318,9 +318,7 @@ def test_damage_does_not_travel() -> None:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("harm", [flip, remove])
 def test_repair_brings_back_what_a_replica_has(harm: Harm, encrypted: bool) -> None:
-    """Each object that they have in common is damaged in turn. Alone, what is lost is in
-    quarantine, and does not travel.
-    """
+    """Each shared object is damaged in turn. Alone, what is lost is quarantined, and is not copied."""
 
     async def body() -> None:
         world = await World(encrypted).build()
@@ -360,10 +358,10 @@ def test_strangers_are_refused() -> None:
         world = await World(True).build()
         stranger = MemoryBackend()
         await Repository.create(stranger, passphrase=lambda: PASSPHRASE, cost=CHEAP)
-        with pytest.raises(UsageError, match="no replica"):
+        with pytest.raises(UsageError, match="not a replica"):
             await world.sync(there=stranger)
         secret = (await world.open(world.here)).keys.secret
-        with pytest.raises(UsageError, match="no replica"):
+        with pytest.raises(UsageError, match="not a replica"):
             await Repository.open(stranger, secret=secret)
         # A replica opens without its own passphrase for whoever has the secret.
         assert (await Repository.open(world.there, secret=secret)).keys.secret == secret
@@ -375,7 +373,7 @@ def test_strangers_are_refused() -> None:
 
 
 class TestReplicaBackend(BackendConformance):
-    """A back end over two places is a back end."""
+    """A back end over two places is a conforming back end."""
 
     @pytest.fixture(autouse=True)
     def _place(self) -> None:
@@ -391,8 +389,8 @@ def served(backend: FaultyBackend) -> int:
 
 
 def test_a_restore_reads_from_wherever_the_objects_are() -> None:
-    """Before a replication is complete: the log is that of the repository, the data comes from the
-    nearest that has it.
+    """Before a replication is complete, the log is the repository's own, and data comes from the
+    nearest place that has it.
     """
 
     async def body() -> None:
@@ -430,7 +428,7 @@ def test_a_restore_reads_from_wherever_the_objects_are() -> None:
 def places(
     *plans: Plan, direct: bool = False, delays: tuple[float, ...] = ()
 ) -> tuple[list[FaultyBackend], ReplicaBackend, list[Event]]:
-    """Places that all hold one shard, the repository itself the last; as remote storage unless
+    """Build places that all hold one shard, the repository itself last; as remote storage unless
     ``direct``.
     """
     made, events = [], []

@@ -1,5 +1,5 @@
-"""What only a bucket can get wrong: credentials, names of places, replies of servers in trouble,
-listings in another order.
+"""Failures that only a bucket can have: credentials, names of places, failing servers, listings in
+another order.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_profiles_regions_and_endpoints_are_boto3s(
 @pytest.mark.parametrize(
     ("call", "reply", "error", "words"),
     [
-        ("create", Reply(409, "ConditionalRequestConflict"), StoreError, "under way"),
+        ("create", Reply(409, "ConditionalRequestConflict"), StoreError, "in flight"),
         ("create", Reply(412, "PreconditionFailed"), ObjectExists, "exists"),
         ("create", Reply(503, "SlowDown"), StoreError, "SlowDown"),
         ("create", Reply(500, "InternalError"), StoreError, "InternalError"),

@@ -1,6 +1,6 @@
-"""Writers, readers and collectors over one repository, interleaved at every single store call,
-against a plain model: what is reachable always reads back. And clients whose storage lies about the
-log: each sees a continuation of what it saw, or an error.
+"""Writers, readers and collectors over one repository, interleaved at every store call, against a
+plain model: what is reachable can always be read. And clients whose storage lies about the log:
+each sees a continuation of what it saw, or an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from icecore.store.backend.faulty import Outcome
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.keys import Parameters
 from icecore.store.format.names import log_name
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
@@ -41,7 +41,9 @@ Content = dict[int, int]
 
 
 class GatedBackend(Backend):
-    """Holds every call back until it is let through: the test decides who does his next store call."""
+    """Holds every call back until the test lets it through, which so decides who makes the next
+    store call.
+    """
 
     direct = True
     where = "behind a gate"
@@ -55,7 +57,7 @@ class GatedBackend(Backend):
         self.waiting: list[asyncio.Future[None]] = []
 
     async def _pass(self) -> bool:
-        """Wait for the gate; whether the reply to this call will be lost.
+        """Wait at the gate; return whether the reply to this call will be lost.
 
         Raises:
             StoreError: The call fails.
@@ -122,9 +124,7 @@ class GatedBackend(Backend):
 
 @dataclass
 class Actor:
-    """A process of its own: a client with its own view, doing one thing, stopped before each store
-    call.
-    """
+    """A process: a client with a view of its own, doing one thing, stopped before each store call."""
 
     kind: str
     backend: GatedBackend
@@ -156,13 +156,13 @@ class World:
         self._graves: list[asyncio.Future[None]] = []
 
     def jump(self, seconds: int) -> None:
-        """All clocks jump, forwards or back: silence that never was, or that nobody notices."""
+        """All clocks jump, forwards or back: an imagined silence, or an unnoticed one."""
         self.jumped += seconds * 10**9
         self.fences += 1
         time.time_ns = lambda: self.clock() + self.jumped
 
     def trouble(self, actor: Actor, outcome: Outcome) -> None:
-        """The actor's next call fails, or its reply is lost; what it is doing may then fail."""
+        """The actor's next call fails, or its reply is lost; its work may then fail."""
         actor.backend.next = outcome
         actor.troubled = True
 
@@ -194,7 +194,7 @@ class World:
         return actor
 
     def step(self, actor: Actor, calls: int) -> None:
-        """Let an actor do so many store calls."""
+        """Let an actor make some store calls."""
         for _ in range(calls):
             if actor.task.done():
                 break
@@ -205,7 +205,7 @@ class World:
             self.finish(actor)
 
     async def _settle(self, actor: Actor, arrivals: int) -> None:
-        """Until the actor stands before its next call, or has none."""
+        """Wait until the actor stands before its next call, or has none."""
         for turn in itertools.count():
             await asyncio.sleep(0 if turn < 20 else 0.001)
             if actor.task.done() or actor.backend.arrivals > arrivals:
@@ -214,7 +214,7 @@ class World:
                 return  # others of its calls wait; the one that was let through was the last of its kind
 
     def finish(self, actor: Actor) -> None:
-        """An actor is done: take down what it achieved."""
+        """An actor has finished: record what it achieved."""
         if actor not in self.actors:
             return
         self.actors.remove(actor)
@@ -299,7 +299,7 @@ class World:
         self.run(gone())
 
     def check(self) -> None:
-        """The invariant: what a listed snapshot or a live reader reaches reads back; what was
+        """The invariant: what a listed snapshot or a live reader reaches can be read; what was
         committed is listed.
         """
 
@@ -331,7 +331,7 @@ class World:
         self.run(body())
 
     def end(self) -> None:
-        """Let everybody finish, then collect everything: all that is left is what the model says."""
+        """Let all actors finish, then collect: exactly what the model says is left."""
         dice = random.Random(1)
         while self.actors:
             self.step(dice.choice(self.actors), 3)
@@ -372,7 +372,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(content=contents)
     def snapshot(self, content: Content) -> None:
-        """A whole snapshot at once, by another process."""
+        """Take a whole snapshot at once, in another process."""
         self.world.snapshots[self.world.run(take(self.world.repository, content))] = content
 
     @rule(number=st.integers(0, 100))
@@ -457,7 +457,7 @@ KEPT = 16
 
 
 class Client:
-    """A client in the adversary's world: what it is shown, and what it remembers over its restarts."""
+    """A client in the adversary's world: what it is shown, and what it remembers across restarts."""
 
     def __init__(self, world: Deceit) -> None:
         self._world = world
@@ -469,13 +469,14 @@ class Client:
         self.restart()
 
     def restart(self) -> None:
-        """The next process of the same client."""
+        """Start the next process of the same client."""
         first = self._world.first
         log = Log(self.shown, first.keys.log, watermark=self.watermark)
         self.repository = Repository(self.shown, first.config, first.keys, log, first.emit)
 
     async def believe(self) -> None:
-        """Take down what it now takes for true.
+        """Record what it now believes. It continues what it believed before, unless all evidence
+        has been trimmed since.
 
         It continues what it took for true before, unless all that tells has been trimmed since.
         """
@@ -516,7 +517,7 @@ class Deceit:
         return self.loop.run_until_complete(asyncio.wait_for(work, 60))
 
     def attempt(self, client: Client, work: Awaitable[object]) -> bool:
-        """Let a client do something that may fail, but only aloud; whether it succeeded."""
+        """Let a client do something that may fail, but not silently; return whether it succeeded."""
         succeeded = False
         try:
             self.run(work)
@@ -530,7 +531,7 @@ class Deceit:
         return self.attempt(client, client.repository.log.newest(prove=prove))
 
     def advance(self, client: Client, entries: int) -> None:
-        async def step(state: State, pages: Pages) -> State:
+        async def step(state: LogState, pages: Pages) -> LogState:
             return msgspec.structs.replace(state)
 
         async def body() -> None:
@@ -548,7 +549,7 @@ class Deceit:
         self.attempt(client, body())
 
     def continuation(self, client: Client, number: int) -> bytes:
-        """An entry that continues what a client believes."""
+        """Return an entry that continues what a client believes."""
         tips = [
             digest
             for digest in self.archive.data
@@ -558,7 +559,7 @@ class Deceit:
 
 
 class Deceits(RuleBasedStateMachine):
-    """An adversary that shows each client what it likes."""
+    """An adversary that shows each client anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -616,9 +617,7 @@ class Deceits(RuleBasedStateMachine):
         prove=st.booleans(),
     )
     def show_the_truth(self, number: int, tip: int, more: int, prove: bool) -> None:
-        """A log that continues what a client believes, of which no more was trimmed than may be, is
-        believed.
-        """
+        """A log that continues what a client believes, and is not trimmed too far, is accepted."""
         client = self._client(number)
         client.restart()
         newest = self.world.continuation(client, tip)
@@ -628,8 +627,8 @@ class Deceits(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), prove=st.booleans())
     def show_another(self, number: int, tip: int, prove: bool) -> None:
-        """A log that does not continue what a client believes is refused, unless all that could
-        tell may have been trimmed.
+        """A log that does not continue what a client believes is refused, unless all evidence may
+        have been trimmed.
         """
         client = self._client(number)
         archive = self.world.archive

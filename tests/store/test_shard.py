@@ -1,6 +1,4 @@
-"""A shard tells by itself what is in it; any byte of its footer that is not what was written is
-damage, and named.
-"""
+"""A shard identifies its chunks by itself; any changed byte of its footer is reported as damage."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged, FormatTooNew
+from icecore.sizes import PAGE
 from icecore.store.format import codec, shard
-from icecore.store.format.cell import PAGE
 from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.codec import Choice
 from icecore.store.format.container import TAIL_BYTES

@@ -1,5 +1,5 @@
-"""Each object of a repository, one at a time, damaged in every way: it is named, everything that is
-not in it comes back, and nobody is locked out.
+"""Each object of a repository, one at a time, damaged in every way: it is named, everything outside
+it can be recovered, and nobody is locked out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def flip_at(share: float) -> Harm:
 
 
 async def build(encrypted: bool) -> tuple[MemoryBackend, dict[str, dict[int, int]], Watermark]:
-    """A repository that has an object of every kind, and what a client has seen of it."""
+    """Return a repository that has an object of every kind, and what a client has seen of it."""
     backend, watermark = MemoryBackend(), Watermark()
     repository = await Repository.create(
         backend, passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP
@@ -87,7 +87,7 @@ async def build(encrypted: bool) -> tuple[MemoryBackend, dict[str, dict[int, int
 
 
 def kind(name: str) -> str:
-    """What all names of the same kind of object begin with."""
+    """Return the common prefix of names of the same kind of object."""
     parts = name.split("/")
     return "/".join(parts[:2]) if parts[0] == "copies" else parts[0]
 

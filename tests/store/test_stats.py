@@ -1,6 +1,4 @@
-"""Statistics against what was written: every byte of a shard is counted once, as live of somebody
-or dead.
-"""
+"""Statistics agree with what was written: every byte of a shard counts once, as live or dead."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from icecore.sizes import PAGE
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.cipher import overhead
 from icecore.store.log.repository import Repository
@@ -16,8 +15,6 @@ from icecore.store.maintenance.stats import stats
 from icecore.store.snapshot.trial import Objective
 from tests.store.images import image, local_place, touch
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, take
-
-PAGE = 4096
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])

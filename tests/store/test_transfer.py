@@ -1,5 +1,5 @@
-"""Copies between repositories that have nothing in common: content is the same, everything else is
-the target's own, and a broken copy goes on.
+"""Copies between unrelated repositories: the content is the same, everything else is the target's
+own, and an interrupted copy resumes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_a_lineage_is_copied_with_its_deltas(encrypted: bool, remote: bool, tmp_
 
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_thinned_lineage_is_copied_with_its_deltas(side: str) -> None:
-    """Where the parent has been forgotten, the newest before it that both have serves as well."""
+    """If the parent has been forgotten, the newest earlier snapshot that both have serves as well."""
     with two(MemoryBackend(), MemoryBackend(), True) as (source, target):
         first = image(8, "heap", 1)
         second = touch(first, [0, 1], 9, 1)
@@ -161,7 +161,7 @@ def test_nothing_is_built_on_what_lost_data() -> None:
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_crash_at_every_call_of_a_copy(side: str, effect: bool) -> None:
-    """Another process cleans up and copies again: all of it is there, once, and nothing is left
+    """Another process cleans up and copies again: everything is there, once, and nothing is left
     over.
     """
     contents: dict[str, dict[int, int]] = {}

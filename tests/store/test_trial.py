@@ -1,13 +1,13 @@
-"""The form of a chunk is the one that costs least for the objective, is kept for alike chunks, and
-is looked for seldom.
+"""The form of a chunk is the cheapest for the objective, is kept for similar chunks, and is rarely
+tried again.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from icecore.sizes import CELL_PAGES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_PAGES, PAGE
 from icecore.store.runtime.pool import SAMPLE_BYTES, Scratch
 from icecore.store.snapshot.trial import Estimate, Habit, Objective, sample, surprising, trial
 from tests.store.images import make_data
@@ -98,7 +98,7 @@ def test_a_surprise_brings_the_next_trial_forward() -> None:
 
 
 def test_trials_take_a_small_share_however_many_regions_there_are() -> None:
-    """20 000 regions of a page each: after the first few, alike ones elsewhere in the stream
+    """20 000 regions of a page each: after the first few, similar ones elsewhere in the stream
     decide.
     """
     habit, scratch, objective = Habit(), Scratch(), Objective()

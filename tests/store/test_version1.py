@@ -1,6 +1,4 @@
-"""Repositories of past format versions, committed when the version was made, read back: later code
-must go on reading them.
-"""
+"""Repositories of past format versions, committed when the version was current, can still be read."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.check import check
 from icecore.store.runtime.loop import LoopThread

@@ -1,6 +1,4 @@
-"""What each wrapper adds: that lost replies are found out, that jitter is full, that limits hold,
-that counts are right.
-"""
+"""What each wrapper adds: lost replies are resolved, jitter is full, limits hold, counts are right."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ QUICK = Patience(attempts=4, first=1e-4, longest=1e-4)
 
 
 def outcomes(*script: Outcome | Exception) -> tuple[FaultyBackend, MemoryBackend]:
-    """A store whose creates end as in ``script``, all other calls well."""
+    """Return a store whose creates end according to ``script``; all other calls succeed."""
     left = list(script)
 
     def plan(call: Call) -> Outcome:
@@ -138,7 +136,7 @@ def test_jitter_is_full_and_bounded() -> None:
 
 
 class Watching(Wrapper):
-    """Notes the most that was in flight."""
+    """Records the most that was in flight."""
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())

@@ -1,5 +1,5 @@
-"""What is written comes back, is stored once, small where little changed, and never half: sessions
-that fail leave nothing behind.
+"""What is written comes back, is stored once, takes little space where little changed, and is never
+partial: failed sessions leave nothing behind.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from icecore.errors import StoreError, StoreFull
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.container import TAIL_BYTES
 from icecore.store.format.manifest import Region
@@ -98,25 +99,6 @@ def test_what_another_lineage_has_is_found_in_the_index(here: Place) -> None:
     assert taken.statistics.reused_from == {"index": 6}
     assert taken.statistics.chunks == 1
     assert here.content(taken.snapshot) == other
-
-
-def test_many_can_be_looked_up_at_once(here: Place) -> None:
-    content = image(4)
-    here.take(content)
-    key = here.repository.keys.chunk
-    ids = [
-        chunk_id(key, bits, data)
-        for bits, data in (*content.values(), (FULL, bytes(CELL_BYTES - 1) + b"x"))
-    ]
-    with here.writer() as writer:
-        found = writer.lookup_many(np.frombuffer(b"".join(ids), np.uint8).reshape(-1, 32))
-        assert found.tolist() == [True] * 4 + [False]
-        here.store(writer, content)
-        record = writer.store_cell(
-            0, 9, FULL, NONE, memoryview(content[0][1]), None, identity=ids[0]
-        )
-        assert record["chunk"].tobytes() == ids[0]
-        assert writer.statistics.reused == 5 * CELL_BYTES
 
 
 def test_few_changed_pages_cost_little_more_than_the_pages(here: Place) -> None:
@@ -320,8 +302,8 @@ def test_streams_have_their_own_shards(here: Place) -> None:
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "buffers"])
 def test_memory_is_bounded(tmp_path: Path, drafts: bool) -> None:
-    """96 MiB of incompressible cells: what stays is a few buffers at most, however slow the storage
-    is.
+    """96 MiB of incompressible cells: at most a few buffers stay in memory, however slow the
+    storage is.
     """
     backend = FaultyBackend(
         LocalBackend(tmp_path, create=True),
@@ -493,7 +475,7 @@ def test_thrifty_objective_stores_less(here: Place) -> None:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_a_region_where_deltas_failed_is_still_looked_at(encrypted: bool, tmp_path: Path) -> None:
     """Most cells are rewritten, so deltas are given up there for a while; a cell with few changed
-    pages is found all the same.
+    pages is found nevertheless.
     """
     with local_place(tmp_path / "repository", encrypted=encrypted) as here:
         before = image(20, "random")
@@ -506,7 +488,7 @@ def test_a_region_where_deltas_failed_is_still_looked_at(encrypted: bool, tmp_pa
 
 
 def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
-    """The cell's newest record is a delta that cannot be read back yet; its base can."""
+    """The cell's newest record is a delta that cannot be read back yet, but its base can."""
     before = image(1, "random")
     first = here.take(before)
     once = touch(before, [0], pages=2, seed=1)
@@ -528,9 +510,7 @@ def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
 
 
 def test_the_first_shard_of_a_far_store_is_sent_before_it_is_full() -> None:
-    """So that the link does not wait; the others are as long as they may be, however quick the
-    store is.
-    """
+    """This keeps the link busy; later shards are as long as allowed, however fast the store is."""
     backend = MemoryBackend()
     with place(backend, 16 << 20) as here:
         taken = here.take(image(40, "random", 1))

@@ -1,8 +1,7 @@
-"""The small repositories of past versions that are kept in tests/data: what is in them, and how
-they were made.
+"""The small repositories of past versions in tests/data: their contents, and how they were made.
 
-``python -m tests.store.version1 DIRECTORY``, with a passphrase behind it for the encrypted one,
-which is of format version 2.
+``python -m tests.store.version1 DIRECTORY``, followed by a passphrase for the encrypted one, which
+has format version 2.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from icecore.sizes import CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL, CELL_PAGES, PAGE, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.keys import Parameters
 from icecore.store.format.manifest import (
     MANIFEST_FORMAT,

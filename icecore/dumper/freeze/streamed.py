@@ -19,7 +19,7 @@ import numpy as np
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import PROCESS, SHARED, Connection
 from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, write_pagemap
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 
 
 @dataclass

@@ -54,7 +54,7 @@ from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES
 
 _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0

@@ -31,7 +31,7 @@ from icecore.host.gpu.worker import MOST_DESCRIPTORS
 from icecore.host.gpu.working import Worker, WorkerFailed
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.sharing import Taken, find_shares
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES
 
 #: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how
 #: long the look goes on; how long it may hold up allocations.

@@ -20,7 +20,7 @@ from icecore.host.gpu.working import Worker
 from icecore.host.resident.fingerprint import Words, zero_words
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import Taken
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.manifest import Region
 
 

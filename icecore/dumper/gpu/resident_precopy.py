@@ -38,7 +38,8 @@ from icecore.host.gpu.working import HostRegion, Worker, copy_cell, fetch_throug
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE
-from icecore.store.format.cell import CELL, CELL_BYTES
+from icecore.sizes import CELL_BYTES
+from icecore.store.format.cell import CELL
 
 #: Between the two looks: steps of a training take less, mostly. How long the first goes on at most.
 _REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0

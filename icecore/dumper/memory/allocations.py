@@ -21,7 +21,7 @@ import numpy as np
 
 from icecore.errors import DumpFailed
 from icecore.host.kernel.procfs import PROT_READ
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.manifest import Region
 
 _HEADER = struct.Struct("<QQ")

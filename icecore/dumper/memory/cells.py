@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.cell import NODE_CELLS
 from icecore.store.format.manifest import Region
 
 #: One contiguous piece of remote memory, laid out as a C ``struct iovec``.

@@ -38,7 +38,7 @@ from icecore.errors import NotFound
 from icecore.events import Sink, phase
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 _POLL_SECONDS = 0.001

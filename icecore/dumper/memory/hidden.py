@@ -17,7 +17,7 @@ from icecore.dumper.memory.present import Present, present_extents
 from icecore.errors import DumpFailed
 from icecore.host.criu.hidden import Ranges
 from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, load_pagemap, write_pagemap
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 Extents = npt.NDArray[np.void]

@@ -27,7 +27,7 @@ from icecore.host.criu.images import (
     pagemaps,
 )
 from icecore.host.criu.pagemap_image import PE_PARENT, PE_PRESENT, load_pagemap
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 #: Not part of a snapshot: pages are stored by address, logs and statistics are not needed to

@@ -16,7 +16,8 @@ from icecore.dumper.memory.cells import ZERO, CellPlan
 from icecore.dumper.memory.fingerprints import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
 from icecore.events import Advance, unwatched
-from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
 
 _WORDS = PAGE // 8

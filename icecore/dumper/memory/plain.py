@@ -17,7 +17,7 @@ from icecore.dumper.memory.pipeline import CellStore, Pipeline, SpaceSink
 from icecore.dumper.memory.sources import read_fully
 from icecore.dumper.memory.staging import Slot, Staging
 from icecore.errors import Damaged
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 
 
 class CompactPages:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from icecore.dumper.memory.cells import EXTENT
 from icecore.host.kernel import procfs
 from icecore.host.kernel.pagemap import contents_of
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 #: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT

@@ -19,7 +19,7 @@ from icecore.dumper.memory.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
 from icecore.host.kernel.scanning import CHANGED, NOT_READ, Columns, NativeScan, native_scan_lacks
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES
 
 _BATCH = 16
 #: What a row costs beside its bytes, as bytes that could be read meanwhile: a system call.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.errors import DumpFailed
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 
 
 class Buffer(Protocol):

@@ -23,7 +23,8 @@ from icecore.dumper.memory.scan import ScanResult, Source, scan
 from icecore.dumper.memory.staging import Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
-from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, Records, data_pages
+from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.cell import CELL, Records, data_pages
 from icecore.store.format.manifest import Region, Space, SpaceKind
 from icecore.store.snapshot.writer import SnapshotWriter
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from icecore.host.kernel.memory import HugeBuffer
-from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, PAGE
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, PAGE
 
 #: A slot is a page that ends in the cell's bitmap, then the cell's bytes: one contiguous piece to
 #: fingerprint.

@@ -13,9 +13,10 @@ from icecore.errors import Damaged
 from icecore.host.criu.program import CRIU_LIBRARY, Criu
 from icecore.host.kernel.limits import kernel_version
 from icecore.host.kernel.pagemap import scan_supported
+from icecore.sizes import HUGE_PAGE, PAGE
 
 #: Mappings smaller than this are not hidden (LEAST in icecore/host/criu/pages.c).
-LEAST_BYTES = (2 << 20) + 4096
+LEAST_BYTES = HUGE_PAGE + PAGE
 
 #: A range of addresses.
 RANGE = np.dtype([("start", "<u8"), ("end", "<u8")])

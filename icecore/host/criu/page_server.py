@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from icecore.errors import DumpFailed
 
-PAGE = 4096
-
 ADD = 1
 HOLE = 2
 OPEN = 3

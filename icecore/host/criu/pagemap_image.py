@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged
 from icecore.host.criu.protobuf import Message, WireError, decode_columns, encode_columns
+from icecore.sizes import PAGE
 
-PAGE = 4096
 #: Longest image file that is read into memory: a pagemap of 4 TiB that CRIU 4.2 wrote, which ends
 #: an entry after 1 MiB, has 80 MiB.
 MAX_IMAGE_BYTES = 128 << 20

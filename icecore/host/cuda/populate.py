@@ -24,12 +24,10 @@ from typing import Self
 
 from icecore.errors import NotFound
 from icecore.host.kernel import libc, limits, procfs, ptrace
+from icecore.sizes import CELL_BYTES
 
 #: From how many bytes on a mapping counts as the driver's.
 SMALLEST = 64 << 20
-#: Cells of a snapshot: what has huge pages ends with one, or all that comes after it would be cut
-#: otherwise than in the parent, where it ended elsewhere.
-CELL = 1 << 20
 _MMAP, _MADVISE, _MADV_HUGEPAGE = 9, 28, 14
 #: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE; what it may have beside them: MAP_FIXED_NOREPLACE.
 _KIND, _ALSO, _MAP_POPULATE = 0x8022, 0x100000, 0x8000
@@ -216,7 +214,9 @@ class Populating:
         """Where the huge pages of the new mapping end: as many as are free; 0: it has none."""
         if not page:
             return 0
-        until = min(end, start + limits.free_huge_bytes() // CELL * CELL)
+        # Whole cells: otherwise the cells behind it would be cut differently from the parent, where
+        # the huge pages ended elsewhere.
+        until = min(end, start + limits.free_huge_bytes() // CELL_BYTES * CELL_BYTES)
         if until - start < SMALLEST - page or (
             limits.huge_pages() == "madvise" and self._advise(start, until - start) < 0
         ):

@@ -26,8 +26,9 @@ from icecore.errors import IcecoreError
 from icecore.host.gpu.client import Start, start_here
 from icecore.host.gpu.worker import LONG, MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
 from icecore.host.resident.digest import BYTES, Digests
-from icecore.host.resident.fingerprint import CELL, Words
+from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import SPARE
+from icecore.sizes import CELL_BYTES as CELL
 
 _START_SECONDS = 60.0
 _CALL_SECONDS = 300.0

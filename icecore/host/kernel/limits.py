@@ -11,8 +11,7 @@ from pathlib import Path
 
 from icecore.errors import UsageError
 from icecore.host.kernel import procfs
-
-PAGE = 4096
+from icecore.sizes import PAGE
 
 #: The most pages that CRIU puts into one pipe: it asks for 819 (criu/include/page-pipe.h,
 #: PIPE_MAX_SIZE) and Linux rounds up to a power of two.

@@ -20,11 +20,8 @@ import numpy.typing as npt
 
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import libc
+from icecore.sizes import CELL_BYTES, CELL_PAGES, HUGE_PAGE, PAGE
 
-PAGE = 4096
-CELL_BYTES = 1 << 20
-CELL_PAGES = CELL_BYTES // PAGE
-HUGE_PAGE = 2 << 20
 #: Most iovecs that one process_vm_readv takes (limits.h).
 IOV_MAX = 1024
 

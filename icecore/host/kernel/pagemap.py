@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from icecore.errors import NotFound
 from icecore.host.kernel import libc
-
-PAGE = 4096
+from icecore.sizes import PAGE
 
 PRESENT = np.uint64(1 << 63)
 SWAPPED = np.uint64(1 << 62)

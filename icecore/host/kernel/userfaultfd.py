@@ -14,8 +14,7 @@ import struct
 from dataclasses import dataclass
 
 from icecore.host.kernel import libc
-
-PAGE = 4096
+from icecore.sizes import PAGE
 
 API = 0xAA
 FEATURE_EVENT_FORK = 1 << 1

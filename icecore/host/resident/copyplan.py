@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from icecore.host.resident.fingerprint import CELL
+from icecore.sizes import CELL_BYTES as CELL
 
 #: No copy is larger, so that streams share the work evenly.
 LARGEST = 64 << 20

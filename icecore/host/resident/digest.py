@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from icecore.host.resident.fingerprint import CELL
+from icecore.sizes import CELL_BYTES as CELL
 
 THREADS = 256
 #: Of a digest, and of the key.

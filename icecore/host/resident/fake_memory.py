@@ -17,8 +17,9 @@ import numpy as np
 
 from icecore.host.resident import digest
 from icecore.host.resident.digest import Digests
-from icecore.host.resident.fingerprint import CELL, Words, reference
+from icecore.host.resident.fingerprint import Words, reference
 from icecore.host.resident.memory import Addresses, MemoryFailed, Piece
+from icecore.sizes import CELL_BYTES as CELL
 
 
 class FakeMemory:

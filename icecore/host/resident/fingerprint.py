@@ -14,7 +14,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-CELL = 1 << 20
+from icecore.sizes import CELL_BYTES as CELL
+
 THREADS = 256
 _MASK = (1 << 64) - 1
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.host.resident.copyplan import To, plan_copies
-from icecore.host.resident.fingerprint import CELL
 from icecore.host.resident.memory import Addresses, DeviceMemory, MemoryFailed, Piece
+from icecore.sizes import CELL_BYTES as CELL
 
 #: What `Gpu.stage` answers for a cell for which there was no room; else the place in the host
 #: region, or, from here on, in spare device memory.

@@ -44,8 +44,9 @@ from icecore.restorer.plan.memory import (
     plan_one,
     room_for,
 )
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.base import Backend
-from icecore.store.format.cell import CELL_BYTES, PAGE, Records, data_pages
+from icecore.store.format.cell import Records, data_pages
 from icecore.store.format.names import object_name
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.runtime.pool import Scratch

@@ -42,7 +42,6 @@ from icecore.host.criu.pagemap_image import (
     write_pagemap,
 )
 from icecore.host.cuda.populate import SMALLEST
-from icecore.host.kernel.memory import HUGE_PAGE
 from icecore.restorer.files.filewriter import FileTarget
 from icecore.restorer.plan.cells import (
     EXTENT,
@@ -53,7 +52,8 @@ from icecore.restorer.plan.cells import (
     covered,
     space_cells,
 )
-from icecore.store.format.cell import PAGE, Bytes
+from icecore.sizes import HUGE_PAGE, PAGE
+from icecore.store.format.cell import Bytes
 from icecore.store.format.manifest import Manifest, Space
 from icecore.store.snapshot.reader import SnapshotReader
 

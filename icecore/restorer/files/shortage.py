@@ -11,7 +11,7 @@ import numpy as np
 
 from icecore.host.kernel import limits
 from icecore.restorer.files.filewriter import FileTarget
-from icecore.store.format.cell import PAGE
+from icecore.sizes import PAGE
 
 
 def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:

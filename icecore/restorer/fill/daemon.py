@@ -24,10 +24,10 @@ from icecore.restorer.guard.client import MORE_DESCRIPTORS, Guard, GuardLost, Me
 from icecore.restorer.guard.guard_process import EVENT_BYTES, descendants
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
+from icecore.sizes import PAGE
 
 _ANSWER_SECONDS = 30.0
 _MESSAGE = struct.Struct("<B7xQQQ")
-_PAGE = 4096
 #: So many address spaces may be known before those of ended processes are looked for.
 _FEW = 64
 
@@ -47,7 +47,7 @@ def parse_events(data: bytes, children: list[int]) -> list[Event]:
     ):
         match kind:
             case 0x12:
-                events.append(Fault(second & ~(_PAGE - 1), first, third & 0xFFFFFFFF))
+                events.append(Fault(second & ~(PAGE - 1), first, third & 0xFFFFFFFF))
             case 0x13:
                 events.append(Fork(next(born)))
             case 0x14:

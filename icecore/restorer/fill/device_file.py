@@ -25,7 +25,7 @@ import numpy as np
 from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Progress
 from icecore.host.kernel import huge_file, procfs, userfaultfd
-from icecore.host.kernel.memory import HUGE_PAGE, address_of
+from icecore.host.kernel.memory import address_of
 from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.fetch.spans import hand_out
 from icecore.restorer.files.images import FiledMemory, gaps, huge_pages
@@ -35,8 +35,9 @@ from icecore.restorer.place.placers import PlacerLost, Placers
 from icecore.restorer.place.placing import File, Stored
 from icecore.restorer.plan.cells import page_pieces
 from icecore.restorer.plan.memory import interleave
+from icecore.sizes import BITMAP_BYTES, HUGE_PAGE, PAGE
 from icecore.store.backend.base import Backend
-from icecore.store.format.cell import BITMAP_BYTES, PAGE, data_pages
+from icecore.store.format.cell import data_pages
 from icecore.store.runtime.loop import LoopThread
 
 #: So much more must be there before it is given back to the kernel.

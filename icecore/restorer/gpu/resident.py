@@ -49,7 +49,8 @@ from icecore.restorer.gpu.resident_filling import Filling, Wanted, region_for
 from icecore.restorer.gpu.resident_record import Recorded, recorded
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
-from icecore.store.format.cell import CELL, CELL_BYTES, Records
+from icecore.sizes import CELL_BYTES
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.fingerprints import (
     Fingerprints,
     decode_fingerprints,

@@ -26,7 +26,8 @@ from icecore.restorer.place.placers import Placer, PlacerLost, Placers
 from icecore.restorer.place.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, Region
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
 from icecore.restorer.plan.memory import Batch
-from icecore.store.format.cell import CELL_BYTES, Records
+from icecore.sizes import CELL_BYTES
+from icecore.store.format.cell import Records
 
 #: Cells of the region for the fetcher's threads.
 _SLOTS = 64

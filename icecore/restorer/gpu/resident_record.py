@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from icecore.errors import Damaged
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES
 from icecore.store.format.manifest import Manifest
 from icecore.store.format.manifest_rules import is_path
 

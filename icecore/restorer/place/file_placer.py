@@ -15,8 +15,8 @@ from icecore.restorer.place.placing import PLACER_BYTES, ROOM_CELLS, File, Store
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
 from icecore.restorer.plan.memory import Batch, Cell, gap_for, plan_batches
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder
 

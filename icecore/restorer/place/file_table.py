@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from icecore.store.format.cell import BITMAP_BYTES, CELL, Bytes, Records
+from icecore.sizes import BITMAP_BYTES
+from icecore.store.format.cell import CELL, Bytes, Records
 
 _EACH = CELL.itemsize + BITMAP_BYTES + np.dtype(np.int64).itemsize
 

@@ -25,7 +25,8 @@ from icecore.restorer.place.addressmap import AddressMap
 from icecore.restorer.place.locks import MapLock
 from icecore.restorer.place.placing import Move, State
 from icecore.restorer.plan.cells import SpaceCells, page_pieces
-from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, PAGE
+from icecore.store.format.cell import CELL, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
 ZERO_BYTES = 64 * PAGE

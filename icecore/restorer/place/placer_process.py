@@ -47,9 +47,10 @@ from icecore.restorer.place.placing import (
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.place.stager import Stager
 from icecore.restorer.plan.cells import page_pieces
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES
+from icecore.store.format.cell import CELL
 from icecore.store.format.cipher import Key
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder

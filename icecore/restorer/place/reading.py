@@ -12,9 +12,9 @@ import numpy as np
 
 from icecore.host.kernel.memory import address_of
 from icecore.restorer.plan.memory import Read
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.format.names import object_name
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder

@@ -23,8 +23,9 @@ from icecore.host.resident.gpu_thread import PLACE_MESSAGE
 from icecore.restorer.place.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
-from icecore.store.format.cell import CELL, CELL_BYTES
+from icecore.store.format.cell import CELL
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder
 

@@ -12,15 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged
-from icecore.store.format.cell import (
-    BITMAP_BYTES,
-    CELL,
-    CELL_BYTES,
-    CELL_PAGES,
-    PAGE,
-    Bytes,
-    Records,
-)
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.cell import CELL, Bytes, Records
 from icecore.store.format.manifest import Region
 
 #: A page extent of a pagemap: first address in bytes, length in pages.

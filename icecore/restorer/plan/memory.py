@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from icecore.store.format.cell import CELL_BYTES, Records
+from icecore.sizes import CELL_BYTES
+from icecore.store.format.cell import Records
 
 #: Stored bytes are never longer than the cell plus this (icecore.store.format.codec.MAX_OVERHEAD,
 #: and room for encryption).

@@ -1,5 +1,5 @@
-"""What the repository asks of storage: create an object if it is absent, atomically; get, ranged
-get, list, delete; nothing is overwritten.
+"""The contract of storage: create an object atomically if it is absent; get, get a range, list,
+delete. Nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from icecore.errors import UsageError
 
 Buffer = bytes | bytearray | memoryview
 
-#: The longest object name, in bytes; leaves room for a bucket prefix within S3's 1024.
+#: The longest object name in bytes; leaves room for a bucket prefix within S3's 1024.
 MAX_NAME = 512
 MAX_PART = 200
-#: Pieces that storage which can run full keeps in reserve, the bytes of each, and how many stay for
-#: whoever frees space when others want to read.
+#: Storage that can run full keeps this many pieces of space in reserve, of this many bytes each.
+#: The last number is how many of them stay for whoever frees space when others want to read.
 RESERVE_PIECES = 8
 RESERVE_PIECE = 256 << 10
 READERS_LEAVE = RESERVE_PIECES // 2
 _PART = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
-#: No object has bytes at an offset beyond this, whatever refers to it.
+#: No object has bytes beyond this offset, whatever refers to it.
 MAX_OFFSET = 1 << 62
-#: So many foreign files are told of at most.
+#: Most foreign files that are reported.
 FOREIGN_AT_MOST = 1000
 
 
@@ -36,8 +36,8 @@ class ObjectInfo(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """Something that lies among the objects and is none: its name (as it is, maybe with surrogates)
-    and what it is, in words.
+    """Something among the objects that is not an object: its name as it is (possibly with
+    surrogates) and its kind, in words.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Foreign(NamedTuple):
 
 
 def is_part(text: str) -> bool:
-    """Whether ``text`` can be a part of an object's name."""
+    """Return whether ``text`` can be a part of an object's name."""
     return len(text) <= MAX_PART and _PART.match(text) is not None
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be an object's name."""
+    """Return whether ``text`` can be an object's name."""
     return 0 < len(text) <= MAX_NAME and all(map(is_part, text.split("/")))
 
 
@@ -58,7 +58,7 @@ def check_name(name: str) -> str:
     """Return ``name`` if it can name an object on every back end.
 
     Raises:
-        UsageError: Says which rule it breaks.
+        UsageError: It breaks a rule; the message says which.
     """
     if not name:
         raise UsageError("an object name is empty")
@@ -77,8 +77,8 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if it is empty or whole name parts each followed by ``/``; what every back
-    end can list.
+    """Return ``prefix`` if it is empty or consists of whole name parts, each followed by ``/``;
+    every back end can list such a prefix.
 
     Raises:
         UsageError: It is neither.
@@ -91,49 +91,49 @@ def check_prefix(prefix: str) -> str:
 
 
 def length_of(parts: Sequence[Buffer]) -> int:
-    """Total bytes of ``parts``."""
+    """Return the total bytes of ``parts``."""
     return sum(memoryview(part).nbytes for part in parts)
 
 
 class Draft(ABC):
-    """An object that is written piece by piece. Nobody sees any of it before it is published. For
-    one thread at a time.
+    """An object that is written piece by piece and is invisible until it is published. For one
+    thread at a time.
     """
 
     @abstractmethod
     def append(self, parts: Sequence[Buffer]) -> None:
-        """Write ``parts`` behind what was written before; synchronous.
+        """Append ``parts``; synchronous.
 
         Raises:
-            StoreFull, StoreError: They could not be written; the draft is of no use any more.
+            StoreFull, StoreError: They could not be written; the draft cannot be used any more.
         """
 
     @abstractmethod
     async def publish(self) -> None:
-        """Make it an object, as ``Backend.create`` does, with the same errors; after either outcome
-        the draft is gone.
+        """Make it an object, as ``Backend.create`` does, with the same errors. The draft is gone
+        after either outcome.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget it, unless it was published. May be called at any time and more than once."""
+        """Discard it, unless it was published. May be called at any time and more than once."""
 
 
 class Backend(ABC):
-    """One place where objects live. All methods may be called by many tasks of one event loop at
+    """One place where objects live. Any number of tasks of one event loop may call its methods at
     the same time.
 
     Attributes:
-        read_size: Bytes of a ranged read at which this storage is near its best throughput.
+        read_size: Bytes of a ranged read at which this storage nears its best throughput.
         direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
-        drafts: Whether ``draft`` works, by which worker threads write an object piece by piece.
+        drafts: Whether ``draft`` works, with which worker threads write an object piece by piece.
         where: The place in words, for messages.
-        known_as: Names under which a client remembers which repository is here: its own name, and
-            the one that all its names lead to. Empty: it is not remembered.
-        folder: Directory in which other processes of this machine can read the objects by their
-            names; empty: they cannot.
-        replicas: Other places that may have the same objects (`icecore.store.backend.replicas`):
-            where to ask again for one that is damaged here.
+        known_as: Names under which a client remembers which repository is here: the place's own
+            name, and the one that all its names resolve to. Empty: it is not remembered.
+        folder: Directory in which other processes of this machine can read the objects by name;
+            empty if they cannot.
+        replicas: Other places that may have the same objects (`icecore.store.backend.replicas`), to
+            ask for an object that is damaged here.
     """
 
     read_size: int = 16 << 20
@@ -146,27 +146,27 @@ class Backend(ABC):
 
     @property
     def source(self) -> Backend:
-        """The same storage without copies that are kept elsewhere: what a check has to look at."""
+        """The same storage without copies kept elsewhere: what a check must read."""
         return self
 
     @abstractmethod
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Create the object from ``parts`` back to back, durable when this returns; other readers
+        """Create the object from the concatenated ``parts``. It is durable on return; other readers
         see all of it or nothing.
 
         Raises:
-            ObjectExists: The name is taken; what it holds is untouched.
+            ObjectExists: The name is taken; the existing object is unchanged.
             StoreFull: No space; nothing is left behind.
             StoreError: Anything else. The object may or may not exist afterwards.
         """
 
     @abstractmethod
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
-        """The whole object, read only if it has at most ``limit`` bytes.
+        """Return the whole object, which must have at most ``limit`` bytes.
 
         Raises:
             ObjectMissing: No such object.
-            Damaged: It is larger than ``limit``, so not what its name says.
+            Damaged: It is larger than ``limit``, so it is not what its name says.
             StoreError: It could not be read.
         """
 
@@ -182,7 +182,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def size(self, name: str) -> int:
-        """Size of the object in bytes.
+        """Return the size of the object in bytes.
 
         Raises:
             ObjectMissing: No such object.
@@ -190,25 +190,25 @@ class Backend(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects whose name begins with ``prefix`` (empty, or ending with ``/``), in ascending
-        name order.
+        """List the objects whose name begins with ``prefix`` (empty, or ending with ``/``), in
+        ascending order of names.
 
-        An object that existed, or was absent, during the whole listing is, or is not, listed; in
-        between, either.
+        An object that exists during the whole listing is listed; one that is absent throughout is
+        not. One that is created or deleted meanwhile may or may not be listed.
         """
 
     async def foreign(self) -> Sequence[Foreign]:
-        """What lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it out,
-        and reads of its name fail. Where only listings show it, what those showed so far.
+        """Return what lies here and cannot be an object, at most `FOREIGN_AT_MOST`. Listings omit
+        it, and reads of its name fail. Where only listings reveal it, what they revealed so far.
         """
         return []
 
     @abstractmethod
     async def delete(self, name: str) -> None:
-        """Delete the object; it is no error if there is none."""
+        """Delete the object, if it exists."""
 
     async def delete_many(self, names: Sequence[str]) -> None:
-        """Delete these objects, in any order, in as few requests as the storage takes.
+        """Delete these objects, in any order, in as few requests as the storage allows.
 
         Raises:
             StoreError: Some could not be deleted; others may have been.
@@ -217,41 +217,41 @@ class Backend(ABC):
             await self.delete(name)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """``get_into`` without an event loop, from any thread; only where ``direct`` is true."""
+        """Do as ``get_into`` without an event loop, from any thread; only if ``direct`` is true."""
         raise UsageError(f"{self.where} has no direct reads")
 
     def suspect(self, error: Exception) -> None:
-        """Told by a reader who goes on to ask ``replicas`` that what this gave is damaged or
-        missing.
+        """Take note that an object from here proved damaged or missing, so that the reader goes on
+        to ask ``replicas``.
         """
         return None
 
     def draft(self, name: str) -> Draft:
-        """A draft of object ``name``, from any thread; only where ``drafts`` is true.
+        """Return a draft of object ``name``, from any thread; only if ``drafts`` is true.
 
         Raises:
-            StoreFull, StoreError: It could not be begun.
+            StoreFull, StoreError: It could not be started.
         """
         raise UsageError(f"{self.where} takes whole objects only")
 
     async def keep_reserve(self) -> None:
-        """Set space aside for ``give_up_reserve``, as far as it is not yet and there is much more;
-        never an error.
+        """Reserve space for ``give_up_reserve``, unless it is reserved already or free space is
+        short. Never fails.
         """
         return None
 
     async def give_up_reserve(self, leave: int) -> bool:
-        """Give back a piece of the space that was set aside, unless only ``leave`` pieces are left;
+        """Release a piece of the reserved space, unless only ``leave`` pieces are left. Return
         whether there may be more room now.
         """
         return False
 
     async def sweep(self, age_seconds: float) -> int:
-        """Remove remains of writes that broke off more than ``age_seconds`` ago; returns how many.
-        Most storage leaves none.
+        """Remove what was left by writes interrupted more than ``age_seconds`` ago; return how
+        many. Most storage leaves nothing.
         """
         return 0
 
     async def close(self) -> None:
-        """Give back what the back end holds open; further calls are errors."""
+        """Release what the back end holds open; further calls are errors."""
         return None

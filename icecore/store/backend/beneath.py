@@ -25,7 +25,7 @@ _KINDS = {
 
 
 class NotRegular(OSError):
-    """Something else is in the place of a regular file; ``strerror`` says what."""
+    """Something other than a regular file has the name; ``strerror`` says what."""
 
 
 class Found(NamedTuple):
@@ -45,14 +45,14 @@ def kind_of(mode: int) -> str:
 
 @contextmanager
 def opened(root: Path, folders: Sequence[str]) -> Iterator[int]:
-    """Open a directory below ``root`` (whose own path may have links), for as long as the context
-    lasts.
+    """Open a directory below ``root`` (whose own path may contain links) for the duration of the
+    context.
 
     Yields:
-        A descriptor for ``dir_fd``; it reads nothing itself.
+        A descriptor for ``dir_fd``; it cannot be read from.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: It does not exist.
         NotADirectoryError: A part of its path is a link, or not a directory.
     """
     at = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -71,8 +71,8 @@ def open_regular(root: Path, name: str) -> int:
     blocking.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: It is not there.
-        NotRegular: Something else is in its place.
+        FileNotFoundError, NotADirectoryError: It does not exist.
+        NotRegular: Something else has its name.
     """
     *folders, last = name.split("/")
     with opened(root, folders) as at:
@@ -90,8 +90,8 @@ def open_regular(root: Path, name: str) -> int:
 
 
 def size_of(root: Path, name: str) -> int:
-    """Return the bytes of the regular file ``name`` below ``root``; raises what
-    :func:`open_regular` does.
+    """Return the bytes of the regular file ``name`` below ``root``; raise as :func:`open_regular`
+    does.
     """
     *folders, last = name.split("/")
     with opened(root, folders) as at:
@@ -102,7 +102,7 @@ def size_of(root: Path, name: str) -> int:
 
 def require_regular(mode: int) -> None:
     """Raise `NotRegular` unless ``st_mode`` is that of a regular file; FileNotFoundError for a
-    directory, in which objects of longer names may lie.
+    directory, which may hold objects with longer names.
     """
     if stat.S_ISDIR(mode):
         raise FileNotFoundError(2, kind_of(mode))
@@ -111,10 +111,10 @@ def require_regular(mode: int) -> None:
 
 
 def scan(root: Path, folders: Sequence[str]) -> Found:
-    """List a directory below ``root``, without what begins with a dot.
+    """List a directory below ``root``, except names that begin with a dot.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: It is not there.
+        FileNotFoundError, NotADirectoryError: It does not exist.
     """
     found = Found([], [], [])
     with opened(root, folders) as at:
@@ -136,7 +136,7 @@ def scan(root: Path, folders: Sequence[str]) -> Found:
                                 (entry.name, kind_of(entry.stat(follow_symlinks=False).st_mode))
                             )
                     except FileNotFoundError:
-                        continue  # deleted while we were listing
+                        continue  # deleted during the listing
         finally:
             os.close(descriptor)
     return found

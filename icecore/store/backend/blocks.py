@@ -1,9 +1,9 @@
-"""Blocks of objects in files on local disk, shared by all processes of a node; rule: what comes out
-is what was put in, and the bound always holds.
+"""Blocks of objects in files on local disk, shared by all processes of a node. A block read is the
+block that was written, and the size limit always holds.
 
-A block is written under a temporary name and renamed, all under one lock that the processes share;
-readers take none. Each file carries a digest over its place and its bytes, so that a torn, rotten
-or foreign file is a miss. What was read longest ago goes first.
+A block is written under a temporary name and renamed, under one lock that the processes share;
+readers take no lock. Each file carries a digest over its place and its bytes, so that a torn,
+corrupt or foreign file is a miss. The least recently used block is evicted first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAGIC = b"icblock\x01"
 _TEMPORARY = ".new-"
 _LOCK = "lock"
 _USED = struct.Struct("<Q")
-#: Reads that are closer to each other than this count as one, which saves writing inodes.
+#: Reads closer together than this count as one, which saves inode writes.
 _TOUCH_SECONDS = 30.0
 _ABANDONED_SECONDS = 3600.0
 
@@ -37,8 +37,8 @@ class Blocks:
     """A bounded folder of blocks. Thread-safe; any number of processes may use one folder.
 
     Args:
-        folder: Made where it is missing, for its owner only.
-        limit: Bytes of all files together, at most. A block that is larger is not kept.
+        folder: Created if missing, accessible to its owner only.
+        limit: Most bytes of all files together. A larger block is not kept.
 
     Raises:
         StoreError: The folder cannot be made.
@@ -63,16 +63,16 @@ class Blocks:
         return self.folder / key[:2] / f"{key}-{number:08x}"
 
     def read(self, key: str, number: int, room: memoryview) -> tuple[int, int] | None:
-        """A block's bytes, verified.
+        """Read and verify a block.
 
         Args:
-            key: The object's, hexadecimal digits.
-            number: Which block of it.
-            room: For the bytes; what does not fit is a miss.
+            key: The object's key, hexadecimal digits.
+            number: The block's number.
+            room: Where to put the bytes; a block that does not fit is a miss.
 
         Returns:
-            How many bytes it has, and the size of the whole object; None if it is not there as it
-            was put.
+            The block's bytes and the size of the whole object; None if the block is absent or not
+            as it was written.
         """
         path = self._path(key, number)
         try:
@@ -101,7 +101,7 @@ class Blocks:
         return None
 
     def write(self, key: str, number: int, data: memoryview, whole: int) -> bool:
-        """Keep a block; whether it was. What cannot be kept (the disk is full) is no error.
+        """Keep a block; return whether it was kept. A full disk is not an error.
 
         Args:
             whole: Size of the whole object.
@@ -119,7 +119,7 @@ class Blocks:
                 used = self._used(lock)
                 if used is None or used + size > self.limit:
                     used = self._evict(self.limit - self.limit // 8 - size)
-                # Counted before it is there: whoever dies in between leaves too high a count, which
+                # Counted in advance: a process that dies in between leaves too high a count, which
                 # the next eviction corrects.
                 os.pwrite(lock, _USED.pack(used + size), 0)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -148,7 +148,7 @@ class Blocks:
                 self._remove(self.folder / key[:2] / name)
 
     def used(self) -> int:
-        """Bytes of all files, counted."""
+        """Return the bytes of all files, by counting them."""
         return sum(size for _, size, _ in self._files())
 
     @contextmanager
@@ -161,12 +161,12 @@ class Blocks:
             os.close(descriptor)
 
     def _used(self, lock: int) -> int | None:
-        """What the lock's file says is used; None if it says nothing."""
+        """Return the used bytes according to the lock's file; None if it does not say."""
         data = os.pread(lock, _USED.size, 0)
         return int(_USED.unpack(data)[0]) if len(data) == _USED.size else None
 
     def _files(self) -> list[tuple[float, int, str]]:
-        """Time of the last use, size and path of every file but the lock."""
+        """Return time of last use, size and path of every file except the lock."""
         found = []
         for folder, _, names in os.walk(self.folder):
             for name in names:
@@ -180,8 +180,8 @@ class Blocks:
         return found
 
     def _evict(self, target: int) -> int:
-        """Remove what was used longest ago until at most ``target`` bytes are left; how many are.
-        Only under the lock.
+        """Remove the least recently used blocks until at most ``target`` bytes are left; return how
+        many bytes are left. Only under the lock.
         """
         files = sorted(self._files())
         left = sum(size for _, size, _ in files)
@@ -197,7 +197,7 @@ class Blocks:
         try:
             os.unlink(path)
         except OSError:
-            pass  # another process did, or it never was
+            pass  # another process removed it, or it never existed
 
 
 def _digest(key: str, number: int, whole: int, data: memoryview) -> bytes:

@@ -1,8 +1,8 @@
-"""A back end that keeps what is read on local disk, for all processes of the node; rule: only what
-never changes is kept, only what verifies is used.
+"""A back end that caches reads on local disk, for all processes of the node. Only objects that
+never change are cached, and only data that verifies is used.
 
-Read-through: what is missing is read from the storage in as few ranges as possible, handed on, and
-kept. Kept are whole blocks of 1 MiB.
+It reads through: what is missing is read from the storage in as few ranges as possible, returned,
+and kept in whole blocks of 1 MiB.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from icecore.store.runtime.parallel import each
 T = TypeVar("T")
 
 _BLOCK = 1 << 20
-#: Objects that are read whole and are larger are not worth keeping: they are read once.
+#: Larger objects that are read whole are not cached: they are read once.
 _WHOLE_LIMIT = 64 << 20
 _SIZES = 10_000
 _THREADS = 4
 
 
 def never_changes(name: str) -> bool:
-    """Whether the object's name is drawn at random for one content and never used again."""
+    """Return whether the object's name is drawn at random for one content and never reused."""
     return parse_name(name) is not None or name.startswith((HINTS, FILTERS))
 
 
@@ -42,8 +42,8 @@ class Cached(Wrapper):
     still be found here.
 
     Args:
-        keep: Tells by its name whether an object never changes.
-        emit: Gets one ``store.cache`` event when it is closed.
+        keep: Decides by its name whether an object never changes.
+        emit: Gets one ``store.cache`` event on close.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Cached(Wrapper):
     async def _fetch(
         self, name: str, key: str, missing: list[int], size: int, offset: int, out: memoryview
     ) -> list[int]:
-        """Fill ``missing`` blocks into ``out``: wait for those that another task is reading, read
-        the others; those that the other failed to read.
+        """Fill ``missing`` blocks into ``out``: wait for those that another task is reading, and
+        read the others, including those that the other task failed to read.
         """
         others = {
             number: self._arriving[key, number]
@@ -138,7 +138,7 @@ class Cached(Wrapper):
             for number, future in futures.items():
                 del self._arriving[key, number]
                 if not future.done():
-                    future.set_result(None)  # whoever waits for it reads it himself
+                    future.set_result(None)  # whoever waits for it reads it itself
         for number, arriving in others.items():
             piece = await asyncio.shield(arriving)
             if piece is None:
@@ -148,8 +148,8 @@ class Cached(Wrapper):
         return failed
 
     def _from_disk(self, key: str, offset: int, out: memoryview) -> tuple[list[int], int | None]:
-        """Fill what is kept into ``out``; the blocks that are not, and the object's size if a block
-        told it.
+        """Fill cached blocks into ``out``; return the missing blocks, and the object's size if a
+        block told it.
         """
         missing, whole = [], None
         room = memoryview(bytearray(_BLOCK))
@@ -163,7 +163,7 @@ class Cached(Wrapper):
         return missing, whole
 
     def _runs(self, numbers: list[int]) -> Iterator[tuple[int, int]]:
-        """Neighbouring blocks as first and count, each no longer than a good read."""
+        """Yield adjacent blocks as first and count, each run no longer than one efficient read."""
         most = max(1, self.read_size // _BLOCK + 1)
         first, count = -1, 0
         for number in numbers:
@@ -200,7 +200,7 @@ class Cached(Wrapper):
         return data
 
     def _whole(self, key: str, name: str, limit: int) -> bytes | None:
-        """The object, if all of it is kept."""
+        """Return the object if all of it is cached."""
         room = memoryview(bytearray(_BLOCK))
         pieces: list[bytes] = []
         have, size = 0, 1
@@ -239,7 +239,7 @@ class Cached(Wrapper):
 
 
 def _place(piece: memoryview, number: int, offset: int, out: memoryview) -> None:
-    """Copy the part of a block that ``out``, which begins at ``offset`` of the object, asks for."""
+    """Copy a block's part of ``out``, which begins at ``offset`` of the object."""
     start = number * _BLOCK
     begin, end = max(start, offset), min(start + piece.nbytes, offset + out.nbytes)
     if begin < end:

@@ -1,5 +1,5 @@
-"""A back end around a back end that counts calls and makes chosen ones fail: before they take
-effect, after it (a lost reply), or for good (a crash).
+"""A back end that counts calls and makes chosen ones fail: before they take effect, after it (a
+lost reply), or for good (a crash).
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from icecore.store.backend.wrapper import Wrapper
 
 
 class Crashed(BaseException):
-    """The process "died": not an Exception, so that nothing can carry on after it by handling
-    errors.
-    """
+    """The process "died". Not an Exception, so that no error handler can carry on after it."""
 
 
 class Outcome(Enum):
-    """What becomes of a call."""
+    """The outcome of a call."""
 
     PASS = "pass"
-    #: Fails and has no effect (but a part of it, where many objects are deleted at once; so with
-    #: ``STOP_BEFORE``).
+    #: Fails without effect (or with part of its effect, where many objects are deleted at once; so
+    #: does ``STOP_BEFORE``).
     FAIL = "fail"
     #: Takes effect, and fails.
     LOSE = "lose"
@@ -49,7 +47,7 @@ class Call:
     bytes: int = 0
 
 
-#: Decides about each call; it may also raise an error of its own.
+#: Decides the outcome of each call; it may also raise an error of its own.
 Plan = Callable[[Call], Outcome]
 
 
@@ -63,8 +61,8 @@ def stop_at(number: int, *, effect: bool) -> Plan:
 
 
 def at_random(seed: int, *, fail: float, lose: float = 0.0) -> Plan:
-    """Each call fails without effect, or loses its reply, with these probabilities; the same for
-    the same seed and order of calls.
+    """Return a plan by which each call fails without effect, or loses its reply, with these
+    probabilities; deterministic for one seed and order of calls.
     """
     draw = random.Random(seed)
 
@@ -76,12 +74,12 @@ def at_random(seed: int, *, fail: float, lose: float = 0.0) -> Plan:
 
 
 def far_away(round_trip: float, bytes_per_second: float = math.inf) -> Callable[[Call], float]:
-    """A delay for a store that is ``round_trip`` seconds away and gives each call this rate."""
+    """Return delays of a store ``round_trip`` seconds away that gives each call this rate."""
     return lambda call: round_trip + call.bytes / bytes_per_second
 
 
 def always(call: Call) -> Outcome:
-    """Every call passes."""
+    """Let every call pass."""
     return Outcome.PASS
 
 
@@ -106,7 +104,7 @@ class FaultyBackend(Wrapper):
         self._dead = False
 
     def enter(self, operation: str, name: str, size: int = 0) -> tuple[Call, Outcome]:
-        """A call begins: count it, and fail or stop before it if the plan says so."""
+        """Count a call that begins; fail or stop before it if the plan says so."""
         if self._dead:
             raise Crashed(f"{operation} {name} after the end")
         call = Call(len(self.calls) + 1, operation, name, size)
@@ -121,8 +119,8 @@ class FaultyBackend(Wrapper):
 
     @contextmanager
     def reply(self, call: Call, outcome: Outcome) -> Iterator[None]:
-        """Around the call itself: whether it succeeds or fails, its reply may be lost, or nobody be
-        left to hear it.
+        """Wrap the call itself: whether it succeeds or fails, its reply may be lost, or the process
+        may die before the reply.
         """
         try:
             yield
@@ -192,7 +190,7 @@ class FaultyBackend(Wrapper):
             if not ended:
                 await self.inner.delete_many(
                     names[1::2]
-                )  # storage may have done a part, in any order
+                )  # storage may have done part of it, in any order
             raise
         await self.pause(call)
         with self.reply(call, outcome):

@@ -1,6 +1,4 @@
-"""A back end that sends no more at once than it was told: so many requests, so many bytes; rule:
-first come, first served.
-"""
+"""A back end that bounds the requests and bytes in flight; first come, first served."""
 
 from __future__ import annotations
 
@@ -13,25 +11,25 @@ from icecore.errors import UsageError
 from icecore.store.backend.base import Backend, Buffer, length_of
 from icecore.store.backend.wrapper import Wrapper
 
-#: What a read of an object of unknown size counts as: the small objects that are read whole.
+#: What a read of an object of unknown size counts as; whole reads are of small objects.
 _WHOLE_BYTES = 1 << 20
 
 
 class Limited(Wrapper):
     """Bounds what is in flight. A request of more bytes than the budget is sent when nothing else
-    is. Listings are not counted: who reads one may send requests before its end. Whole objects and
-    reads of the event loop only, since nothing bounds threads.
+    is in flight. Listings do not count: their reader may send requests before the end. Only whole
+    objects and reads on the event loop are bounded, as nothing bounds threads.
 
     Args:
-        requests: At once.
-        budget: Bytes at once.
+        requests: Most requests at once.
+        budget: Most bytes at once.
     """
 
     def __init__(self, inner: Backend, *, requests: int, budget: int) -> None:
         super().__init__(inner)
         if requests < 1 or budget < 1:
             raise UsageError(
-                f"{requests} requests and {budget} bytes at once let nothing pass",
+                f"{requests} requests and {budget} bytes at once allow no request",
                 cure="give at least 1 of each",
             )
         self.direct = False
@@ -81,7 +79,7 @@ class Limited(Wrapper):
         while self._waiting and self._fits(self._waiting[0][0]):
             cost, turn = self._waiting.popleft()
             if turn.cancelled():
-                self._waiting.appendleft((cost, turn))  # its own task takes it out
+                self._waiting.appendleft((cost, turn))  # its own task removes it
                 return
             self._take(cost)
             turn.set_result(None)

@@ -1,5 +1,5 @@
 """A back end in a directory: an object is a file, synced under a temporary name and then linked to
-its own, which only one creator can do.
+its own name, which only one creator can do.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ from icecore.store.backend.beneath import NotRegular, open_regular, opened, scan
 
 T = TypeVar("T")
 
-#: Temporary files; object names never begin with a dot.
+#: Prefix of temporary files; object names never begin with a dot.
 _TEMPORARY = ".new-"
-#: A folder of files whose bytes mean nothing: deleted where there is no room to say what else may
-#: be.
+#: A folder of files with meaningless bytes. They are deleted when there is no room left to record
+#: what else may be deleted.
 _RESERVE = ".reserve"
 _PIECES = [str(number) for number in range(RESERVE_PIECES)]
-#: Bytes that must be free before any are set aside.
+#: Bytes that must be free before any are reserved.
 _PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
 _VECTORS = 512
+_THREADS = 8
 _READING = ("read", "list")
-_READ_CURE = "run as who may read what lies there"
-_WRITE_CURE = "make it writable for who runs this, or only read it: restore, export, copy, sync, check and stats have --read-only for that"
+_READ_CURE = "run as a user who may read the files there"
+_WRITE_CURE = "make it writable for the user who runs this, or use --read-only, which restore, export, copy, sync, check and stats have"
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES}
@@ -65,15 +66,15 @@ _UNLINKABLE = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class _OpenFile:
-    """A file held open for reading, closed when the last reader has let go of it after it left the
-    cache.
+    """A file held open for reading. After it leaves the cache, it is closed when its last reader
+    releases it.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.users = 0
         self.evicted = False
-        #: Closes it, once; at the latest when nobody refers to it any more (a back end that was
+        #: Closes it, once, at the latest when nothing refers to it any more (the back end may be
         #: dropped without being closed).
         self.close = weakref.finalize(self, os.close, descriptor)
 
@@ -85,10 +86,9 @@ class LocalBackend(Backend):
         root: The directory; it must exist unless ``create`` is true.
         create: Make the directory (and its parents).
         open_files: How many files stay open for reads.
-        threads: How many file operations run at once.
 
     Raises:
-        NotFound: ``root`` is no directory.
+        NotFound: ``root`` is not a directory.
     """
 
     read_size = 1 << 20
@@ -101,7 +101,6 @@ class LocalBackend(Backend):
         *,
         create: bool = False,
         open_files: int = 64,
-        threads: int = 8,
     ) -> None:
         self.root = Path(root).absolute()
         self.where = self.folder = str(self.root)
@@ -115,10 +114,10 @@ class LocalBackend(Backend):
                 raise _translate(error, "create", self.where) from error
         if not self.root.is_dir():
             raise NotFound(
-                f"{self.where} is no directory", cure="'icecore init' makes a repository"
+                f"{self.where} is not a directory", cure="'icecore init' makes a repository"
             )
-        # A link that leads to the place can be changed by others than those who can write to the
-        # place: both names count.
+        # Whoever can change a link that leads to the place need not be able to write to the place,
+        # so both names count.
         self.known_as = tuple(
             dict.fromkeys(f"file://{name}" for name in (self.root, os.path.realpath(self.root)))
         )
@@ -126,10 +125,10 @@ class LocalBackend(Backend):
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._made: set[tuple[str, ...]] = {()}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="icecore-local")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="icecore-local")
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """``function`` in one of the threads of this back end."""
+        """Run ``function`` in one of the threads of this back end; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
@@ -152,11 +151,10 @@ class LocalBackend(Backend):
         return LocalDraft(self, name)
 
     def open_folder(self, folders: tuple[str, ...]) -> int:
-        """Make a folder of objects durable with its parents, if it is not there yet, and open it;
-        the descriptor is for ``dir_fd``.
+        """Open a folder of objects for ``dir_fd``; make it and its parents durably if it is absent.
 
         Raises:
-            StoreDenied: Something else is in its place.
+            StoreDenied: Something else has its name.
         """
         self._make_folder(folders)
         try:
@@ -172,12 +170,12 @@ class LocalBackend(Backend):
                 return os.dup(at)
         except NotADirectoryError:
             raise StoreDenied(
-                f"cannot write to {'/'.join(folders)} in {self.where}: a link or a file is in the place of that folder",
+                f"cannot write to {'/'.join(folders)} in {self.where}: a link or a file has the name of that folder",
                 cure="remove it; to keep a folder on another disk, bind-mount it",
             ) from None
 
     def _make_folder(self, folders: tuple[str, ...]) -> None:
-        """Make a folder durable with its parents; remembers what is done."""
+        """Make a folder durable with its parents; remember which are."""
         if folders in self._made:
             return
         *above, last = folders
@@ -258,7 +256,7 @@ class LocalBackend(Backend):
         descriptor = self._open(name)
         with self._lock:
             file = self._files.get(name)
-            if file is not None:  # another thread was faster
+            if file is not None:  # another thread opened it first
                 os.close(descriptor)
                 file.users += 1
                 return file
@@ -306,8 +304,8 @@ class LocalBackend(Backend):
                 for info in files:
                     yield info
             else:
-                # Object order is that of whole names: "a/" sorts by its own slash, so folders and
-                # files are merged by it.
+                # Objects are ordered by whole names: "a/" sorts by its own slash, so folders and
+                # files are merged accordingly.
                 pending.extend(sorted([info.name for info in files] + folders, reverse=True))
 
     async def foreign(self) -> Sequence[Foreign]:
@@ -331,7 +329,7 @@ class LocalBackend(Backend):
             found += [
                 Foreign(
                     "/".join((*folders, name)),
-                    what if is_part(name) else f"{what} with a name that no object has",
+                    what if is_part(name) else f"{what} with a name that objects do not have",
                 )
                 for name, what in sorted(odd + here.others)
             ]
@@ -383,7 +381,7 @@ class LocalBackend(Backend):
         await self.run(self._keep_reserve)
 
     def _keep_reserve(self) -> None:
-        with suppress(OSError):  # no room after all, or nothing may be written: then there is none
+        with suppress(OSError):  # no room, or no permission: then there is no reserve
             found = os.statvfs(self.root)
             roomy = found.f_bavail * found.f_frsize >= _PLENTY
             with opened(self.root, ()) as at, suppress(FileExistsError):
@@ -403,7 +401,7 @@ class LocalBackend(Backend):
                 held = [name for name in _PIECES if _size(name, at) >= 0]
                 if len(held) <= leave:
                     return False
-                with suppress(FileNotFoundError):  # somebody else has just given it up
+                with suppress(FileNotFoundError):  # another process has just deleted it
                     os.unlink(held[-1], dir_fd=at)
         except OSError:
             return False
@@ -417,8 +415,8 @@ class LocalBackend(Backend):
 
 
 def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
-    """The objects in a folder, and the folders in it: what has another name, or is no regular file,
-    is no object.
+    """Return the objects in a folder, and its folders. Other names, and anything that is not a
+    regular file, are not objects.
     """
     try:
         found = scan(root, folder.split("/")[:-1])
@@ -461,7 +459,7 @@ class LocalDraft(Draft):
         await self._backend.run(self.publish_now)
 
     def publish_now(self) -> None:
-        """``publish`` in this thread."""
+        """Publish in this thread."""
         try:
             os.fsync(self._descriptor)
             os.link(
@@ -484,8 +482,8 @@ class LocalDraft(Draft):
         try:
             _sync_directory(self._folder)
         except OSError as error:
-            # The object is there, whatever the reason; to say that there is no room, or no
-            # permission, would deny it.
+            # The object exists, whatever the reason. An error about space or permission would deny
+            # that.
             raise StoreError(
                 f"cannot {self._doing} {self._backend.where} for good: {error.strerror}"
             ) from error
@@ -497,7 +495,7 @@ class LocalDraft(Draft):
         )
         if descriptor >= 0:
             os.close(descriptor)
-            with suppress(FileNotFoundError):  # a sweep took it for a broken-off one
+            with suppress(FileNotFoundError):  # a sweep removed it as interrupted
                 os.unlink(self._temporary, dir_fd=folder)
         if folder >= 0:
             os.close(folder)
@@ -517,7 +515,7 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
 
 
 def _size(name: str, folder: int) -> int:
-    """Bytes of a file in the open ``folder``; -1 where there is none."""
+    """Return the bytes of a file in the open ``folder``; -1 if it is absent."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
     except FileNotFoundError:
@@ -525,7 +523,7 @@ def _size(name: str, folder: int) -> int:
 
 
 def _write_piece(name: str, folder: int) -> None:
-    """A file of random bytes, which no file system stores in fewer; all of it or nothing."""
+    """Write a file of random bytes, which no file system can compress; all of it or nothing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     try:

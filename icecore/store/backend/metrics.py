@@ -1,5 +1,5 @@
-"""A back end that counts: calls, failures, bytes and seconds of each operation; rule: counting
-changes nothing, and a refusal is no failure.
+"""A back end that counts calls, failures, bytes and seconds of each operation. Counting changes
+nothing, and a refusal is not a failure.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from icecore.store.backend.wrapper import Wrapper
 
 @dataclass
 class Counts:
-    """What became of the calls of one operation.
+    """The outcome of the calls of one operation.
 
     Attributes:
-        calls: That have ended.
-        failures: Those that failed; to be told that an object is missing or exists is an answer.
-        bytes: Of the successful ones.
-        seconds: All of their time added up; ``longest`` that of the slowest.
-        busiest: The most that were under way at once.
+        calls: Calls that have ended.
+        failures: Calls that failed; that an object is missing or exists is an answer.
+        bytes: Bytes of the successful calls.
+        seconds: Total time of all calls; ``longest`` is that of the slowest.
+        busiest: Most calls in flight at once.
     """
 
     calls: int = 0
@@ -37,10 +37,10 @@ class Counts:
 
 
 class Metered(Wrapper):
-    """Counts what it passes on; drafts count as ``create`` by whoever wraps further inside.
+    """Counts calls and passes them on; drafts count as ``create`` in wrappers further inside.
 
     Args:
-        emit: Gets a ``store.requests`` event for each operation that was used, when it is closed.
+        emit: Gets a ``store.requests`` event for each operation that was used, on close.
     """
 
     def __init__(self, inner: Backend, emit: Sink = discard) -> None:
@@ -51,13 +51,13 @@ class Metered(Wrapper):
         self._running: dict[str, int] = {}
 
     def counts(self) -> dict[str, Counts]:
-        """A copy of the counts so far, by operation."""
+        """Return a copy of the counts so far, by operation."""
         with self._lock:
             return {operation: replace(counts) for operation, counts in self._counts.items()}
 
     @contextmanager
     def _counting(self, operation: str, size: int = 0) -> Iterator[list[int]]:
-        """Around a call; the list's element is its number of bytes, for the call to correct."""
+        """Count around a call; the call may correct its number of bytes, the list's element."""
         with self._lock:
             counts = self._counts.setdefault(operation, Counts())
             running = self._running[operation] = self._running.get(operation, 0) + 1
@@ -71,7 +71,7 @@ class Metered(Wrapper):
             moved[0], failed = 0, False
             raise
         except GeneratorExit:
-            failed = False  # whoever listed has seen enough
+            failed = False  # the reader of a listing stopped early
             raise
         finally:
             seconds = time.perf_counter() - began

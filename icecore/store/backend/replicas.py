@@ -1,11 +1,11 @@
-"""A back end over the replicas of one repository: what they have in common is read from the nearest
-that has it, the rest from the repository itself.
+"""A back end over the replicas of one repository: objects that they share are read from the nearest
+replica that has them, all others from the repository itself.
 
 Shards, node packs, manifests and hints have the same names and bytes in all replicas;
-configuration, keys, log, pages, sessions and index are each one's own. Everything is written to the
-repository itself. Where a replica fails, is slow or lacks an object, the next is asked; one that
-has failed comes last for a while. Bytes are believed by whoever reads them, who can ask the other
-places (``replicas``) for what turns out damaged.
+configuration, keys, log, pages, sessions and index belong to one replica each. All writes go to the
+repository itself. If a replica fails, is slow or lacks an object, the next one is asked; a replica
+that failed comes last for a while. The reader verifies the bytes, and can ask the other places
+(``replicas``) for an object that proves damaged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 #: Objects that are the same in all replicas.
 COMMON = (PREFIX["shard"], PREFIX["nodes"], PREFIX["manifest"], HINTS)
-#: A read that takes this many times what others of its size took, and at least so many seconds, is
-#: also sent to the next replica.
+#: A read that takes this many times as long as others of its size, and at least this many seconds,
+#: is also sent to the next replica.
 _SLOW_TIMES = 4.0
 _SLOW_LEAST_SECONDS = 0.25
 _SLOW_FIRST_SECONDS = 2.0
@@ -36,12 +36,12 @@ class ReplicaBackend(Backend):
     """One repository and its replicas.
 
     Args:
-        own: The repository's own place: what is not common is read there, and everything is written
-            there.
-        nearest: All places in the order in which they are to be asked, ``own`` among them.
+        own: The repository's own place: objects that are not shared are read here, and all writes
+            go here.
+        nearest: All places in the order in which to ask them, including ``own``.
         emit: Gets a ``store.failover`` event for each read that another place had to serve.
-        hedge: Seconds after which a read is also sent to the next place; None: learned from the
-            reads before.
+        hedge: Seconds after which a read is also sent to the next place; None: learned from
+            earlier reads.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class ReplicaBackend(Backend):
         self.read_size = max(place.read_size for place in nearest)
         self._emit = emit
         self._hedge = hedge
-        #: Seconds of a read and a byte, as they were lately; and until when each place that failed
-        #: is asked last.
+        #: Recent seconds per byte of a read, and the time until which each failed place is asked
+        #: last.
         self._usual: float | None = None
         self._avoided: dict[int, float] = {}
 
     @property
     def source(self) -> Backend:
-        """The repository's own place: what another has does not make good what it lacks."""
+        """The repository's own place: a copy elsewhere does not make up for what it lacks."""
         return self.own.source
 
     def _order(self, name: str) -> list[Backend]:
@@ -103,7 +103,7 @@ class ReplicaBackend(Backend):
             return
 
         async def read(place: Backend) -> bytearray:
-            # Into memory of its own: a read that was given up may go on writing.
+            # Into separate memory: an abandoned read may go on writing.
             room = bytearray(out.nbytes)
             await place.get_into(name, offset, memoryview(room))
             return room
@@ -116,7 +116,7 @@ class ReplicaBackend(Backend):
     async def _first(
         self, name: str, read: Callable[[Backend], Awaitable[T]], size: int | None
     ) -> T:
-        """What the first place gives that answers; the next is asked when one fails, or is slow."""
+        """Return the first answer from a place; ask the next one when a place fails or is slow."""
         waiting = self._order(name)
         if len(waiting) == 1:
             return await read(waiting[0])
@@ -205,8 +205,8 @@ class ReplicaBackend(Backend):
 
 
 def _worst(errors: Sequence[Exception]) -> Exception:
-    """Of what each place said, what tells most: that one could not be reached (so try again), then
-    that one is damaged, then that it is nowhere.
+    """Return the most telling of the places' errors: first that one was unreachable (so a retry may
+    help), then that one is damaged, then that it is missing everywhere.
     """
     for kind in (IcecoreError, Damaged):
         for error in errors:

@@ -1,8 +1,7 @@
-"""A back end that tries again what may pass, with full jitter; rule: creating stays idempotent,
-also when a reply is lost.
+"""A back end that retries transient failures, with exponential backoff and full jitter (Brooker,
+"Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
 
-Waiting: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", AWS
-Architecture Blog, 2015).
+Creating stays idempotent, even when a reply is lost.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _FINAL = (ObjectExists, ObjectMissing, StoreFull, StoreDenied)
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a request is sent and how long is waited in between.
+    """How often a request is sent, and the pauses in between.
 
     Attributes:
-        attempts: Requests at most, the first included.
-        first: Bound in seconds of the first pause; each further one has twice the bound.
-        longest: Bound in seconds of any pause.
+        attempts: Most requests, including the first.
+        first: Upper bound in seconds of the first pause; it doubles for each further pause.
+        longest: Upper bound in seconds of any pause.
     """
 
     attempts: int = 10
@@ -40,25 +39,25 @@ class Patience:
     longest: float = 5.0
 
     def pauses(self, draw: Callable[[float, float], float] = random.uniform) -> Iterator[float]:
-        """Seconds to wait after the first failure, the second, …: anything between nothing and the
-        bound.
+        """Yield the pauses in seconds after the first failure, the second, …: each between 0 and
+        its bound.
         """
         for number in range(self.attempts - 1):
             yield draw(0.0, min(self.longest, self.first * 2.0**number))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the store failed, and did not say no."""
+    """Return whether the same request may succeed later: the store failed and did not refuse."""
     return isinstance(error, StoreError) and not isinstance(error, _FINAL)
 
 
 class Retrying(Wrapper):
-    """Tries again what `may_pass`. Drafts are passed on as they are: a failed one is gone.
+    """Retries failures that `may_pass`. Drafts are passed on as they are: a failed draft is gone.
 
-    A create whose reply was lost may have taken effect. When the name then is taken, the object is
-    read and compared: with these very bytes, it is taken for ours. Who uses one name for the same
-    bytes as somebody else would be told that both won: all objects of a repository that can be
-    raced for hold random identities.
+    A create whose reply was lost may have taken effect. If the name then is taken, the object is
+    read and compared: if it has these very bytes, it counts as created here. Two writers of the
+    same bytes under one name would both be told that they won; all objects of a repository that
+    writers can race for hold random identities.
 
     Args:
         emit: Gets a ``store.retry`` event for each failure that is not the last.
@@ -93,7 +92,7 @@ class Retrying(Wrapper):
                 await asyncio.sleep(self._pause("create", name, error, pauses))
 
     async def _holds(self, name: str, parts: Sequence[Buffer]) -> bool:
-        """Whether the object has exactly these bytes."""
+        """Return whether the object has exactly these bytes."""
         try:
             if await self.size(name) != length_of(parts):
                 return False
@@ -108,7 +107,7 @@ class Retrying(Wrapper):
                         return False
                 offset += view.nbytes
         except (ObjectMissing, Damaged):
-            return False  # it was another's, and that one has deleted it again
+            return False  # another writer created it, and has deleted it again
         return True
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
@@ -136,7 +135,7 @@ class Retrying(Wrapper):
                 async for info in self.inner.list(prefix):
                     if (
                         info.name > last
-                    ):  # names ascend, so that a new listing goes on where the broken one ended
+                    ):  # names ascend, so a new listing resumes where the failed one ended
                         last = info.name
                         yield info
                 return
@@ -165,7 +164,7 @@ class Retrying(Wrapper):
     def _pause(
         self, operation: str, name: str, error: StoreError, pauses: Iterator[float]
     ) -> float:
-        """Seconds to wait before the next try; raises ``error`` if there is none to be made."""
+        """Return the seconds to wait before the next attempt; raise ``error`` if there is none."""
         pause = next(pauses, None) if may_pass(error) else None
         if pause is None:
             raise error

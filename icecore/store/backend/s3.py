@@ -1,7 +1,7 @@
-"""A back end in a bucket of S3-compatible object storage: one conditional PUT (If-None-Match: *) an
-object; boto3 finds the way in, obstore moves the bytes.
+"""A back end in a bucket of S3-compatible object storage: an object is one conditional PUT
+(If-None-Match: *). boto3 finds endpoint and credentials, obstore moves the bytes.
 
-An object is always one PUT, never a multipart upload: not every store decides the races of
+An object is always one PUT, never a multipart upload, because not every store decides races of
 conditional completions (docs/object-storage.md).
 """
 
@@ -58,37 +58,36 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _MAX_PREFIX = 400
 _DEFAULT_REGION = "us-east-1"
-#: botocore renews credentials 10 to 15 minutes before they expire; asking it more often than that
-#: is enough.
+#: botocore renews credentials 10 to 15 minutes before they expire, so this is often enough to ask.
 _CREDENTIAL_SECONDS = 300
-#: Bytes of a reply that are handed over at once: memory of this size is recycled, that of whole
-#: replies would be touched for the first time.
+#: Bytes of a reply that are handed over at a time: memory of this size is recycled, whereas whole
+#: replies would touch new memory.
 _PIECE_BYTES = 1 << 20
 _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000
-#: A request may take this many seconds, and the time that its bytes need at this rate.
+#: A request may take this many seconds plus the time that its bytes take at this rate.
 _SLOWEST_BYTES_PER_SECOND = 1 << 20
-#: What obstore says of a listing with a key that it cannot take apart (empty or dotted parts,
-#: control characters).
+#: obstore's message for a listing with a key that it cannot parse (empty or dotted parts, control
+#: characters).
 _UNNAMEABLE = "Encountered object with invalid path"
 _LAST_THREADS_SECONDS, _MOST_THREADS_SECONDS = 0.05, 1.0
 
 
 @dataclass(frozen=True)
 class S3Place:
-    """A place in a bucket, and how it is reached; what is empty is left to boto3: environment,
-    ~/.aws, the machine's role.
+    """A place in a bucket, and how to reach it. boto3 supplies what is empty, from the environment,
+    ~/.aws or the machine's role.
 
     Attributes:
         bucket: The bucket; it must exist.
-        prefix: What all keys begin with, without slashes at its ends; may be empty.
-        endpoint: URL of the service; empty: AWS, or what boto3's configuration says.
-        region: The bucket's.
-        profile: Section of ~/.aws/config and ~/.aws/credentials. What it says of region and
-            endpoint outranks the environment.
-        addressing: Where the bucket's name goes: in the URL's path or host; ``auto``: in the host
-            for AWS, else in the path.
-        patience: Seconds without an answer after which a request has failed.
+        prefix: Prefix of all keys, without slashes at its ends; may be empty.
+        endpoint: URL of the service; empty: AWS, or the endpoint in boto3's configuration.
+        region: The bucket's region.
+        profile: Section of ~/.aws/config and ~/.aws/credentials. Its region and endpoint take
+            precedence over the environment.
+        addressing: Whether the bucket's name goes into the URL's path or host; ``auto``: into the
+            host for AWS, otherwise into the path.
+        patience: Seconds without an answer after which a request fails.
     """
 
     bucket: str
@@ -102,24 +101,24 @@ class S3Place:
     def __post_init__(self) -> None:
         if not _BUCKET.match(self.bucket):
             raise UsageError(
-                f"{self.bucket!r} is no name of a bucket", cure="write s3://BUCKET/PREFIX"
+                f"{self.bucket!r} is not a bucket name", cure="write s3://BUCKET/PREFIX"
             )
         parts = self.prefix.split("/") if self.prefix else []
         if len(self.prefix) > _MAX_PREFIX or not all(_PREFIX_PART.match(part) for part in parts):
             raise UsageError(
-                f"{self.prefix!r} is no prefix",
+                f"{self.prefix!r} is not a valid prefix",
                 cure="use letters, digits, '.', '_' and '-' between single slashes, each part beginning with a letter or digit",
             )
 
     @property
     def location(self) -> str:
-        """``s3://bucket/prefix``, with ``profile@`` before the bucket if one is named."""
+        """``s3://bucket/prefix``, with ``profile@`` before the bucket if there is a profile."""
         bucket = f"{self.profile}@{self.bucket}" if self.profile else self.bucket
         return f"s3://{bucket}/{self.prefix}" if self.prefix else f"s3://{bucket}"
 
 
 class _Credentials:
-    """Hands obstore what boto3's credential chain gives, renewed in time."""
+    """Gives obstore the credentials of boto3's chain, renewed in time."""
 
     def __init__(self, found: Any) -> None:
         self._found = found
@@ -136,13 +135,13 @@ class _Credentials:
 
 
 def _connect(place: S3Place) -> tuple[S3Store, str]:
-    """Return the store, and one name of the place for all profiles, regions and ways of addressing
+    """Return the store, and one name of the place for all profiles, regions and addressing styles
     that lead to it.
     """
     try:
         session = boto3.Session(profile_name=place.profile or None)
-        # A profile that was named outranks the environment, or of two regions one could not be
-        # reached.
+        # A named profile takes precedence over the environment: otherwise, one of two regions could
+        # not be reached.
         said = session._session.get_scoped_config() if place.profile else {}
         client = session.client(
             "s3",
@@ -164,7 +163,7 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
     if credentials is None:
         raise StoreDenied(
             f"there are no credentials for {place.location}",
-            cure="set [s3] profile, AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where the machine has a role",
+            cure="set [s3] profile, AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run on a machine that has a role",
         )
     endpoint, region = client.meta.endpoint_url, client.meta.region_name
     style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
@@ -173,8 +172,8 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
         r"\.amazonaws\.com(\.cn)?$",
         endpoint.partition("://")[2].partition("/")[0].partition(":")[0],
     )
-    # The name of a bucket is unique in all of AWS, whatever the region; in other services only
-    # behind one endpoint.
+    # A bucket's name is unique in all of AWS, regardless of region; in other services only at one
+    # endpoint.
     service = f"aws{amazon[1] or ''}" if amazon else endpoint.rstrip("/").lower()
     known_as = f"s3 {service} {place.bucket}/{place.prefix}"
     in_host = style == "virtual" or (
@@ -186,9 +185,7 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
     options: ClientConfig = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=min(10.0, place.patience)),
-        "timeout": timedelta(
-            hours=6
-        ),  # what a request may take follows from its bytes: see ``_within``
+        "timeout": timedelta(hours=6),  # ``_within`` bounds a request by its bytes
         "user_agent": "icecore",
     }
     bundle = session._session.get_config_variable("ca_bundle") or os.environ.get(
@@ -207,11 +204,11 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
         place.bucket,
         prefix=place.prefix or None,
         region=region,
-        # By this name it outranks what obstore itself finds in the environment.
+        # Under this name it takes precedence over what obstore finds in the environment.
         aws_endpoint_url_s3=endpoint,
         virtual_hosted_style_request=in_host,
-        # Every object is verified when it is read, and TLS guards the way: hashing the payload once
-        # more costs as much as sending it.
+        # Every object is verified when it is read, and TLS protects the transfer; hashing the
+        # payload once more costs as much as sending it.
         unsigned_payload=True,
         disable_bulk_delete=True,
         client_options=options,
@@ -222,25 +219,23 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
 
 
 def _endpoint_of(session: boto3.Session, profile: dict[str, Any]) -> str | None:
-    """What a profile's own lines say of the endpoint: those of its services section, or the
-    profile's.
-    """
+    """Return the endpoint that a profile configures: in its services section, or in its own lines."""
     services = session._session.full_config.get("services", {}).get(profile.get("services", ""), {})
     endpoint: str | None = services.get("s3", {}).get("endpoint_url") or profile.get("endpoint_url")
     return endpoint
 
 
 class S3Backend(Backend):
-    """Objects as those of a bucket. For one event loop at a time; each request is tried once (wrap
-    it in `icecore.store.backend.retry`).
+    """Objects in a bucket. For one event loop at a time. Each request is tried once (wrap it in
+    `icecore.store.backend.retry`).
 
     Raises:
         UsageError: The configuration is wrong.
         StoreDenied: There are no credentials.
     """
 
-    #: What AWS advises is 8 to 16 MiB; with the smaller, decoding begins earlier and fewer buffers
-    #: are touched for the first time.
+    #: AWS recommends 8 to 16 MiB; with the smaller size, decoding begins earlier and less new
+    #: memory is touched.
     read_size = 8 << 20
 
     def __init__(self, place: S3Place) -> None:
@@ -263,9 +258,7 @@ class S3Backend(Backend):
                     doing,
                     self._store.put_async(name, whole, mode="create", use_multipart=False),
                 )
-        except (
-            ObjectMissing
-        ) as error:  # an answer of 404 to a PUT that does not speak of the bucket
+        except ObjectMissing as error:  # a 404 reply to a PUT that does not mention the bucket
             raise NotFound(
                 f"there is no bucket for {self.where}",
                 cure="make the bucket first, or correct the location",
@@ -283,7 +276,7 @@ class S3Backend(Backend):
                 )
             data = (await self._within(size, doing, reply.bytes_async())).to_bytes()
         if len(data) != size:
-            raise StoreError(f"cannot {doing} {self.where}: {len(data)} of {size} bytes came")
+            raise StoreError(f"cannot {doing} {self.where}: {len(data)} of {size} bytes arrived")
         return data
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
@@ -313,7 +306,7 @@ class S3Backend(Backend):
                 view[at : at + data.nbytes] = data
                 at += data.nbytes
         if at != view.nbytes:
-            raise StoreError(f"cannot {doing} {self.where}: {at} of {view.nbytes} bytes came")
+            raise StoreError(f"cannot {doing} {self.where}: {at} of {view.nbytes} bytes arrived")
 
     async def size(self, name: str) -> int:
         check_name(name)
@@ -335,7 +328,7 @@ class S3Backend(Backend):
             for meta in page:
                 if not is_name(meta["path"]) or not meta["path"].startswith(prefix):
                     if len(self._foreign) < FOREIGN_AT_MOST:
-                        self._foreign.add(Foreign(meta["path"], "a key that no object has"))
+                        self._foreign.add(Foreign(meta["path"], "a key that is not an object name"))
                     continue
                 for info in order.add(ObjectInfo(meta["path"], meta["size"])):
                     yield info
@@ -355,7 +348,7 @@ class S3Backend(Backend):
             return
 
     async def delete_many(self, names: Sequence[str]) -> None:
-        # One DeleteObjects for so many; it knows no order, and what is not there counts as deleted.
+        # One DeleteObjects request for many; it has no order, and absent objects count as deleted.
         for first in range(0, len(names), _DELETED_AT_ONCE):
             some = [check_name(name) for name in names[first : first + _DELETED_AT_ONCE]]
             doing = f"delete {len(some)} objects in"
@@ -363,13 +356,13 @@ class S3Backend(Backend):
                 with self._failing(doing):
                     await self._within(0, doing, self._store.delete_async(some))
             except StoreError:
-                # Not all that speak S3 have that request. Where it was something else, the first of
-                # these fails as well.
+                # Not every S3 service has that request. If the failure had another cause, the first
+                # of these fails as well.
                 for name in some:
                     await self.delete(name)
 
     async def _within(self, size: int, doing: str, reply: Awaitable[T]) -> T:
-        """The reply, if it comes in the time that a request of ``size`` bytes may take."""
+        """Return the reply if it arrives within the time allowed for a request of ``size`` bytes."""
         seconds = self.place.patience + size / _SLOWEST_BYTES_PER_SECOND
         try:
             async with asyncio.timeout(seconds):
@@ -377,24 +370,24 @@ class S3Backend(Backend):
         except TimeoutError as error:
             raise StoreError(
                 f"cannot {doing} {self.where}: no answer for {seconds:.0f} s",
-                cure="see whether the endpoint can be reached from here",
+                cure="check that the endpoint can be reached from here",
             ) from error
 
     @contextmanager
     def _failing(self, doing: str, name: str = "", *, end: int = 0) -> Iterator[None]:
-        """Turn the client's errors into ours; ``end``: where the range that was asked for ends."""
+        """Turn the client's errors into icecore's; ``end`` is the end of the requested range."""
         try:
             yield
         except AlreadyExistsError as error:
             if is_conflict(str(error)):
                 raise StoreError(
-                    f"cannot {doing} {self.where}: another request for it is under way"
+                    f"cannot {doing} {self.where}: another request for it is in flight"
                 ) from error
             raise ObjectExists(f"object {name} exists in {self.where}") from error
         except (BaseError, FileNotFoundError, PermissionError) as error:
             if _UNNAMEABLE in str(error):
                 raise StoreError(
-                    f"cannot {doing} {self.where}: a key there has a name that no object has: {str(error)!a}",
+                    f"cannot {doing} {self.where}: a key there is not an object name: {str(error)!a}",
                     cure="delete that key with the provider's own tool: it is not icecore's",
                 ) from error
             if end and is_past_end(str(error)):
@@ -407,10 +400,10 @@ class S3Backend(Backend):
 
 
 class _Order:
-    """Puts a listing in the order of names. Stores list by bytes, or (SeaweedFS) folder by folder:
-    there ``a/b`` comes before ``a-b``.
+    """Puts a listing into the order of names. Stores list by bytes, or (SeaweedFS) folder by
+    folder, where ``a/b`` comes before ``a-b``.
 
-    What is below one part of the name is held back until nothing that sorts before it can follow.
+    What is below one part of a name is held back until nothing that sorts before it can follow.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -420,7 +413,7 @@ class _Order:
         self._last = ""
 
     def add(self, info: ObjectInfo) -> list[ObjectInfo]:
-        """Take one row; the rows that are certainly next."""
+        """Take one row; return the rows that are certainly next."""
         part, slash, _ = info.name[len(self._prefix) :].partition("/")
         if self._held and (
             part == self._group or part.startswith((f"{self._group}-", f"{self._group}."))
@@ -432,7 +425,7 @@ class _Order:
         return ready if slash else ready + self.rest()
 
     def rest(self) -> list[ObjectInfo]:
-        """The rows that were held back.
+        """Return the rows that were held back.
 
         Raises:
             StoreError: The store lists in some other order.
@@ -456,16 +449,16 @@ def _short(name: str, missing: int, end: int) -> Damaged:
 def _let_threads_end() -> None:
     """Give obstore's threads time to leave Python before it ends.
 
-    They hand over a result by waking the event loop, and then need the interpreter once more; where
-    it has begun to end meanwhile, Python before 3.14 ends such threads in a way that aborts the
-    process (seen once in 20 to 60 short-lived processes).
+    They deliver a result by waking the event loop and then need the interpreter once more. If it
+    has begun to shut down meanwhile, Python before 3.14 ends such threads in a way that aborts the
+    process (observed once in 20 to 60 short-lived processes).
     """
     atexit.register(_wait_for_threads)
 
 
 def _wait_for_threads() -> None:
-    """Until none is on its way, as far as the kernel tells: on a busy machine one may have to wait
-    for its turn.
+    """Wait until no thread is delivering, as far as the kernel tells: on a busy machine, a thread
+    may have to wait for its turn.
     """
     time.sleep(_LAST_THREADS_SECONDS)
     end = time.monotonic() + _MOST_THREADS_SECONDS

@@ -1,5 +1,5 @@
-"""What an S3 client's failure means: our error for it, with the cure; rule: only what cannot get
-better by itself is refused for good.
+"""Translates an S3 client's failure into icecore's error, with the cure. A failure is permanent
+only if it cannot resolve by itself.
 
 A plain `StoreError` may pass when the request is sent again. Codes:
 https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
@@ -18,7 +18,7 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>|expecting '([a-z0-9-]{1,40})'")
 _DEBUG = "\n\nDebug source:"
 
-_CREDENTIALS = "see which credentials are used: [s3] profile, AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws"
+_CREDENTIALS = "check which credentials are used: [s3] profile, AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws"
 _CURES = {
     "InvalidAccessKeyId": _CREDENTIALS,
     "SignatureDoesNotMatch": _CREDENTIALS,
@@ -29,11 +29,11 @@ _CURES = {
     "AccessDenied": "let these credentials get, put, delete and list objects of the bucket",
     "AllAccessDisabled": "the bucket's owner has disabled it",
     "AccountProblem": "the account behind the credentials has a problem: ask its owner",
-    "MethodNotAllowed": "the bucket does not allow it: see its policy",
+    "MethodNotAllowed": "the bucket does not allow it: check its policy",
     "NotImplemented": "this store lacks what a repository needs",
 }
-#: Errors of those statuses say that the request is wrong, whatever the code; others of the 4xx may
-#: pass.
+#: Errors with other 4xx statuses mean that the request is wrong, whatever the code; these may be
+#: transient.
 _PASSING = {408, 409, 425, 429}
 _FULL = {"QuotaExceeded", "StorageFull", "XMinioStorageFull", "EntityTooLarge"}
 _WRONG_REGION = {
@@ -45,7 +45,7 @@ _RANGE = "InvalidRange"
 
 
 class Reply(NamedTuple):
-    """What is known of a failed request: HTTP status (0: there was no reply), S3's code, its words."""
+    """What is known of a failed request: HTTP status (0: no reply), S3's code and message."""
 
     status: int
     code: str
@@ -53,7 +53,7 @@ class Reply(NamedTuple):
 
 
 def parse(text: str) -> Reply:
-    """The reply in a client's error text."""
+    """Return the reply in a client's error text."""
     text = text.partition(_DEBUG)[0]
     status, code, message = _STATUS.search(text), _CODE.search(text), _MESSAGE.search(text)
     words = message[1] if message else text.rpartition(" - ")[2].strip()[:300]
@@ -61,29 +61,29 @@ def parse(text: str) -> Reply:
 
 
 def is_past_end(text: str) -> bool:
-    """Whether a range was asked for that begins behind the object's end."""
+    """Return whether the requested range begins beyond the object's end."""
     reply = parse(text)
     return reply.status == 416 or reply.code == _RANGE
 
 
 def is_conflict(text: str) -> bool:
-    """Whether a conditional write met another one in flight: nothing is decided, unlike by a failed
-    precondition.
+    """Return whether a conditional write met another one in flight. Unlike a failed precondition,
+    this decides nothing.
     """
     return parse(text).status == 409
 
 
 def translate(text: str, doing: str, where: str, name: str = "") -> IcecoreError:
-    """Our error for a client's error text.
+    """Return icecore's error for a client's error text.
 
     Args:
         doing: What failed, as in "cannot …".
         where: The place in words.
-        name: The object that it was about, if any.
+        name: The object concerned, if any.
 
     Returns:
-        `NotFound` (no such bucket), `ObjectMissing`, `StoreFull`, `StoreDenied` (will never pass)
-        or `StoreError` (may pass).
+        `NotFound` (no such bucket), `ObjectMissing`, `StoreFull`, `StoreDenied` (permanent) or
+        `StoreError` (may be transient).
     """
     reply = parse(text)
     what = f"{reply.code}: {reply.words}" if reply.code else reply.words or f"status {reply.status}"
@@ -117,11 +117,11 @@ def translate(text: str, doing: str, where: str, name: str = "") -> IcecoreError
     ):
         return StoreDenied(
             failure,
-            cure="the store does not accept the request: see whether [s3] endpoint is an S3 service",
+            cure="the store does not accept the request: check that [s3] endpoint is an S3 service",
         )
     cure = (
         ""
         if reply.status
-        else "see whether the endpoint ([s3] endpoint, AWS_ENDPOINT_URL_S3) is right and can be reached from here"
+        else "check that the endpoint ([s3] endpoint, AWS_ENDPOINT_URL_S3) is right and can be reached from here"
     )
     return StoreError(failure, cure=cure)

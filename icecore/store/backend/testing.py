@@ -1,5 +1,5 @@
-"""The conformance suite of back ends: whoever writes one subclasses it and runs it with pytest; the
-repository relies on nothing else of storage.
+"""The conformance suite of back ends. To test a back end, subclass it and run it with pytest. The
+repository relies on no other property of storage.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _SECONDS = 60.0
 
 
 class BackendConformance(ABC):
-    """What every back end does. Subclass, name the class ``Test…``, implement ``opened``.
+    """The tests of a back end. Subclass it, name the class ``Test…``, implement ``opened``.
 
     Attributes:
         large: Bytes of the large objects.
         racers: How many clients race for one name.
-        races: How often they do.
-        listed: How many objects a long listing has; more than the storage gives in one answer.
-        equal_bytes_lose: Whether who creates an object that is there with the same bytes is told
-            that it exists. Not so where lost replies are looked into.
+        races: How many races there are.
+        listed: Objects in a long listing; more than the storage returns in one reply.
+        equal_bytes_lose: Whether creating an existing object with the same bytes fails. Not so
+            where lost replies are resolved.
     """
 
     large = 9 << 20
@@ -38,8 +38,8 @@ class BackendConformance(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractAsyncContextManager[Backend]:
-        """A client of one and the same place, empty when the test begins; each call may make
-        another client.
+        """Return a client of one place, which is empty when the test begins; each call may create
+        another client of the same place.
         """
 
     def run(self, work: Callable[[Backend], Awaitable[None]]) -> None:

@@ -1,5 +1,5 @@
-"""Back ends around back ends: each adds one thing and leaves the rest to what it wraps; rule:
-whatever is wrapped, the contract of Backend holds.
+"""The base of wrappers: back ends around back ends. Each adds one property and leaves the rest to
+what it wraps; the contract of Backend holds for any nesting.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from icecore.store.backend.base import Backend, Buffer, Draft, Foreign, ObjectIn
 
 
 class Wrapper(Backend):
-    """Passes everything on to ``inner``; subclasses change what they are for."""
+    """Passes every call on to ``inner``; subclasses override what they change."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner

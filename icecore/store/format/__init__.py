@@ -1,3 +1,9 @@
-"""The bytes of a repository: what is stored, and how values become objects and come back; no input
-or output.
+"""The bytes of a repository: how values become objects and objects become values.
+
+Nothing here does input or output. In reading order:
+
+- data of a snapshot: `cell`, `rows`, `chunk`, `codec`, `delta`, `container`, `shard`, `cellmap`
+- metadata objects: `names`, `envelope`, `cipher`, `keys`, `slots`
+- what a snapshot is: `manifest`, `manifest_rules`, `marks`, `hints`, `fingerprints`
+- the log and the index: `state`, `gaps`, `segment`, `filters`
 """

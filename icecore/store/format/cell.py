@@ -1,5 +1,5 @@
-"""The cell, a 1 MiB window of a space, and the record that says where its bytes are: the one row
-type that maps, writers and readers share.
+"""The cell, a 1 MiB window of a space, and the record that says where its bytes are. Maps, writers
+and readers share this one row type.
 """
 
 from __future__ import annotations
@@ -7,10 +7,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-PAGE = 4096
-CELL_BYTES = 1 << 20
-CELL_PAGES = CELL_BYTES // PAGE
-BITMAP_BYTES = CELL_PAGES // 8
+from icecore.sizes import BITMAP_BYTES
+
 NODE_CELLS = 64
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,24 +37,11 @@ CELL = np.dtype(
 
 
 def data_pages(records: Records) -> npt.NDArray[np.int64]:
-    """Number of data pages of each record."""
+    """Return the number of data pages of each record."""
     counts: npt.NDArray[np.int64] = np.bitwise_count(records["data"]).sum(axis=1, dtype=np.int64)
     return counts
 
 
 def page_mask(bitmap: Bytes) -> npt.NDArray[np.bool_]:
-    """A 32-byte page bitmap as 256 booleans in page order."""
+    """Return a 32-byte page bitmap as 256 booleans in page order."""
     return np.unpackbits(bitmap, bitorder="little").view(np.bool_)
-
-
-def bitmap_of(mask: npt.NDArray[np.bool_]) -> Bytes:
-    """256 booleans in page order as a 32-byte page bitmap."""
-    return np.packbits(mask, bitorder="little")
-
-
-def page_runs(bitmap: Bytes) -> list[tuple[int, int]]:
-    """Runs of set pages in a bitmap as ``(first page, pages)``, in page order."""
-    mask = np.zeros(CELL_PAGES + 2, np.int8)
-    mask[1:-1] = np.unpackbits(bitmap, bitorder="little")
-    edges = np.flatnonzero(np.diff(mask))
-    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -1,5 +1,5 @@
 """The map of a space as a Merkle table: nodes of up to 64 cells of one region, named by the keyed
-BLAKE3 of their records; pure, many nodes a call.
+BLAKE3 of their records. Pure; one call handles many nodes.
 
 A node's uncompressed bytes are its CELL records, ascending by cell. Stored, a byte says whether
 they follow as they are (0) or as one zstd frame and its digest (1). Nodes lie back to back in a
@@ -19,8 +19,9 @@ import numpy.typing as npt
 import zstandard
 
 from icecore.errors import Damaged
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE, Bytes, Records
+from icecore.store.format.cell import CELL, NODE_CELLS, Bytes, Records
 from icecore.store.format.cipher import TAG_BYTES, opened_piece, overhead, sealed_piece
 from icecore.store.format.codec import Buffer
 from icecore.store.format.container import Container
@@ -37,12 +38,12 @@ PACK = Container("nodes", b"icnodes\n", 1, PACK_ENTRY, MAX_NODES)
 _PLAIN, _ZSTD = b"\0", b"\1"
 _LEVEL = 1
 
-#: Whether there is a codec of a number.
+#: Whether a codec has the number.
 _KNOWN_CODECS = np.fromiter((codec.known(number) for number in range(256)), np.bool_, 256)
-#: Uncompressed and stored length of a node are at most these.
+#: Upper bounds of a node's uncompressed and stored length.
 MAX_NODE_BYTES = NODE_CELLS * CELL.itemsize
 MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1 + TAG_BYTES
-#: No shard or pack is longer: a place beyond it is nowhere.
+#: No shard or pack is longer, so a place beyond it is invalid.
 MAX_CONTAINER_BYTES = 1 << 40
 _ROWS = 8192
 
@@ -69,7 +70,7 @@ class Groups:
         return len(self.region)
 
     def node_bytes(self) -> list[memoryview]:
-        """The uncompressed bytes of every node."""
+        """Return the uncompressed bytes of every node."""
         data = np.ascontiguousarray(self.records).view(np.uint8).reshape(-1).data
         edges = (self.starts * CELL.itemsize).tolist()
         return [data[a:b] for a, b in pairwise(edges)]
@@ -98,7 +99,7 @@ def group(records: Sequence[Records]) -> Groups:
 
 
 def node_ids(key: bytes, nodes: Sequence[Buffer]) -> list[bytes]:
-    """The ids of nodes, from their uncompressed bytes."""
+    """Return the ids of nodes, from their uncompressed bytes."""
     return [blake3.blake3(node, key=key).digest() for node in nodes]
 
 
@@ -111,7 +112,7 @@ class NodeEncoder:
         )
 
     def encode(self, node: memoryview) -> bytes:
-        """The stored form of one node."""
+        """Return the stored form of one node."""
         compressed = self._zstd.compress(node)
         if len(compressed) + codec.DIGEST_BYTES >= len(node):
             return _PLAIN + node
@@ -119,15 +120,15 @@ class NodeEncoder:
 
 
 def place_node(key: bytes, pack: bytes, offset: int, identity: bytes, stored: bytes) -> bytes:
-    """What goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where
+    """Return what goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where
     ``key``, the repository's node key, encrypts.
     """
     return sealed_piece(key, object_name("nodes", pack), offset, identity, stored)
 
 
 def encode_nodes(key: bytes, records: Sequence[Records]) -> list[tuple[bytes, bytes]]:
-    """All nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is the
-    repository's node key.
+    """Return all nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is
+    the repository's node key.
     """
     nodes = group(records).node_bytes()
     encoder = NodeEncoder()
@@ -149,11 +150,10 @@ class NodeDecoder:
         self._zstd = zstandard.ZstdDecompressor()
 
     def plain(self, stored: memoryview, identity: bytes) -> Buffer:
-        """The uncompressed bytes of a node.
+        """Return the uncompressed bytes of a node.
 
         Raises:
-            Damaged: They are not those of node ``identity``; no more than a node's bytes are ever
-                allocated.
+            Damaged: They are not those of node ``identity``. At most a node's bytes are allocated.
         """
         node: Buffer
         if stored[:1] == _PLAIN:
@@ -172,7 +172,7 @@ class NodeDecoder:
         if not node or len(node) % CELL.itemsize or len(node) > MAX_NODE_BYTES:
             raise _damaged(identity, f"it has {len(node)} bytes")
         if blake3.blake3(node, key=self._key).digest() != identity:
-            raise _damaged(identity, "its records do not have its id")
+            raise _damaged(identity, "its records do not match its id")
         return node
 
     def decode(
@@ -183,7 +183,7 @@ class NodeDecoder:
         Args:
             stored: Their stored bytes.
             refs: Their NODE_REF records.
-            limit: Bytes of records that are made at most.
+            limit: Most bytes of records to create.
 
         Returns:
             All records, one after the other, and how many each node has.
@@ -216,7 +216,7 @@ class NodeDecoder:
         return records, counts
 
     def verify(self, stored: memoryview, ref: np.void) -> None:
-        """Check the stored bytes of one node, whichever group it is of.
+        """Check the stored bytes of one node, regardless of its group.
 
         Raises:
             Damaged: They are not what was written.
@@ -234,7 +234,7 @@ class NodeDecoder:
 
 
 def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
-    """The CELL records of one node, given its stored form (decrypted).
+    """Return the CELL records of one node, given its stored form (decrypted).
 
     Raises:
         Damaged: It is not what was written.
@@ -243,8 +243,8 @@ def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
 
 
 def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.NDArray[np.bool_]:
-    """Which records cannot have been written: a wrong group or order, a page both data and zero, a
-    codec or length that does not fit the pages.
+    """Return which records cannot have been written: a wrong group or order, a page both data and
+    zero, a codec or length that does not fit the pages.
 
     Args:
         tag: Bytes by which stored chunks are longer because they are encrypted.
@@ -276,16 +276,16 @@ def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.N
 
 
 def check_regions(regions: Sequence[Region], records: Records, region: Indices) -> None:
-    """Check that cells lie in their regions, with all their pages: as regions are disjoint, no page
-    of a space is in two cells then.
+    """Check that cells lie in their regions, with all their pages. As regions are disjoint, this
+    means that no page of a space is in two cells.
 
     Args:
-        regions: A space's.
+        regions: The regions of a space.
         records: CELL records.
         region: The region of each.
 
     Raises:
-        ValueError: One does not.
+        ValueError: A cell lies outside its region.
     """
     if not len(records):
         return
@@ -309,8 +309,8 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
 
 
 def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence[int]) -> bytes:
-    """The footer of a pack whose nodes lie one after the other; ``key`` is the repository's shard
-    key, as for every footer.
+    """Return the footer of a pack whose nodes lie one after the other; ``key`` is the repository's
+    shard key, as for every footer.
     """
     table, offset = [], 0
     for identity, length in zip(ids, lengths, strict=True):
@@ -320,19 +320,19 @@ def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence
 
 
 def parse_pack_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-    """The nodes of a pack: PACK_ENTRY records in order.
+    """Return the nodes of a pack: PACK_ENTRY records in order.
 
     Raises:
         Damaged, FormatTooNew: As :meth:`Container.parse_footer`.
     """
     entries = PACK.parse_footer(key, name, size, footer)
     if ((entries["length"] <= 1) | (entries["length"] > MAX_STORED_NODE_BYTES)).any():
-        raise PACK.damaged(name, "a node's length cannot be")
+        raise PACK.damaged(name, "a node has an impossible length")
     return entries
 
 
 def parse_refs(nodes: bytes, regions: int) -> npt.NDArray[np.void]:
-    """A space's NODE_REF records, checked.
+    """Return a space's NODE_REF records, checked.
 
     Raises:
         ValueError: Not whole records, not ascending, of a region that is not there, or of a length

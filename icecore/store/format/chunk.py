@@ -1,5 +1,5 @@
-"""A chunk, the bytes of one cell's data pages in address order: its id, and its pages matched to
-another chunk's; bytes in, bytes out.
+"""The chunk, the bytes of a cell's data pages in address order: its id, and matching its pages to
+those of another chunk. Pure.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import blake3
 import numpy as np
 
-from icecore.store.format.cell import BITMAP_BYTES, CELL_PAGES, PAGE, Bytes, page_mask
+from icecore.sizes import BITMAP_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.cell import Bytes, page_mask
 from icecore.store.format.codec import Buffer
 
 #: The key of "no chunk" in a record.
@@ -15,8 +16,8 @@ NO_CHUNK = bytes(32)
 
 
 def chunk_id(key: bytes, bitmap: Buffer, data: Buffer) -> bytes:
-    """The chunk's 32-byte id: BLAKE3 keyed with the repository's chunk key over the page bitmap (32
-    bytes), then the pages' bytes.
+    """Return the chunk's 32-byte id: BLAKE3 keyed with the repository's chunk key over the page
+    bitmap (32 bytes), then the pages' bytes.
 
     Args:
         key: 32 bytes.
@@ -29,22 +30,23 @@ def chunk_id(key: bytes, bitmap: Buffer, data: Buffer) -> bytes:
 
 
 def pages_of(bitmap: Buffer) -> int:
-    """Number of set bits of a 32-byte page bitmap."""
+    """Return the number of set bits of a 32-byte page bitmap."""
     return int.from_bytes(bitmap, "little").bit_count()
 
 
 def as_pages(data: Buffer) -> Bytes:
-    """The bytes as rows of one page each, no copy."""
+    """Return the bytes as rows of one page each, no copy."""
     return np.frombuffer(data, np.uint8).reshape(-1, PAGE)
 
 
 def align(base_bitmap: Buffer, base: Buffer, bitmap: Buffer, out: memoryview) -> memoryview:
-    """The base's bytes for exactly the pages of ``bitmap``; a page that the base lacks is zero.
+    """Return the base's bytes for exactly the pages of ``bitmap``; a page that the base lacks is
+    zero.
 
     Args:
         base_bitmap: Data bitmap of the base (32 bytes).
         base: The base's pages.
-        bitmap: Data bitmap of the chunk that is to be matched.
+        bitmap: Data bitmap of the chunk to match.
         out: Room for that chunk's pages; must not overlap ``base``.
 
     Returns:
@@ -69,8 +71,8 @@ def align(base_bitmap: Buffer, base: Buffer, bitmap: Buffer, out: memoryview) ->
 
 
 def changed_pages(data: Buffer, base: Buffer) -> Bytes:
-    """A 32-byte bitmap over the chunk's pages (bit i: its i-th data page differs from the base's
-    i-th). ``base`` is aligned.
+    """Return a 32-byte bitmap over the chunk's pages (bit i: its i-th data page differs from the
+    base's i-th). ``base`` is aligned.
     """
     words = PAGE // 8
     ours, theirs = (np.frombuffer(b, np.uint64).reshape(-1, words) for b in (data, base))

@@ -1,9 +1,9 @@
-"""The stored forms of a chunk's bytes, one number each; pure, and a decoder writes only into the
+"""The stored forms of a chunk's bytes, each with a number. Pure; a decoder writes only into the
 buffer that its caller sized.
 
-Every form but zero and raw ends with 8 bytes, the XXH3-64 (little-endian) of all stored bytes
-before it: damage is seen before a decompressor is. Raw bytes are covered bit by bit by the chunk
-id. docs/format-data.md says what stands inside each form.
+Every form except zero and raw ends with 8 bytes, the XXH3-64 (little-endian) of all stored bytes
+before it, so that damage is detected before a decompressor sees it. The chunk id covers raw bytes.
+docs/format-data.md specifies each form.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-# The library's other setting shares one global context behind a lock; ours are called from many
-# threads at once.
+# The library's other setting shares one global context behind a lock; these functions are called
+# from many threads at once.
 _blosc.use_threads = False
 
 Buffer = bytes | bytearray | memoryview
@@ -38,17 +38,17 @@ BITSHUFFLE2_LZ4 = 7
 BITSHUFFLE4_LZ4 = 8
 BITSHUFFLE8_LZ4 = 9
 
-#: Delta forms: one of these bits beside the number of the form in which the changed pages are kept
+#: Delta forms: one of these bits is set beside the number of the form that holds the changed pages
 #: (icecore.store.format.delta).
 PATCH = 0x40
 XOR = 0x80
 DELTA = PATCH | XOR
 
-#: Bytes after every form but zero and raw.
+#: Bytes after every form except zero and raw.
 DIGEST_BYTES = 8
 
-#: No form is longer than the bytes it stands for plus this (the blosc header, the lz4 length, the
-#: delta header, the digest): readers bound by it.
+#: No form is longer than the bytes that it encodes plus this (the blosc header, the lz4 length, the
+#: delta header, the digest). Readers rely on it.
 MAX_OVERHEAD = 256
 
 _BLOSC_BLOCK = 256 << 10
@@ -108,14 +108,16 @@ class Choice:
 
 
 def known(codec: int) -> bool:
-    """Whether this version can decode the number."""
+    """Return whether this version can decode the number."""
     if codec & DELTA:
         return codec & DELTA != DELTA and codec & ~DELTA in _NAMES and codec & ~DELTA != ZERO
     return codec in _NAMES
 
 
 def name(codec: int) -> str:
-    """The codec's name as events, ``show`` and the documents write it, e.g. ``xor/shuffle4+zstd``."""
+    """Return the codec's name as events, ``show`` and the documents write it, e.g.
+    ``xor/shuffle4+zstd``.
+    """
     base = _NAMES.get(codec & ~DELTA, f"unknown {codec}")
     return {0: base, XOR: f"xor/{base}", PATCH: f"patch/{base}"}.get(
         codec & DELTA, f"unknown {codec}"
@@ -123,7 +125,7 @@ def name(codec: int) -> str:
 
 
 def seal(*parts: Buffer) -> bytes:
-    """The 8 bytes that follow ``parts`` in the store."""
+    """Return the digest that is stored after ``parts``, 8 bytes."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -131,10 +133,10 @@ def seal(*parts: Buffer) -> bytes:
 
 
 def unseal(stored: memoryview) -> memoryview:
-    """The stored bytes without their last 8, which are compared.
+    """Return the stored bytes without their digest, which is checked.
 
     Raises:
-        ValueError: They do not match.
+        ValueError: The digest does not match.
     """
     if len(stored) <= DIGEST_BYTES:
         raise ValueError("shorter than its digest")
@@ -145,7 +147,7 @@ def unseal(stored: memoryview) -> memoryview:
 
 
 class Encoder:
-    """Encodes into full forms; holds what is costly to make, so one is kept per thread. Not
+    """Encode into full forms. It holds what is expensive to create, so keep one per thread. Not
     thread-safe.
     """
 
@@ -153,8 +155,8 @@ class Encoder:
         self._zstd: dict[int, zstandard.ZstdCompressor] = {}
 
     def body(self, data: memoryview, choice: Choice) -> Buffer:
-        """The form without its digest: ``data`` itself for raw, else new bytes (possibly longer
-        than ``data``: the caller then takes raw).
+        """Return the form without its digest: ``data`` itself for raw, otherwise new bytes. Where
+        they are longer than ``data``, the caller falls back to raw.
         """
         if choice.codec == RAW:
             return data
@@ -181,7 +183,7 @@ class Encoder:
 def encode(
     data: Buffer, choice: Choice, encoder: Encoder | None = None
 ) -> tuple[int, tuple[Buffer, ...]]:
-    """One full form of ``data``.
+    """Return one full form of ``data``.
 
     Returns:
         The codec number (raw where the chosen form would not be smaller) and the parts to store one
@@ -195,8 +197,8 @@ def encode(
 
 
 def decode(codec: int, stored: memoryview, out: memoryview) -> None:
-    """Fill ``out`` from a full form. ``len(out)`` is what the bytes must decode to; nothing larger
-    is ever allocated.
+    """Fill ``out`` from a full form, which must decode to exactly ``len(out)`` bytes; nothing
+    larger is ever allocated.
 
     Raises:
         ValueError: The number is unknown or a delta's, the digest differs, or the form does not
@@ -249,7 +251,7 @@ def _check_zstd(body: memoryview, expected: int) -> None:
     if frame.content_size != expected:
         raise ValueError(f"its zstd frame is not of {expected} bytes")
     if frame.dict_id:
-        raise ValueError("its zstd frame wants a dictionary")
+        raise ValueError("its zstd frame needs a dictionary")
 
 
 def _check_blosc(form: Blosc, body: memoryview, expected: int) -> None:

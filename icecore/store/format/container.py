@@ -1,11 +1,11 @@
-"""Objects of many pieces (shards, node packs): pieces back to back, then a footer that names them
-all, so that the object can be read without any index.
+"""Objects of many pieces (shards, node packs): the pieces back to back, then a footer that lists
+them, so that the object can be read without any index.
 
 The footer is a table of fixed entries (each with its piece's ``offset`` and ``length``) and a tail
 of 72 bytes: magic, version, number of entries, offset of the table, the object's own random name,
 and the keyed BLAKE3 of table and tail. The pieces tile the bytes before the table without a gap, so
-that no byte of the object is unaccounted for. In an encrypted repository pieces and table are
-encrypted, each for its place.
+every byte of the object is accounted for. In an encrypted repository, the pieces and the table are
+encrypted, each bound to its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from icecore.store.format.names import Kind, object_name
 
 _TAIL = struct.Struct("<8sIIQ16s32s")
 _DIGEST_BYTES = 32
-#: What an encrypted table is, beside its place.
+#: What an encrypted table is bound to besides its place.
 _TABLE = b"table"
 
 #: Bytes at the end of an object that say where its footer begins.
@@ -35,14 +35,14 @@ NAME_BYTES = 16
 
 @dataclass(frozen=True)
 class Container:
-    """What an object of this kind looks like.
+    """The layout of one kind of object.
 
     Attributes:
-        kind: As names and errors call it.
+        kind: Its name in object names and errors.
         magic: 8 bytes with which the tail begins.
-        version: The one that is written, and the newest that is read.
+        version: The version that is written, and the newest that is read.
         entry: Record type of the table; has the fields ``offset`` (u8) and ``length`` (u4).
-        max_entries: No table is longer, whatever a tail says.
+        max_entries: The longest table that is accepted, whatever a tail says.
     """
 
     kind: Kind
@@ -52,7 +52,9 @@ class Container:
     max_entries: int
 
     def footer(self, key: bytes, name: bytes, table: bytes, offset: int) -> bytes:
-        """The footer of object ``name`` whose pieces end at ``offset``; ``table`` is their entries."""
+        """Return the footer of object ``name`` whose pieces end at ``offset``; ``table`` is their
+        entries.
+        """
         count = len(table) // self.entry.itemsize
         head = _TAIL.pack(self.magic, self.version | flag(key), count, offset, name, b"")[
             :-_DIGEST_BYTES
@@ -61,13 +63,13 @@ class Container:
         return table + head + _digest(key, table, head)
 
     def parse_tail(self, name: bytes, size: int, tail: Buffer) -> Where:
-        """Where the footer of an object of ``size`` bytes begins, from its last :data:`TAIL_BYTES`;
-        the same in all versions.
+        """Return where the footer of an object of ``size`` bytes begins, from its last
+        :data:`TAIL_BYTES`; the same in all versions.
 
-        Only :meth:`parse_footer` can say whether it is true.
+        Only :meth:`parse_footer` verifies it.
 
         Raises:
-            Damaged: Not such an object's tail, another object's, or an offset that cannot be.
+            Damaged: The tail of another kind or object, or an impossible offset.
         """
         if len(tail) != TAIL_BYTES or size < TAIL_BYTES:
             raise self.damaged(name, "it is shorter than its tail")
@@ -86,7 +88,8 @@ class Container:
         return Where(offset, length)
 
     def parse_footer(self, key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-        """The table of an object of ``size`` bytes, from its last :attr:`Where.length` bytes.
+        """Return the table of an object of ``size`` bytes, from its last :attr:`Where.length`
+        bytes.
 
         Returns:
             Records of ``entry`` in order of their offset; they tile the bytes before the table.
@@ -110,7 +113,7 @@ class Container:
                 cure="use a newer icecore",
             )
         if version & ENCRYPTED != flag(key):
-            raise self.damaged(name, "it is encrypted, or not, unlike its repository")
+            raise self.damaged(name, "its encryption differs from its repository's")
         try:
             table = opened_piece(key, object_name(self.kind, name), where.offset, _TABLE, table)
         except ValueError as error:
@@ -127,7 +130,7 @@ class Container:
         return entries
 
     def damaged(self, name: bytes, why: str) -> Damaged:
-        """The error for object ``name`` of this kind."""
+        """Return the error for object ``name`` of this kind."""
         return Damaged(self.kind, object_name(self.kind, name), why)
 
 

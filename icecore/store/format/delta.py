@@ -1,9 +1,9 @@
-"""Delta forms: a chunk as the pages that differ from a base chunk's, and nothing of the others; the
-base is always a full chunk.
+"""Delta forms: a chunk stored as its pages that differ from a base chunk. The base is always a full
+chunk.
 
-Stored: the base's data bitmap (32 bytes) · the changed pages (32 bytes, bit i = the chunk's i-th
-data page) · a full form's body of the changed pages, either their own bytes (patch) or their xor
-with the base's (xor) · the digest. Pages that the base lacks count as zero.
+Stored: the base's data bitmap (32 bytes) · the bitmap of changed pages (32 bytes, bit i is the
+chunk's i-th data page) · the body of a full form of the changed pages, either as they are (patch)
+or xored with the base's (xor) · the digest. Pages that the base lacks count as zero.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from icecore.sizes import BITMAP_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import BITMAP_BYTES, PAGE, Bytes, page_mask
+from icecore.store.format.cell import Bytes, page_mask
 from icecore.store.format.chunk import align, as_pages, changed_pages, pages_of
 from icecore.store.format.codec import Buffer
 
@@ -58,7 +59,7 @@ def difference(data: memoryview, base: memoryview, own: memoryview, xor: memoryv
 
 
 def parts(number: int, base_bitmap: bytes, changed: bytes, body: Buffer) -> tuple[Buffer, ...]:
-    """The parts to store for a delta of codec ``number`` whose changed pages were encoded to
+    """Return the parts to store for a delta of codec ``number`` whose changed pages were encoded to
     ``body``.
     """
     if not codec.known(number) or not number & codec.DELTA:
@@ -68,7 +69,7 @@ def parts(number: int, base_bitmap: bytes, changed: bytes, body: Buffer) -> tupl
 
 
 def base_bitmap(stored: Buffer) -> bytes:
-    """The base's data bitmap, from the first 32 stored bytes of a delta.
+    """Return the base's data bitmap, from the first 32 stored bytes of a delta.
 
     Raises:
         ValueError: Too short.
@@ -116,7 +117,7 @@ def decode(
     if len(rows) and rows[-1] >= pages:
         raise ValueError("it changes pages that the chunk does not have")
     if pages_of(theirs) * PAGE != len(base):
-        raise ValueError("its base has another number of pages")
+        raise ValueError("its base has a different number of pages")
     residual = scratch[: len(rows) * PAGE]
     codec.decode_body(number & ~codec.DELTA, body[HEADER_BYTES:], residual)
     if theirs != bytes(bitmap):

@@ -1,5 +1,5 @@
-"""The wrapping of metadata objects: magic, version, length, keyed digest, then a compressed, maybe
-encrypted body; a flipped bit is named, never parsed.
+"""The envelope of metadata objects: magic, version, length, keyed digest, then the compressed and
+possibly encrypted body. A flipped bit is reported, never parsed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DIGEST_BYTES = 32
 #: compression; the digest follows.
 _HEADER = struct.Struct("<7sBBxxxxxxxQ")
 _NONE, _ZSTD = 0, 1
-#: Before an encrypted body: its compression, and its length before that; the header does not tell
-#: then.
+#: Before an encrypted body: its compression and its uncompressed length. The header has zeros in
+#: their place then.
 _INNER = struct.Struct("<BxxxxxxxQ")
 
 
 @dataclass(frozen=True)
 class ObjectKind:
-    """What an object of this kind begins with, and how large it may be.
+    """The magic, the version and the size limit of one kind of object.
 
     Attributes:
         title: The kind in words, as errors name it.
@@ -51,7 +51,7 @@ class ObjectKind:
 
     @property
     def object_limit(self) -> int:
-        """The longest whole object in bytes; zstd adds little to what it cannot compress."""
+        """The longest whole object in bytes; zstd adds little to an incompressible body."""
         return HEADER_BYTES + self.limit + self.limit // 128 + 1024
 
 
@@ -70,7 +70,7 @@ def _digest(header: bytes, payload: bytes | memoryview, key: bytes) -> bytes:
 
 
 def sealed_bytes(length: int, key: bytes) -> int:
-    """Length of the object of a body of ``length`` bytes that is not compressed
+    """Return the length of an object with an uncompressed body of ``length`` bytes
     (``ObjectKind.level`` is None), sealed under ``key``.
     """
     return HEADER_BYTES + length + (_INNER.size + WHOLE_BYTES if flag(key) else 0)
@@ -80,10 +80,10 @@ def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
     """Wrap ``body``; ``key`` has 32 bytes.
 
     Args:
-        name: The object that it is for; needed where ``key`` encrypts.
+        name: The object's name; required where ``key`` encrypts.
 
     Raises:
-        ValueError: ``body`` is longer than this kind may be, or an encrypted object has no name.
+        ValueError: ``body`` is longer than its kind allows, or an encrypted object has no name.
     """
     if len(body) > kind.limit:
         raise ValueError(f"a {kind.title} may have {kind.limit} bytes, not {len(body)}")
@@ -103,15 +103,15 @@ def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
 def unseal(
     kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes | None = None
 ) -> bytes:
-    """The body of object ``name``.
+    """Return the body of object ``name``.
 
     Args:
-        digest: The digest by which somebody referred to it, where somebody did.
+        digest: The digest by which another object refers to it, if one does.
 
     Raises:
         Damaged: It is not what was written.
-        FormatTooNew: It was written by a later version. Header and digest lie in the same place in
-            all versions.
+        FormatTooNew: A later version wrote it. Header and digest have the same place in all
+            versions.
     """
     if len(data) < HEADER_BYTES:
         raise Damaged(kind.title, name, f"it has {len(data)} bytes, fewer than its header")
@@ -124,14 +124,14 @@ def unseal(
     if _digest(header, payload, key) != written:
         raise Damaged(kind.title, name, "its digest does not match its bytes")
     if digest is not None and digest != written:
-        raise Damaged(kind.title, name, "it is a different one than the one that was referred to")
+        raise Damaged(kind.title, name, "it is not the one that was referred to")
     if version & ~ENCRYPTED > kind.version:
         raise FormatTooNew(
             f"{kind.title} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {kind.version}",
             cure="use a newer icecore",
         )
     if version & ENCRYPTED != flag(key):
-        raise Damaged(kind.title, name, "it is encrypted, or not, unlike its repository")
+        raise Damaged(kind.title, name, "its encryption differs from its repository's")
     if version & ENCRYPTED:
         try:
             inner = open_whole(key, name, header, payload)
@@ -152,10 +152,10 @@ def unseal(
     if compression != _ZSTD:
         raise Damaged(kind.title, name, f"it has unknown compression {compression}")
     try:
-        # zstd allocates what the frame says; it has to say what the header says.
+        # zstd allocates what the frame claims, so the frame must claim what the header says.
         if zstandard.frame_content_size(payload) != length:
             raise Damaged(
-                kind.title, name, "its compressed frame has another length than its header"
+                kind.title, name, "the length in its compressed frame differs from its header"
             )
         body = zstandard.ZstdDecompressor().decompress(payload, max_output_size=length)
     except zstandard.ZstdError as error:
@@ -166,10 +166,10 @@ def unseal(
 
 
 def is_encrypted(data: bytes) -> bool:
-    """Whether the object says that it is encrypted; unverified."""
+    """Return whether the object claims to be encrypted; unverified."""
     return len(data) >= HEADER_BYTES and bool(data[7] & ENCRYPTED)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """The digest that an object carries in its header, unverified; ``data`` begins with the header."""
+    """Return the digest in an object's header, unverified; ``data`` begins with the header."""
     return bytes(data[_HEADER.size : HEADER_BYTES])

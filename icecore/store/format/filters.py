@@ -1,7 +1,7 @@
-"""Filters of index segments: they tell of nearly every chunk that is in no segment that it is not,
-without a read; pure. Rule: what one denies is not there.
+"""Filters of index segments: they answer without a read, for nearly every chunk that is in no
+segment, that it is in none. Pure. A filter never denies an id that is in its segment.
 
-A filter is a split block Bloom filter, as Apache Parquet has them (BloomFilter.md in
+A filter is a split block Bloom filter, as in Apache Parquet (BloomFilter.md in
 apache/parquet-format; Putze, Sanders and Singler, "Cache-, Hash- and Space-Efficient Bloom
 Filters", 2007): a block of eight 32-bit words for each id, one bit set in each word, so that a
 lookup touches one cache line. Chunk ids are keyed digests, so their own bytes are the hash.
@@ -20,20 +20,20 @@ from icecore.store.format.cell import Bytes
 from icecore.store.format.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes, unseal
 from icecore.store.format.state import SegmentRef
 
-#: Bits for each entry: of the ids that are not in the segment, 0.1 % are taken for such that may
-#: be. In the long segments of a large index, which have most of its entries, it has to be 0.35 %:
-#: of the 256 ranges of ids, those with so many entries or more.
+#: Bits for each entry. With 16, 0.1 % of the ids that are not in the segment pass. The long
+#: segments of a large index, which hold most of its entries, may let 0.35 % pass: of the 256 ranges
+#: of ids, those with this many entries or more.
 BITS, LARGE_BITS = 16, 13
 LARGE_ENTRIES = 1 << 17
 _FINEST = 8
 _WORDS = 8
 _BLOCK_BYTES = 4 * _WORDS
-#: That of the longest segment has 128 MiB.
+#: The filter of the longest segment has 128 MiB.
 FILTER_KIND = ObjectKind("index filter", b"ICEFILT", 1, 256 << 20, None)
-#: Where in an id its hash lies: a number that chooses the block, and one that chooses the bits. The
-#: leading bytes are partly the same in a segment.
+#: Where in an id its hash lies: one number chooses the block, the other the bits. The leading bytes
+#: do not serve, as a segment's ids share some of them.
 _HASH = slice(16, 24)
-#: Odd numbers by which the second is multiplied for each word; the leading five bits of the product
+#: Odd numbers that multiply the second number for each word; the leading five bits of the product
 #: are the bit's number. As in Parquet.
 _SALTS = np.array(
     [
@@ -54,23 +54,23 @@ Numbers = npt.NDArray[np.int64]
 
 
 def block_count(segment: SegmentRef) -> int:
-    """Blocks of the filter of a segment."""
+    """Return the number of blocks in the filter of a segment."""
     large = segment.bits == _FINEST and segment.count >= LARGE_ENTRIES
     return -(-segment.count * (LARGE_BITS if large else BITS) // (8 * _BLOCK_BYTES))
 
 
 def filter_bytes(segment: SegmentRef, key: bytes) -> int:
-    """Length in bytes of the filter object of a segment, written under ``key``."""
+    """Return the length in bytes of the filter object of a segment, written under ``key``."""
     return sealed_bytes(DIGEST_BYTES + block_count(segment) * _BLOCK_BYTES, key)
 
 
 def encode_filter(ids: Bytes, segment: SegmentRef, key: bytes, name: str) -> bytes:
-    """The filter object of a segment.
+    """Return the filter object of a segment.
 
     Args:
         ids: The segment's chunk ids, n x 32 bytes.
         key: The segment key.
-        name: The object that it will be; only encryption needs it.
+        name: The object's name; only encryption needs it.
     """
     words = np.zeros((block_count(segment), _WORDS), np.uint32)
     high, bits = _hash(ids)
@@ -81,7 +81,7 @@ def encode_filter(ids: Bytes, segment: SegmentRef, key: bytes, name: str) -> byt
 
 
 def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Words:
-    """The blocks of a segment's filter, which is in object ``name``: n x 8 words.
+    """Return the blocks of a segment's filter, from object ``name``: n x 8 words.
 
     Raises:
         Damaged: It is not what was written, or another segment's.
@@ -89,7 +89,7 @@ def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Wo
     """
     body = unseal(FILTER_KIND, name, data, key)
     if body[:DIGEST_BYTES] != segment.digest:
-        raise Damaged(FILTER_KIND.title, name, "it is that of another segment")
+        raise Damaged(FILTER_KIND.title, name, "it belongs to another segment")
     if len(body) != DIGEST_BYTES + block_count(segment) * _BLOCK_BYTES:
         raise Damaged(
             FILTER_KIND.title,
@@ -100,8 +100,8 @@ def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Wo
 
 
 def _hash(ids: Bytes) -> tuple[npt.NDArray[np.uint64], Words]:
-    """Of each id the number that chooses its block, and its bit in each of the block's words, n x
-    8.
+    """Return, for each id, the number that chooses its block, and its bit in each of the block's
+    words (n x 8).
     """
     numbers = np.ascontiguousarray(ids[:, _HASH]).view("<u4")
     bits: Words = np.uint32(1) << (numbers[:, 1:] * _SALTS >> np.uint32(27))
@@ -109,12 +109,12 @@ def _hash(ids: Bytes) -> tuple[npt.NDArray[np.uint64], Words]:
 
 
 class FilterSet:
-    """The filters of many segments in one array, so that asking them costs the same however many
-    there are. Each is put in when it is first needed.
+    """The filters of many segments in one array, so that a query costs the same for any number of
+    segments. Each filter is loaded when it is first needed.
 
     Args:
-        segments: Those asked first come first.
-        budget: Bytes of filters to hold; longer segments go without when they do not fit.
+        segments: In the order in which they are asked.
+        budget: Bytes of filters to hold; the longest segments that do not fit go without.
     """
 
     def __init__(self, segments: Sequence[SegmentRef], budget: int) -> None:
@@ -122,22 +122,23 @@ class FilterSet:
         counts = [block_count(ref) for ref in segments]
         self._base = np.zeros(len(counts), np.int64)
         self._blocks = np.zeros(len(counts), np.uint64)
-        #: Whose filter has not been asked for yet, and whose is not to be had.
+        #: Segments whose filter has not been requested yet, and those whose filter is not
+        #: available.
         self._unknown = np.zeros(len(counts), np.bool_)
         self._without = np.ones(len(counts), np.bool_)
-        used = 1  # the first block is that of all that have none
+        used = 1  # the first block serves all segments without a filter
         for number in sorted(range(len(counts)), key=counts.__getitem__):
             if (used + counts[number]) * _BLOCK_BYTES > budget:
                 break
             self._base[number], self._blocks[number] = used, counts[number]
             self._unknown[number], self._without[number] = True, False
             used += counts[number]
-        # Memory that is not touched before its filter is there.
+        # The system provides this memory only when a filter is written to it.
         self._words: Words = np.zeros((used, _WORDS), np.uint32)
 
     def unknown(self, ids: Bytes) -> list[int]:
-        """Numbers of the segments in whose range an id lies and whose filter is neither here nor
-        known not to be.
+        """Return the numbers of the segments in whose range an id lies and whose filter is neither
+        loaded nor known to be unavailable.
         """
         if not self._unknown.any():
             return []
@@ -147,7 +148,7 @@ class FilterSet:
         return found
 
     def put(self, number: int, words: Words | None) -> None:
-        """Put in the filter of a segment; None if it is not to be had."""
+        """Set the filter of a segment; None if it is not available."""
         if words is None:
             self._without[number] = True
         else:
@@ -156,8 +157,8 @@ class FilterSet:
         self._unknown[number] = False
 
     def candidates(self, ids: Bytes) -> Numbers:
-        """Segments that may have an id: their numbers, layers x n, -1 where there is none; those to
-        be asked first come first.
+        """Return the segments that may have an id: their numbers, layers x n, -1 where there is
+        none, in the order in which to ask them.
         """
         high, bits = _hash(ids)
         found = self._layers[:, ids[:, 0]]
@@ -165,7 +166,7 @@ class FilterSet:
             block = self._base[layer] + (high * self._blocks[layer] >> np.uint64(32)).astype(
                 np.int64
             )
-            # Four 64-bit words for eight of 32 bits: whether all of an id's bits are set.
+            # Four 64-bit words in place of eight 32-bit words: tests all of an id's bits.
             absent = (~np.take(self._words, block, axis=0) & bits).view(np.uint64)
             denied = (absent[:, 0] | absent[:, 1] | absent[:, 2] | absent[:, 3]) != 0
             layer[denied & ~self._without[layer]] = -1
@@ -173,8 +174,8 @@ class FilterSet:
 
 
 def _layers(segments: Sequence[SegmentRef]) -> npt.NDArray[Any]:
-    """For each leading byte of an id the segments in whose range it lies, in order: layers x 256,
-    -1 where there is none.
+    """Return, for each leading byte of an id, the segments in whose range it lies, in order:
+    layers x 256, -1 where there is none.
     """
     depth = np.zeros(256, np.int64)
     layers: list[Numbers] = []
@@ -182,7 +183,7 @@ def _layers(segments: Sequence[SegmentRef]) -> npt.NDArray[Any]:
         first = ref.prefix << (8 - ref.bits) if ref.bits else 0
         span = slice(first, first + (1 << (8 - ref.bits)))
         if first > 255:
-            continue  # no id begins so
+            continue  # no id begins with this byte
         at = int(depth[span].max())
         if at == len(layers):
             layers.append(np.full(256, -1, np.int64))

@@ -1,5 +1,5 @@
-"""The hint of a snapshot's fingerprints: one of each cell, by space and address, and the seed.
-Pure; what they are of is the dumper's business.
+"""The hint with a snapshot's fingerprints: one for each cell, by space and address, and the seed.
+Pure; the dumper decides what they are computed from.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MAX_HINTS = 1 << 30  # of the whole object, before compression
 
 
 class Fingerprints(NamedTuple):
-    """What a snapshot remembers of one space's cells.
+    """The fingerprints of one space's cells.
 
     Attributes:
         key: u8[n], as in `KnownCells`.
         fingerprint: V16[n].
-        restless: u8[m], keys of cells that changed between pre-copy and window: to store them
-            before the window was in vain.
+        restless: u8[m], keys of cells that changed between pre-copy and window, so that storing
+            them before the window was wasted.
     """
 
     key: npt.NDArray[np.uint64]
@@ -50,7 +50,7 @@ _SPACES = Annotated[dict[str, _Stored], msgspec.Meta(max_length=MAX_SPACES)]
 
 
 def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
-    """Fingerprints of many spaces (by ``kind:key``) as one hint object."""
+    """Encode fingerprints of many spaces (by ``kind:key``) as one hint object."""
     entries = {
         stored(space): _Stored(
             known.key.astype("<u8").tobytes(),
@@ -63,20 +63,19 @@ def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
 
 
 def fingerprint_bytes(cells: int, spaces: int) -> int:
-    """Bytes that the fingerprints of so many cells in so many spaces have at most, before
-    compression.
+    """Return an upper bound of the bytes of fingerprints, before compression.
 
     Args:
-        cells: Those that the maps have room for.
+        cells: Cells that the maps have room for.
     """
     return 64 * cells + 8192 * spaces + (16 << 20)
 
 
 def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Fingerprints]:
-    """The reverse of ``encode_fingerprints``.
+    """Return the inverse of ``encode_fingerprints``.
 
     Args:
-        limit: Bytes that they have at most, from `fingerprint_bytes`.
+        limit: Most bytes that they have, from `fingerprint_bytes`.
 
     Raises:
         Damaged: the bytes are not such an object.
@@ -103,5 +102,5 @@ def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Finge
 
 
 def fingerprint_seed(keys: Keys, lineage: str) -> int:
-    """The secret 64-bit seed of a lineage's fingerprints."""
+    """Return the secret 64-bit seed of a lineage's fingerprints."""
     return int.from_bytes(blake3.blake3(lineage.encode(), key=keys.hints).digest(8), "little")

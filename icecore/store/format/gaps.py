@@ -1,7 +1,6 @@
-"""Lost entries of the log, as the state records them: how a reader skips them. Pure.
+"""Lost entries of the log, as the state records them, and how a reader skips them. Pure.
 
-The rule: only a holder of the log key can record a gap, so an absent entry is an error unless it is
-recorded.
+Only a holder of the log key can record a gap, so an absent entry is an error unless it is recorded.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ from icecore.store.format.state import Gap
 
 
 def gap_of(gaps: Sequence[Gap], generation: int) -> Gap | None:
-    """Return the gap that the entry of ``generation`` belongs to, or None if it is not recorded as
-    lost.
-    """
+    """Return the gap that holds ``generation``; None if its entry is not recorded as lost."""
     return next((gap for gap in gaps if gap.first <= generation <= gap.last), None)
 
 
 def step(gaps: Sequence[Gap], start: int, wanted: int) -> int:
-    """Return the entry to read next for a reader who is at entry ``start`` and goes back to
-    ``wanted``.
+    """Return the entry to read next for a reader at entry ``start`` that goes back to ``wanted``.
 
     Args:
-        gaps: Of the newest state.
-        start: A generation outside of every gap.
-        wanted: A lower one.
+        gaps: The gaps of the newest state.
+        start: A generation outside all gaps.
+        wanted: A lower generation.
 
     Returns:
-        ``wanted``; or, if it is lost, the entry after its gap; or, from there, the one before its
+        ``wanted``, or, if that is lost, the entry after its gap. From there, the entry before the
         gap, which may be 0.
     """
     gap = gap_of(gaps, wanted)
@@ -49,7 +45,7 @@ def ranges(generations: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def joined(gaps: Iterable[Gap]) -> list[Gap]:
-    """Return the same gaps, ascending; neighbours become one."""
+    """Return the same gaps, ascending, with adjacent ones merged."""
     made: list[Gap] = []
     for gap in sorted(gaps, key=lambda gap: gap.first):
         if made and gap.first <= made[-1].last + 1:
@@ -60,15 +56,15 @@ def joined(gaps: Iterable[Gap]) -> list[Gap]:
 
 
 def kept(gaps: Sequence[Gap], above: int) -> list[Gap]:
-    """Return the gaps that reach above a generation: older ones lie where every entry has been
+    """Return the gaps that reach above a generation. All entries around older gaps have been
     trimmed.
     """
     return [gap for gap in gaps if gap.last > above]
 
 
 def between(gaps: Sequence[Gap], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the generations from ``first`` to ``last`` that are not recorded as lost, newest
-    first, as runs.
+    """Return the generations from ``first`` to ``last`` not recorded as lost, newest first, as
+    runs.
     """
     runs, low = [], first
     for gap in sorted(gaps, key=lambda gap: gap.first):

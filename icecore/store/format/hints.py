@@ -1,5 +1,5 @@
-"""Hints: what may help the next snapshot or a restore of a lineage (fingerprints, working sets);
-advice, so a damaged one is told of and then done without.
+"""Hints: objects that may speed up the next snapshot or a restore of a lineage (fingerprints,
+working sets). They are advice: a damaged hint is reported and then ignored.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from dataclasses import replace
 from icecore.store.format.envelope import ObjectKind, unseal
 from icecore.store.format.names import HINTS
 
-#: The object of a lineage's hints; what its body means is its readers' business.
+#: The object of a lineage's hints. Its readers define the body.
 HINTS_KIND = ObjectKind("hints", b"ICEHINT", 1, 1 << 30)
 
 
 def limited(limit: int) -> ObjectKind:
-    """The kind of hints whose body has ``limit`` bytes at most."""
+    """Return the kind of hints whose body has at most ``limit`` bytes."""
     return replace(HINTS_KIND, limit=min(limit, HINTS_KIND.limit))
 
 
@@ -26,25 +26,25 @@ def decode_hints(
     *,
     kind: ObjectKind = HINTS_KIND,
 ) -> bytes:
-    """The body of hints object ``name``; ``key`` is the repository's hints key.
+    """Return the body of hints object ``name``; ``key`` is the repository's hints key.
 
     Args:
-        kind: From `limited`, where it is known how long it can be.
+        kind: From `limited`, if the possible length is known.
         digest: The digest in :attr:`Manifest.hints_digest`.
 
     Raises:
-        Damaged: It is not what was written, or another one than was meant.
+        Damaged: It is not what was written, or another hints object.
         FormatTooNew: It was written by a later version.
     """
     return unseal(kind, name, data, key, digest)
 
 
-#: How the names of working sets begin within their lineage's folder; they live as long as the
-#: lineage has a snapshot, and no manifest names them.
+#: The names of working sets begin with this within their lineage's folder. A working set lives as
+#: long as the lineage has a snapshot, and no manifest names it.
 TOUCHED = "touched-"
 
 
 def touched_lineage(name: str) -> str | None:
-    """The lineage whose working set object ``name`` is; None if it is something else."""
+    """Return the lineage whose working set is object ``name``; None if it is something else."""
     lineage, _, last = name.removeprefix(HINTS).rpartition("/")
     return lineage if name.startswith(HINTS) and last.startswith(TOUCHED) else None

@@ -1,5 +1,5 @@
 """The repository's identity: its configuration and its master secret, from which every key is
-derived; both objects are created once and never changed.
+derived. Both objects are created once and never changed.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from icecore.store.format.cipher import Key
 from icecore.store.format.envelope import ObjectKind, Sealed, seal, unseal
 from icecore.store.format.names import CONFIG
 
-#: The versions of the repository as a whole: which objects there are and what they mean. An
-#: encrypted one has the second.
+#: Versions of the repository as a whole: which objects there are and what they mean. Encrypted
+#: repositories have the second.
 FORMAT = 1
 ENCRYPTED_FORMAT = 2
 
 CONFIG_KIND = ObjectKind("configuration", b"ICECONF", 1, 1 << 16, None)
 KEY_KIND = ObjectKind("key slot", b"ICEKEYS", 1, 1 << 16, None)
 
-#: Digest key of what must be read before there is a secret: guards against accidents, not against
-#: people.
+#: Digest key of objects that are read before the secret is known. It protects against accidents,
+#: not against attackers.
 PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest()
 
 
 class Parameters(msgspec.Struct, frozen=True):
-    """What is the same for everything in a repository. ``shard_bytes``: size at which a shard is
-    closed.
-    """
+    """Settings of the whole repository. ``shard_bytes`` is the size at which a shard is closed."""
 
     shard_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 64 << 20
 
 
 class Config(msgspec.Struct, frozen=True):
-    """The object ``config``: makes a place a repository. ``id`` is 32 hexadecimal digits;
+    """The object ``config``, which makes a place a repository. ``id`` is 32 hexadecimal digits,
     ``created_ns`` Unix time.
     """
 
@@ -50,11 +48,11 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class KeySlot(msgspec.Struct, frozen=True):
-    """An object ``keys/<n>`` of a repository that is not encrypted: the master secret as it is
-    (method "plain", 32 bytes).
+    """An object ``keys/<n>`` of a repository that is not encrypted: the plain master secret (method
+    "plain", 32 bytes).
 
-    That of an encrypted one has another method (`icecore.store.format.slots`). ``salt`` and
-    ``cost`` are not used.
+    An encrypted repository has another method (`icecore.store.format.slots`). ``salt`` and ``cost``
+    are not used.
     """
 
     format: int
@@ -70,13 +68,13 @@ class Keys:
     another.
 
     ``chunk`` and ``node`` name chunks and map nodes; the others authenticate objects of their kind.
-    In an encrypted repository each is a `icecore.store.format.cipher.Key` that says how its kind is
-    encrypted.
+    In an encrypted repository, each is an `icecore.store.format.cipher.Key` that also encrypts its
+    kind.
 
     Attributes:
         secret: The master secret.
-        repository: The id that the keys of what every replica has for itself (configuration, log,
-            sessions) are bound to; empty if not encrypted.
+        repository: The id that keys of objects of this replica alone (configuration, log, sessions)
+            are bound to; empty if not encrypted.
     """
 
     config: bytes
@@ -93,12 +91,12 @@ class Keys:
 
     @property
     def encrypted(self) -> bool:
-        """Whether what they guard is encrypted."""
+        """Whether the objects under these keys are encrypted."""
         return bool(self.repository)
 
     @classmethod
     def derive(cls, secret: bytes, repository: str = "") -> Keys:
-        """All keys of master ``secret``: BLAKE3 in its key derivation mode (docs/format.md).
+        """Return all keys of master ``secret``: BLAKE3 in key derivation mode (docs/format.md).
 
         Args:
             repository: The id of an encrypted repository, 32 hexadecimal digits; empty for one that
@@ -123,9 +121,9 @@ class Keys:
         return "Keys(…)"
 
 
-#: What there is a key for.
+#: Uses of keys.
 USES = ("config", "chunk", "node", "shard", "manifest", "log", "segment", "hints", "sessions")
-#: Of these, the uses for what every replica has for itself; all else replicas have in common.
+#: The uses for objects of one replica alone; replicas share all others.
 _OWN = ("config", "log", "sessions")
 
 
@@ -134,18 +132,18 @@ def _derive(context: str, material: bytes) -> bytes:
 
 
 def new_slot(secret: bytes = b"") -> KeySlot:
-    """A slot with a master secret, a fresh random one if none is given."""
+    """Return a slot with a master secret, a new random one by default."""
     return KeySlot(FORMAT, "plain", secret or secrets.token_bytes(32))
 
 
 def encode_slot(slot: msgspec.Struct) -> Sealed:
-    """The object of ``slot``: a `KeySlot`, or what an encrypted repository has in its place."""
+    """Return the object of ``slot``: a `KeySlot`, or its counterpart in an encrypted repository."""
     return seal(KEY_KIND, msgspec.msgpack.encode(slot), PUBLIC)
 
 
 def read_slot(name: str, data: bytes) -> bytes:
-    """The body of key slot ``name``, and whether its bytes are those that somebody wrote: whose,
-    they do not tell.
+    """Return the body of key slot ``name``. Its digest is verified, which does not prove who wrote
+    it.
 
     Raises:
         Damaged: The slot is not what was written.
@@ -154,11 +152,11 @@ def read_slot(name: str, data: bytes) -> bytes:
 
 
 def open_slot(name: str, data: bytes) -> bytes:
-    """The master secret in key slot ``name``.
+    """Return the master secret in key slot ``name``.
 
     Raises:
         Damaged: The slot is not what was written.
-        FormatTooNew: It needs a method that this version does not know.
+        FormatTooNew: Its method is unknown to this version.
     """
     body = read_slot(name, data)
     try:
@@ -176,12 +174,12 @@ def open_slot(name: str, data: bytes) -> bytes:
 
 
 def encode_config(config: Config, keys: Keys) -> Sealed:
-    """The object of ``config``."""
+    """Return the object of ``config``."""
     return seal(CONFIG_KIND, msgspec.msgpack.encode(config), keys.config, CONFIG)
 
 
 def decode_config(name: str, data: bytes, keys: Keys) -> Config:
-    """The configuration in object ``name``.
+    """Return the configuration in object ``name``.
 
     Raises:
         Damaged: It is not what was written, or not with this master secret.
@@ -200,7 +198,5 @@ def decode_config(name: str, data: bytes, keys: Keys) -> Config:
     if (config.format == ENCRYPTED_FORMAT) != keys.encrypted or (
         keys.encrypted and config.id != keys.repository
     ):
-        raise Damaged(
-            CONFIG_KIND.title, name, "it is not that of the repository whose keys these are"
-        )
+        raise Damaged(CONFIG_KIND.title, name, "it belongs to another repository than these keys")
     return config

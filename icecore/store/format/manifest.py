@@ -1,5 +1,5 @@
-"""The manifest, the root object of one snapshot: what was running, where its memory and files are,
-and what a restore needs. Pure: bytes to structs.
+"""The manifest, the root object of a snapshot: what was running, where its memory and files are,
+and what a restore requires. Pure.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from icecore.store.format.manifest_rules import (
 )
 from icecore.text import loaded, stored
 
-#: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where
-#: its stored bytes lie.
+#: Reference to a map node: which group of 64 cells of which region it holds, its id, and where its
+#: stored bytes lie.
 NODE_REF = np.dtype(
     [
         ("region", "<u4"),
@@ -38,7 +38,7 @@ NODE_REF = np.dtype(
     ]
 )
 
-#: Lists are bounded before they are made: a decoder reads how long one is to be first.
+#: Lists are bounded before they are created: a decoder first reads how long a list claims to be.
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Few = msgspec.Meta(max_length=1 << 12)
 
@@ -49,11 +49,11 @@ FilePolicy = Literal["content", "checked", "absent"]
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """A VMA of a process, or the whole of a file, image file or shared memory object.
 
-    ``start`` and ``length`` are bytes; ``origin`` is where cell 0 begins (``origin <= start``,
-    inherited from the parent snapshot so that a region that grows downwards keeps its cells; equal
-    to ``start`` otherwise). ``protection`` and ``flags`` are the mmap bits. ``lazy`` is whether the
-    region's pages can be filled through userfaultfd after CRIU brought the process up. Of kind
-    "device" are those of a process into which the driver moved device memory.
+    ``start`` and ``length`` are bytes. ``origin`` is where cell 0 begins: inherited from the parent
+    snapshot (``origin <= start``), so that a region that grows downwards keeps its cells; otherwise
+    equal to ``start``. ``protection`` and ``flags`` are the mmap bits. ``lazy`` is whether the
+    region's pages can be filled through userfaultfd after CRIU has started the process. Regions of
+    kind "device" are those of a process into which the driver moved device memory.
     """
 
     start: Number
@@ -71,9 +71,9 @@ class Space(msgspec.Struct, frozen=True):
     nodes.
 
     ``key`` is the process's image id (process), the shmem id (shared), the path (file), the file
-    name (image), the allocation (device). ``size`` is the exact length in bytes for files and
-    images (the last page of the last cell is padded with zeros). ``nodes`` is an array of
-    ``NODE_REF`` records, sorted by (region, group).
+    name (image) or the allocation (device). ``size`` is the exact length in bytes of a file or
+    image (zeros pad the last page of the last cell). ``nodes`` is an array of ``NODE_REF`` records,
+    sorted by (region, group).
     """
 
     kind: SpaceKind
@@ -101,12 +101,12 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class OpenFile(msgspec.Struct, frozen=True):
-    """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content
-    stored as a space, or only its size and mtime checked.
+    """A regular file that was open or mapped. Times are ns since the epoch. ``policy`` is whether
+    its content is stored as a space, or only its size and mtime are checked.
 
-    ``links`` are other names of the same inode, where ``path`` is one that only CRIU uses (a file
-    that lost the name it was opened under). ``mapped``: shared and writable, so that it may have
-    been written to since without a trace; also where nobody noted it (before 2026-11-23).
+    ``links`` are other names of the same inode, where ``path`` is a name that only CRIU uses (for a
+    file that lost the name it was opened under). ``mapped`` is whether it was mapped shared and
+    writable, so that it may have changed without a trace; also true where that was not recorded.
     """
 
     path: str
@@ -125,10 +125,10 @@ class OpenFile(msgspec.Struct, frozen=True):
 
 
 class Requirements(msgspec.Struct, frozen=True):
-    """What the restoring machine must offer.
+    """What a restore requires of the machine.
 
-    ``pids`` are process and thread ids that must be free, ``devices`` the GPUs that the tree had,
-    one map each (docs/format.md).
+    ``pids`` are process and thread ids that must be free; ``devices`` are the GPUs that the tree
+    had, one map each (docs/format.md).
     """
 
     architecture: str
@@ -142,7 +142,7 @@ class Requirements(msgspec.Struct, frozen=True):
 
 
 class Namespaces(msgspec.Struct, frozen=True):
-    """Which namespaces were the job's own, and what CRIU was told was external. ``network``: "host"
+    """Which namespaces were the job's own, and what CRIU treated as external. ``network`` is "host"
     or "external".
     """
 
@@ -167,10 +167,11 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times
-    ns since the epoch; durations seconds.
+    """One snapshot. ``format`` is the version of this structure. Ids are lower-case hexadecimal,
+    times ns since the epoch, durations seconds.
 
-    Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383): they are bytes.
+    Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383), so they stand for
+    bytes.
     """
 
     format: int
@@ -198,18 +199,17 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def cells_of(manifest: Manifest) -> int:
-    """How many cells a manifest's maps have room for."""
+    """Return how many cells a manifest's maps have room for."""
     return sum(len(space.nodes) // NODE_REF.itemsize for space in manifest.spaces) * NODE_CELLS
 
 
 MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
-#: The newest manifest structure that this code writes and reads: the one in which texts may be
-#: escaped.
+#: The newest manifest structure that this code writes and reads: texts may be escaped in it.
 MANIFEST_FORMAT = 2
 _PLAIN_FORMAT = 1
 
-#: What of a manifest may be many, and is decoded piece by piece, so that all pieces together are
-#: bounded while they are made.
+#: The lists of a manifest. They are decoded piece by piece, so that all pieces together can be
+#: bounded while they are created.
 _PIECES: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "processes": msgspec.msgpack.Decoder(Process),
     "spaces": msgspec.msgpack.Decoder(Space),
@@ -242,15 +242,15 @@ def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
 
     Args:
         key: The repository's manifest key.
-        name: The object that it will be (which only encryption needs).
+        name: The object's name; only encryption needs it.
 
     Raises:
-        StoreError: No reader would take it (`icecore.store.format.manifest_rules`).
+        StoreError: No reader would accept it (`icecore.store.format.manifest_rules`).
     """
     try:
         try:
             body = msgspec.msgpack.encode(msgspec.structs.replace(manifest, format=_PLAIN_FORMAT))
-        except UnicodeEncodeError:  # readers of format 1 would take an escaped path for the path
+        except UnicodeEncodeError:  # readers of format 1 would take an escaped path literally
             body = msgspec.msgpack.encode(
                 _with_texts(msgspec.structs.replace(manifest, format=MANIFEST_FORMAT), stored)
             )
@@ -258,12 +258,12 @@ def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
         return seal(MANIFEST_KIND, body, key, name)
     except ValueError as error:
         raise StoreError(
-            f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}"
+            f"the manifest of snapshot {manifest.snapshot} cannot be stored: {error}"
         ) from error
 
 
 class _Long(msgspec.Struct):
-    """What may be long in a piece of a manifest, as it stands in the object."""
+    """The fields of a piece that may be long, undecoded."""
 
     regions: msgspec.Raw = msgspec.Raw(b"\x90")
     nodes: msgspec.Raw = msgspec.Raw(b"\xc4\0")
@@ -272,12 +272,12 @@ class _Long(msgspec.Struct):
 
 
 _LONG = msgspec.msgpack.Decoder(_Long)
-#: First byte of a long array or byte string in MessagePack → bytes of its length, which follow.
+#: First byte of a long array or byte string in MessagePack → bytes of the length that follows.
 _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xDC: 2, 0xDD: 4}
 
 
 def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
-    """How long each of those is, before it is made."""
+    """Yield the name and the length of each long field, before it is created."""
     long = _LONG.decode(raw)
     for field in _Long.__struct_fields__:
         data = memoryview(getattr(long, field))
@@ -291,14 +291,15 @@ def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
 
 
 def _decode(body: bytes) -> Manifest:
-    """The manifest in an object's body.
+    """Return the manifest in an object's body.
 
     Raises:
-        ValueError: It is none, or breaks a rule. No more is allocated than the rules allow.
+        ValueError: It is not a manifest, or breaks a rule. No more is allocated than the rules
+            allow.
     """
     try:
         outline = _OUTLINE.decode(body)
-        if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
+        if outline.format > MANIFEST_FORMAT:  # the caller reports it; its rules are unknown here
             known: dict[str, Any] = {
                 field: getattr(outline, field)
                 for field in Manifest.__struct_fields__
@@ -342,13 +343,13 @@ def _decode(body: bytes) -> Manifest:
 
 
 def _with_texts(manifest: Manifest, change: Callable[[str], str]) -> Any:
-    """Return a manifest as values of built-in types, with every text changed."""
+    """Return a manifest as values of built-in types, with ``change`` applied to every text."""
     return _each_text(msgspec.to_builtins(manifest, builtin_types=(bytes,)), change)
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a value of built-in types with every text changed; names of fields stay, as
-    none needs an escape.
+    """Return a copy of a value of built-in types with ``change`` applied to every text, except
+    names of fields, which need no escapes.
     """
     if isinstance(value, str):
         return change(value)
@@ -360,13 +361,13 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
-    """The manifest in object ``name``.
+    """Return the manifest in object ``name``.
 
     Args:
         digest: The digest by which the snapshot list refers to it.
 
     Raises:
-        Damaged: It is not what was written, or another one than was meant.
+        Damaged: It is not what was written, or another manifest.
         FormatTooNew: It was written by a later version.
     """
     body = unseal(MANIFEST_KIND, name, data, key, digest)

@@ -1,8 +1,8 @@
-"""Checks what a manifest may say, whoever wrote it: counts, addresses, names and paths that later
-code relies on. Pure; one pass, no loop over pages.
+"""Checks what a manifest may contain, no matter who wrote it: counts, addresses, names and paths
+that later code relies on. Pure; one pass, no loop over pages.
 
-A manifest that breaks a rule is refused when it is read and when it is written, so later code does
-not check again.
+A manifest that breaks a rule is refused both on reading and on writing, so later code does not
+check again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 
 if TYPE_CHECKING:
     from icecore.store.format.manifest import Manifest, Space
@@ -29,7 +29,7 @@ MAX_NODES = 1 << 20
 #: Arguments of all commands, and links of all files.
 MAX_WORDS = 1 << 20
 
-#: No user address is higher (five-level page tables); no other space goes on beyond the second, so
+#: No user address is higher (five-level page tables). No other space exceeds the second bound, so
 #: that sums of two fit 64 bits.
 _TOP_ADDRESS = 1 << 56
 _TOP = 1 << 62
@@ -46,9 +46,7 @@ _OPTIONS = {"--shell-job", "--tcp-close", "--tcp-established"}
 
 
 def faults(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with a manifest, in words; nothing if it keeps all rules. Its fields have
-    the types that they should.
-    """
+    """Yield each broken rule of a manifest, in words. The fields must have their types already."""
     yield from _identity(manifest)
     seen: set[tuple[str, str]] = set()
     nodes = 0
@@ -109,7 +107,7 @@ def _space(space: Space) -> str:
     else:
         named = (_IMAGE if space.kind == "image" else _NUMBER).match(space.key) is not None
     if not named:
-        return "no such thing has that name"
+        return "its name is invalid for its kind"
     if not space.regions:
         if space.nodes:
             return "it has a map and no region"

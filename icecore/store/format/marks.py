@@ -1,9 +1,8 @@
-"""A snapshot's marks (its pin and its tags) in several replicas: which are newer, and what becomes
-of marks that were changed in both. Pure.
+"""A snapshot's marks (its pin and its tags) in several replicas: which are newer, and the outcome
+where both replicas changed them. Pure.
 
-The rule: no clock decides. A record remembers the random ids of its last changes, so that marks
-which know the other's newest change are the newer ones; where neither does, whatever keeps a
-snapshot wins.
+No clock decides. A record remembers the random ids of its last changes: marks that know the other
+record's newest change are newer. Where neither does, whatever keeps a snapshot wins.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from blake3 import blake3
 
 from icecore.store.format.state import SnapshotRecord
 
-#: Changes that a record remembers. Marks that are further apart count as changed in both places.
+#: Changes that a record remembers. Marks that are further apart count as changed in both replicas.
 REMEMBERED = 16
 _ID_BYTES = 8
 
@@ -24,8 +23,8 @@ _ID_BYTES = 8
 def marked(
     record: SnapshotRecord, *, pinned: bool | None = None, tags: Sequence[str] | None = None
 ) -> SnapshotRecord:
-    """The record with another pin or other tags; None leaves them. The same record if that changes
-    nothing.
+    """Return the record with another pin or other tags (None leaves them); the same record if
+    nothing changes.
     """
     changed = msgspec.structs.replace(
         record,
@@ -40,16 +39,16 @@ def marked(
 
 
 def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
-    """Our record of a snapshot with the newer of both replicas' marks, or with what both say if
+    """Return our record of a snapshot with the newer of both replicas' marks, or with the union if
     neither is newer; ``ours`` itself if nothing changes.
 
-    Whichever replica joins the same two marks comes to the same result, so that replicas which sync
-    in both directions settle.
+    Any replica that joins the same two marks gets the same result, so replicas that sync in both
+    directions converge.
     """
     mine, other = _newest(ours), _newest(theirs)
     alike = (ours.pinned, ours.tags) == (theirs.pinned, theirs.tags)
     if mine == other:
-        # Without changes on record they differ only where an earlier version, which kept none,
+        # Without recorded changes they differ only where an earlier version, which recorded none,
         # changed one.
         if mine or alike:
             return ours
@@ -71,5 +70,5 @@ def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
 
 
 def _newest(record: SnapshotRecord) -> bytes:
-    """The id of the last change; empty: none since the commit."""
+    """Return the id of the last change; empty if none since the commit."""
     return record.marks[-1] if record.marks else b""

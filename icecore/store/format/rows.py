@@ -1,5 +1,5 @@
-"""CELL records as plain tuples: what handles one record at a time packs and unpacks it in one step
-instead of field by field.
+"""CELL records as plain tuples, for code that handles one record at a time: packing or unpacking a
+whole record takes one step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def pack(row: Row) -> np.void:
-    """The CELL record of ``row``."""
+    """Return the CELL record of ``row``."""
     place, base, base_place = row.stored
     packed = _ROW.pack(row.cell, row.data, row.zero, row.chunk, *place, base, *base_place)
     record: np.void = np.frombuffer(packed, CELL)[0]
@@ -56,6 +56,6 @@ def pack(row: Row) -> np.void:
 
 
 def unpack(record: np.void) -> Row:
-    """The fields of a CELL record."""
+    """Return the fields of a CELL record."""
     cell, data, zero, chunk, *place = _ROW.unpack(record.tobytes())
     return Row(cell, data, zero, chunk, Stored(Place(*place[:4]), place[4], Place(*place[5:])))

@@ -1,5 +1,5 @@
-"""An immutable, sorted piece of the index (chunk id -> place): bytes to arrays and back, search and
-merge. Pure; a block is verified before it is searched.
+"""The index segment, an immutable sorted piece of the index (chunk id → place): encoding, search
+and merge. Pure; a block is verified before it is searched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from icecore.store.format.cipher import (
 
 #: One row of a segment, 61 bytes: a chunk's id and where its stored bytes lie.
 ENTRY = np.dtype([("chunk", "u1", 32), ("place", PLACE)])
-#: Entries in one block, the unit that is fetched and verified by itself (62 464 bytes).
+#: Entries in one block, the unit that is fetched and verified at a time (62 464 bytes).
 BLOCK_ENTRIES = 1024
 BLOCK_BYTES = BLOCK_ENTRIES * ENTRY.itemsize
 #: One row of the fence table: the leading 8 bytes of a block's first chunk id, and the block's
@@ -37,7 +37,7 @@ MAGIC = b"ICESEGM"
 VERSION = 1
 HEADER_BYTES = 56
 MAX_ENTRIES = 1 << 26
-#: What its encrypted pieces are, beside their place.
+#: What its encrypted pieces are bound to besides their place.
 _FENCES, _BLOCK = b"fences", b"block"
 #: magic (7 bytes), version, prefix bits, prefix, reserved (6 bytes of zero), entries; the digest of
 #: header and fences follows, then the fences.
@@ -47,7 +47,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def leading(ids: Bytes) -> npt.NDArray[np.uint64]:
-    """The leading 8 bytes of each 32-byte id as a number that sorts like the id."""
+    """Return the leading 8 bytes of each 32-byte id as a number that sorts like the id."""
     return np.ascontiguousarray(ids[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
@@ -59,7 +59,7 @@ class Head:
         count: Entries in the segment.
         fences: One ``FENCE`` per block.
         first: The fences' leading numbers in native order.
-        tag: Bytes by which fence table and blocks are longer than their rows: those of encryption.
+        tag: Bytes that encryption adds to the fence table and to each block.
     """
 
     name: str
@@ -81,23 +81,22 @@ class Head:
         return self.start + self.count * ENTRY.itemsize + len(self.fences) * self.tag
 
     def block(self, number: int) -> tuple[int, int]:
-        """Offset and length in bytes of a block."""
+        """Return the offset and length of a block in bytes."""
         entries = min(BLOCK_ENTRIES, self.count - number * BLOCK_ENTRIES)
         return self.start + number * (BLOCK_BYTES + self.tag), entries * ENTRY.itemsize + self.tag
 
     def blocks_of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The block in which each id (by its leading number) has to be, if it is in the segment at
-        all.
+        """Return the block in which each id (by its leading number) would be.
 
-        Ids that share their leading 8 bytes with the first of a block may also lie at the end of
+        Ids that share their leading 8 bytes with the first id of a block may also lie at the end of
         the block before; they are then not found. That costs a duplicate chunk once in 2^64, never
         a wrong one.
         """
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
     def blocks_between(self, low: int, high: int) -> tuple[int, int]:
-        """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least
-        ``low`` and less than ``high`` (at most 2^64).
+        """Return the blocks, as first and last + 1, that may hold ids whose leading numbers are at
+        least ``low`` and less than ``high`` (at most 2^64).
         """
         last = int(np.searchsorted(self.first, np.uint64(high - 1), side="right"))
         # The block before the first that begins with such an id may end with one.
@@ -105,14 +104,14 @@ class Head:
 
 
 def head_bytes(count: int, key: bytes) -> int:
-    """Length in bytes of the head of a segment with ``count`` entries that was written under
+    """Return the length in bytes of the head of a segment with ``count`` entries written under
     ``key``.
     """
     return HEADER_BYTES + -(-count // BLOCK_ENTRIES) * FENCE.itemsize + overhead(key)
 
 
 def segment_bytes(count: int, key: bytes) -> int:
-    """Length in bytes of a whole segment with ``count`` entries that was written under ``key``."""
+    """Return the length in bytes of a segment with ``count`` entries written under ``key``."""
     return (
         head_bytes(count, key) + count * ENTRY.itemsize + -(-count // BLOCK_ENTRIES) * overhead(key)
     )
@@ -121,7 +120,7 @@ def segment_bytes(count: int, key: bytes) -> int:
 def parse_head(
     name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None
 ) -> Head:
-    """The head in the first bytes of segment ``name``; ``data`` may go on after it.
+    """Return the head in the first bytes of segment ``name``; ``data`` may be longer than it.
 
     Args:
         digest: The digest by which the state refers to the segment.
@@ -149,7 +148,7 @@ def parse_head(
     if _head_digest(bytes(view[: _HEADER.size]), view[HEADER_BYTES:end], key) != written:
         raise Damaged(TITLE, name, "the digest of its header does not match its bytes")
     if digest is not None and digest != written:
-        raise Damaged(TITLE, name, "it is a different one than the one that was referred to")
+        raise Damaged(TITLE, name, "it is not the one that was referred to")
     if version & ~ENCRYPTED > VERSION:
         raise FormatTooNew(
             f"{TITLE} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {VERSION}",
@@ -158,7 +157,7 @@ def parse_head(
     if bits > 8 or reserved != bytes(6):
         raise Damaged(TITLE, name, "its header has values that are not defined")
     if version & ENCRYPTED != flag(key):
-        raise Damaged(TITLE, name, "it is encrypted, or not, unlike its repository")
+        raise Damaged(TITLE, name, "its encryption differs from its repository's")
     table = _opened(name, key, HEADER_BYTES, _FENCES, bytes(view[HEADER_BYTES:end]))
     fences: Records = np.frombuffer(table, FENCE)
     return Head(name, count, bits, prefix, fences, fences["first"].astype(np.uint64), overhead(key))
@@ -180,7 +179,7 @@ def _head_digest(header: bytes, fences: bytes | memoryview, key: bytes) -> bytes
 def verify_block(
     head: Head, number: int, data: bytes | bytearray | memoryview, key: bytes
 ) -> Records:
-    """The entries of a block.
+    """Return the entries of a block.
 
     Raises:
         Damaged: Its bytes are not what was written.
@@ -194,7 +193,7 @@ def verify_block(
 def parse_segment(
     name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None
 ) -> tuple[Head, Records]:
-    """Head and all entries of segment ``name``, every block verified.
+    """Return the head and all entries of segment ``name``, every block verified.
 
     Raises:
         Damaged: It is not what was written.
@@ -216,11 +215,11 @@ def parse_segment(
 def encode_segment(
     entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0, name: str = ""
 ) -> tuple[list[bytes | memoryview], bytes]:
-    """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and
-    its digest.
+    """Return the parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes
+    them), and its digest.
 
     Args:
-        name: The object that it will be; only encryption needs it.
+        name: The object's name; only encryption needs it.
     """
     if not 0 < len(entries) <= MAX_ENTRIES:
         raise ValueError(f"a segment has 1 to {MAX_ENTRIES} entries, not {len(entries)}")
@@ -249,7 +248,7 @@ def encode_segment(
 
 
 def make_entries(ids: Bytes, places: Records) -> Records:
-    """Entries of ``ids`` (n x 32) and their ``PLACE`` records."""
+    """Return entries of ``ids`` (n x 32) and their ``PLACE`` records."""
     entries = np.zeros(len(ids), ENTRY)
     entries["chunk"] = ids
     entries["place"] = places
@@ -257,7 +256,9 @@ def make_entries(ids: Bytes, places: Records) -> Records:
 
 
 def sort_entries(entries: Records) -> Records:
-    """``entries`` in ascending order of chunk id; of several with the same id the first stays."""
+    """Return ``entries`` in ascending order of chunk id; of several with the same id, the first
+    one.
+    """
     if len(entries) == 0:
         return entries
     keys = leading(entries["chunk"])
@@ -277,8 +278,8 @@ def sort_entries(entries: Records) -> Records:
 
 
 def merge(sources: Sequence[Records], dead: Sequence[bytes] | frozenset[bytes] = ()) -> Records:
-    """One sorted run of all ``sources`` (those given first win) without entries in the shards
-    ``dead``.
+    """Return one sorted run of all ``sources`` (those given first win) without entries in the
+    shards ``dead``.
     """
     entries = np.concatenate(sources) if sources else np.zeros(0, ENTRY)
     if len(dead) and len(entries):
@@ -287,12 +288,12 @@ def merge(sources: Sequence[Records], dead: Sequence[bytes] | frozenset[bytes] =
 
 
 def in_shards(entries: Records, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
-    """Which entries lie in one of ``shards`` (16-byte ids)."""
+    """Return which entries lie in one of ``shards`` (16-byte ids)."""
     return of_shards(entries["place"]["shard"], shards)
 
 
 def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
-    """Which of ``held`` (n x 16 bytes) are among ``shards``."""
+    """Return which of ``held`` (n x 16 bytes) are among ``shards``."""
     wanted = np.frombuffer(b"".join(shards), np.uint8).reshape(-1, 16)
     held = np.ascontiguousarray(held)
     # The leading 8 bytes decide nearly all; fixed-width byte strings compare exactly but slowly.
@@ -303,8 +304,8 @@ def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
 
 
 def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
-    """``entries`` (sorted) cut by the leading ``bits`` bits (at most 8) of their ids: ``(prefix,
-    entries)`` of those that are not empty.
+    """Yield ``entries`` (sorted) cut by the leading ``bits`` bits (at most 8) of their ids:
+    ``(prefix, entries)`` of those that are not empty.
     """
     first = entries["chunk"][:, 0] >> (8 - bits) if bits else np.zeros(len(entries), np.uint8)
     edges = np.searchsorted(first, np.arange((1 << bits) + 1))
@@ -313,12 +314,12 @@ def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
             yield prefix, entries[edges[prefix] : edges[prefix + 1]]
 
 
-#: Fewer ids are looked up one by one: the calls that handle many take longer.
+#: Fewer ids are looked up one by one: the vectorised calls take longer.
 _FEW = 3
 
 
 def search_block(entries: Records, ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
-    """``search`` in the sorted entries of a block or a few."""
+    """Search in the sorted entries of one or a few blocks; see `search`."""
     keys = leading(entries["chunk"])
     if len(ids) >= _FEW:
         return search(entries, keys, ids)
@@ -339,15 +340,15 @@ def search(
     ids: Bytes,
     order: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Mask, npt.NDArray[np.int64]]:
-    """Look ``ids`` up in ``entries``: which were found, and where (0 for those that were not).
+    """Look ``ids`` up in ``entries``: which were found, and where (0 for those not found).
 
     Args:
         keys: The entries' leading numbers, ascending.
-        order: Which entry each of ``keys`` is of, if the entries are not in that order themselves.
+        order: Which entry each of ``keys`` belongs to, if the entries are in another order.
     """
     wanted = leading(ids)
-    # Sorting what is asked for is cheaper than looking it up out of order; taking whole records,
-    # than gathering one field of them.
+    # Sorting the queries is cheaper than looking them up out of order, and taking whole records is
+    # cheaper than gathering one field of them.
     ascending = np.argsort(wanted)
     at = np.empty(len(ids), np.int64)
     at[ascending] = np.searchsorted(keys, wanted[ascending])

@@ -1,5 +1,5 @@
-"""A shard, one immutable object of many chunks: stored chunks back to back, then a footer from
-which every one of them can be found and told.
+"""The shard, one immutable object of many chunks: stored chunks back to back, then a footer that
+locates and identifies each of them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from icecore.sizes import BITMAP_BYTES, CELL_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import NO_CHUNK
 from icecore.store.format.cipher import overhead, seal_piece
 from icecore.store.format.codec import Buffer
@@ -39,7 +40,7 @@ class ShardTable:
 
     Args:
         name: 16 random bytes.
-        limit: Stored bytes that it takes at most (without the footer).
+        limit: Most stored bytes that it takes (without the footer).
     """
 
     def __init__(self, name: bytes, limit: int) -> None:
@@ -54,11 +55,11 @@ class ShardTable:
         return len(self._entries)
 
     def fits(self, length: int) -> bool:
-        """Whether a chunk of ``length`` stored bytes still has room."""
+        """Return whether a chunk of ``length`` stored bytes still has room."""
         return self.used + length <= self.limit and len(self._entries) < SHARD.max_entries
 
     def add(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> int:
-        """Enter one stored chunk behind the others.
+        """Append one stored chunk.
 
         Args:
             chunk: The chunk's id.
@@ -66,7 +67,7 @@ class ShardTable:
             base: The id of its base if ``number`` is a delta's, else
                 :data:`icecore.store.format.chunk.NO_CHUNK`.
             number: Its codec.
-            length: Stored bytes; they must :meth:`fits`.
+            length: Stored bytes; check `fits` first.
 
         Returns:
             Its offset in the shard.
@@ -79,11 +80,11 @@ class ShardTable:
         return offset
 
     def footer(self, key: bytes) -> bytes:
-        """What comes after the chunks; ``key`` is the repository's shard key."""
+        """Return the footer, which follows the chunks; ``key`` is the repository's shard key."""
         return SHARD.footer(key, self.name, b"".join(self._entries), self.used)
 
     def entries(self) -> Records:
-        """The table so far."""
+        """Return the table so far."""
         return np.frombuffer(b"".join(self._entries), ENTRY)
 
 
@@ -101,13 +102,13 @@ class ShardBuilder(ShardTable):
     def reserve(
         self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int
     ) -> tuple[int, memoryview]:
-        """As :meth:`add`; returns also the room for the chunk, to be filled before :meth:`finish`."""
+        """Do as :meth:`add`; return also the room for the chunk, to fill before :meth:`finish`."""
         offset = self.add(chunk, data, base, number, length)
         return offset, self.buffer[offset : offset + length]
 
     def finish(self, key: bytes) -> list[Buffer]:
-        """The whole shard as buffers to write one after the other; ``key`` is the repository's
-        shard key.
+        """Return the whole shard as buffers to write one after the other; ``key`` is the
+        repository's shard key.
         """
         return [self.buffer[: self.used], self.footer(key)]
 
@@ -135,8 +136,8 @@ def fill(room: memoryview, parts: Sequence[Buffer]) -> None:
 
 
 def parse_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
-    """The chunks of shard ``name`` of ``size`` bytes from its footer (:meth:`Container.parse_tail`
-    says how long that is).
+    """Return the chunks of shard ``name`` of ``size`` bytes from its footer
+    (:meth:`Container.parse_tail` says how long that is).
 
     Returns:
         ENTRY records in shard order.

@@ -1,9 +1,9 @@
 """Key slots of an encrypted repository: its master secret, wrapped once under each passphrase
-(Argon2id, AES-256-GCM); pure, and slow on purpose.
+(Argon2id, AES-256-GCM). Pure, and slow on purpose.
 
-One object holds all slots, so that adding and removing one are each a single creation: the object
-of the highest number counts. Whoever has the master secret can tell by a keyed digest that no slot
-in it was planted or altered by somebody who has not.
+One object holds all slots, so that adding or removing one is a single creation: the object with the
+highest number counts. A keyed digest tells anyone who has the master secret that no slot was
+planted or altered by somebody without it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ MIN_PASSPHRASE = 8
 _SALT_BYTES = 16
 _CHANGES = 16
 _ID = re.compile(r"[0-9a-f]{32}\Z")
-#: What a slot may ask of whoever tries a passphrase: anybody who can write to the store can plant
-#: one.
+#: Upper bounds of what a slot may cost whoever tries a passphrase: anyone who can write to the
+#: store can plant a slot.
 _MAX_MEMORY_KIB = 1 << 20
 _MAX_PASSES = 16
 _MAX_LANES = 16
-#: Of all slots together, in KiB times passes: four times what 64 slots of the default cost ask for.
+#: Upper bound for all slots together, in KiB times passes: four times the cost of 64 default slots.
 MAX_WORK = 4 * MAX_SLOTS * 3 * (64 << 10)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What trying a passphrase costs: memory in KiB, passes over it, lanes. The default is RFC
-    9106's second recommendation (0.1 s on one machine).
+    """The cost of trying a passphrase: memory in KiB, passes over it, lanes. The default is RFC
+    9106's second recommendation (about 0.1 s).
     """
 
     memory_kib: int = 64 << 10
@@ -74,9 +74,9 @@ class Slots(msgspec.Struct, frozen=True):
     """The object ``keys/<n>`` of an encrypted repository.
 
     ``repository`` is its id (32 hexadecimal digits). ``changes`` are random ids of the last
-    changes, this one's last, by which a writer knows whether its own is among them. ``digest`` is a
-    BLAKE3 over all of this under a key derived from the master secret. ``secret`` is empty: readers
-    of version 1 look for it, and then at ``method``.
+    changes, the newest last, so that a writer can tell whether its own is among them. ``digest`` is
+    a BLAKE3 over all of this under a key derived from the master secret. ``secret`` is empty:
+    readers of version 1 look for it, and then at ``method``.
     """
 
     format: int
@@ -89,7 +89,7 @@ class Slots(msgspec.Struct, frozen=True):
 
 
 def new_slots(repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
-    """The slots of a new repository: one.
+    """Return the slots of a new repository, with one slot.
 
     Raises:
         UsageError: The passphrase is too short.
@@ -98,15 +98,15 @@ def new_slots(repository: str, secret: bytes, passphrase: bytes, label: str, cos
 
 
 def encode_slots(slots: Slots) -> Sealed:
-    """The object of ``slots``."""
+    """Return the object of ``slots``."""
     return encode_slot(slots)
 
 
 def decode_slots(name: str, data: bytes) -> Slots | None:
-    """The slots in object ``name``; None if it is that of a repository that is not encrypted.
+    """Return the slots in object ``name``; None if its repository is not encrypted.
 
     Raises:
-        Damaged: It is not what was written, or asks for more than is sane.
+        Damaged: It is not what was written, or demands more than the upper bounds.
         FormatTooNew: A later version wrote it.
     """
     body = read_slot(name, data)
@@ -161,11 +161,11 @@ def work(slots: Slots) -> int:
 
 
 def unlock(name: str, slots: Slots, passphrase: bytes) -> tuple[bytes, Slot]:
-    """The master secret, and the slot that the passphrase opens.
+    """Return the master secret, and the slot that the passphrase opens.
 
     Raises:
-        WrongPassphrase: It opens none.
-        Damaged: It opens one, and the slots are not as a holder of the secret left them.
+        WrongPassphrase: It opens no slot.
+        Damaged: It opens a slot, but not all slots are as a holder of the secret left them.
     """
     for slot in slots.slots:
         try:
@@ -186,7 +186,7 @@ def verify(name: str, slots: Slots, secret: bytes) -> None:
     """Check that a holder of the master ``secret`` wrote the slots.
 
     Raises:
-        Damaged: It was somebody else.
+        Damaged: Somebody else wrote them.
     """
     if len(secret) != 32 or not hmac.compare_digest(_digest(slots, secret), slots.digest):
         raise Damaged(
@@ -195,7 +195,7 @@ def verify(name: str, slots: Slots, secret: bytes) -> None:
 
 
 def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
-    """``slots`` with one more.
+    """Return ``slots`` with one more slot.
 
     Raises:
         UsageError: The passphrase is too short, the label taken, or there are too many.
@@ -213,7 +213,7 @@ def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) 
 
 
 def remove(slots: Slots, secret: bytes, which: str) -> Slots:
-    """``slots`` without the one that ``which`` names (:func:`find`).
+    """Return ``slots`` without the slot that ``which`` names (:func:`find`).
 
     Raises:
         UsageError: It is the last one.
@@ -229,8 +229,7 @@ def remove(slots: Slots, secret: bytes, which: str) -> Slots:
 
 
 def rotate(slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cost) -> Slots:
-    """``slots`` with another passphrase in the place of that of the slot ``which``; its label
-    stays.
+    """Return ``slots`` with another passphrase for slot ``which``; its label stays.
 
     Raises:
         UsageError: The passphrase is too short.
@@ -242,7 +241,7 @@ def rotate(slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cos
 
 
 def find(slots: Slots, which: str) -> Slot:
-    """The slot of that label or id.
+    """Return the slot with that label or id.
 
     Raises:
         NotFound: There is none.
@@ -276,8 +275,8 @@ def _wrap(repository: str, secret: bytes, passphrase: bytes, label: str, cost: C
 
 
 def _stretch(slot: Slot, passphrase: bytes) -> bytes:
-    """Argon2id (RFC 9106) of the passphrase; with a random salt for each slot, so the key wraps one
-    secret once.
+    """Return Argon2id (RFC 9106) of the passphrase. Each slot has a random salt, so the key wraps
+    one secret once.
     """
     return Argon2id(
         salt=slot.salt,

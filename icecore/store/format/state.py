@@ -1,5 +1,5 @@
-"""The repository's state as one log entry holds it, and the pages that the entry refers to. Pure:
-bytes to structs; what an entry holds itself stays small.
+"""The repository's state as one log entry holds it, and the pages that the entry refers to. Pure;
+what an entry holds itself stays small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
 PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
 NAMES_KIND = ObjectKind("name list", b"ICENAME", 1, 17 << 22)
 
-#: How many generations' transaction ids an entry repeats.
+#: Generations whose transaction ids an entry repeats.
 REMEMBERED = 32
 NAME_BYTES = 17
 
@@ -28,12 +28,12 @@ MarkId = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 HexId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
-#: Lists are bounded before they are made: a decoder reads how long one is to be first.
+#: Lists are bounded before they are created: a decoder first reads how long a list claims to be.
 Some = msgspec.Meta(max_length=1 << 12)
 Many = msgspec.Meta(max_length=1 << 16)
-#: Records of a page are as many as eight pages of the next smaller class can have.
+#: Most records of a page: as many as eight pages of the next smaller class can have.
 PAGE_LIMIT = 1 << 15
-#: Snapshots that a repository lists at most.
+#: Most snapshots that a repository lists.
 MAX_SNAPSHOTS = 1 << 20
 
 
@@ -42,10 +42,10 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
 
     ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``,
     ``stored``, ``changed`` and ``device`` are bytes as in ``manifest.Sizes``; ``parent`` is empty
-    for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is
-    lost: it is kept for what still reads, and nothing is built on it. ``marks`` are the ids of the
+    for the first of a lineage. ``quarantined``, if not empty, says what of the snapshot is lost: it
+    is kept for what can still be read, and no snapshot is based on it. ``marks`` are the ids of the
     last changes of ``tags`` and ``pinned``, newest last (see ``marks``); ``origin`` is the id of
-    the repository from which a sync brought the snapshot, empty where it was taken.
+    the repository from which a sync copied the snapshot, empty where it was taken.
     """
 
     snapshot: HexId
@@ -104,8 +104,8 @@ class NameListRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Condemned(msgspec.Struct, frozen=True, array_like=True):
-    """Objects that were marked for deletion at ``generation``, in the entry itself (``names``) or
-    in a list object of its own (``ref``).
+    """Objects marked for deletion at ``generation``, in the entry itself (``names``) or in a list
+    object (``ref``).
 
     The mark of a shard outlives the shard: it stays until no live index segment names it.
     """
@@ -116,8 +116,8 @@ class Condemned(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
-    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid``
-    and ``started`` (clock ticks after boot) count.
+    """A process, identified uniquely: ``boot`` names the running kernel, ``namespaces`` those in
+    which ``pid`` and ``started`` (clock ticks after boot) are valid.
     """
 
     boot: str
@@ -130,7 +130,7 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     """An open session: the generation at which it began and the snapshots that it pins, whether or
     not they are still listed.
 
-    ``process`` is the one that holds it, where that is known.
+    ``process`` is the process that holds it, if known.
     """
 
     id: HexId
@@ -143,15 +143,15 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """The ids of the transactions that one generation carried, back to back (16 bytes each)."""
+    """The ids of the transactions that one generation carried, concatenated (16 bytes each)."""
 
     generation: Generation
     ids: bytes
 
 
 class Anchor(msgspec.Struct, frozen=True, array_like=True):
-    """The entry before whose deletion nothing that follows it is deleted: its generation, its
-    digest, and the first generation since which every entry has had an anchor.
+    """The entry whose deletion precedes the deletion of everything after it: its generation, its
+    digest, and the first generation from which on every entry has an anchor.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
@@ -161,7 +161,7 @@ class Anchor(msgspec.Struct, frozen=True, array_like=True):
 
 class Gap(msgspec.Struct, frozen=True, array_like=True):
     """Generations ``first`` to ``last``, whose entries a repair found lost; ``base`` is the digest
-    of the entry before them, empty if that is lost, too.
+    of the entry before them, empty if that is lost as well.
     """
 
     first: Annotated[int, msgspec.Meta(ge=1)]
@@ -169,14 +169,14 @@ class Gap(msgspec.Struct, frozen=True, array_like=True):
     base: bytes = b""
 
 
-class State(msgspec.Struct, frozen=True):
-    """All that a log entry says.
+class LogState(msgspec.Struct, frozen=True):
+    """The contents of a log entry.
 
-    ``predecessor`` is the digest of the entry before; ``transactions`` the last generations'
-    transaction ids, oldest first, this entry's own last; ``changes`` says in words what this entry
-    did. Snapshots are those of ``pages``, then ``tail``, in order of their commits. ``anchor`` is
-    the last entry before this one that is trimmed by itself (see ``log``), where that is known.
-    ``gaps`` are entries that are lost, ascending (see ``gaps``).
+    ``predecessor`` is the digest of the previous entry; ``transactions`` are the transaction ids of
+    the last generations, oldest first, this entry's own last; ``changes`` describes in words what
+    this entry did. The snapshots are those of ``pages``, then ``tail``, in commit order. ``anchor``
+    is the last entry before this one that is trimmed by itself (see ``log``), if known. ``gaps``
+    are lost entries, ascending (see ``gaps``).
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
@@ -193,7 +193,7 @@ class State(msgspec.Struct, frozen=True):
     gaps: list[Gap] = []
 
     def session(self, identity: str) -> SessionRecord | None:
-        """The open session with this id."""
+        """Return the open session with this id."""
         return next((session for session in self.sessions if session.id == identity), None)
 
     @property
@@ -202,18 +202,18 @@ class State(msgspec.Struct, frozen=True):
         return sum(page.count for page in self.pages) + len(self.tail)
 
 
-_ENTRY = msgspec.msgpack.Decoder(State)
+_ENTRY = msgspec.msgpack.Decoder(LogState)
 _PAGE: msgspec.msgpack.Decoder[list[SnapshotRecord]] = msgspec.msgpack.Decoder(
     Annotated[list[SnapshotRecord], msgspec.Meta(max_length=PAGE_LIMIT)]
 )
 
 
-def encode_entry(state: State, key: bytes) -> Sealed:
-    """The log entry of ``state``.
+def encode_entry(state: LogState, key: bytes) -> Sealed:
+    """Return the log entry of ``state``.
 
     Raises:
-        StoreError: No reader would take it: it is longer than an entry can be, or says more than
-            one may.
+        StoreError: No reader would accept it: it is longer than an entry can be, or exceeds another
+            bound.
     """
     name, body = log_name(state.generation), msgspec.msgpack.encode(state)
     try:
@@ -225,11 +225,11 @@ def encode_entry(state: State, key: bytes) -> Sealed:
         ) from error
 
 
-def _decode_state(name: str, body: bytes) -> State:
-    """The state in an entry's body.
+def _decode_state(name: str, body: bytes) -> LogState:
+    """Return the state in an entry's body.
 
     Raises:
-        Damaged: It is none, or says what none can say.
+        Damaged: It is not a state, or breaks a rule.
     """
     try:
         state = _ENTRY.decode(body)
@@ -258,8 +258,8 @@ def _decode_state(name: str, body: bytes) -> State:
     return state
 
 
-def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
-    """The state in log entry ``name``, which has to be that of ``generation``.
+def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> LogState:
+    """Return the state in log entry ``name``, which must be that of ``generation``.
 
     Raises:
         Damaged: It is not what was written there.
@@ -277,10 +277,10 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
 
 
 def encode_page(records: list[SnapshotRecord], key: bytes, name: str = "") -> Sealed:
-    """The page of ``records``, to be object ``name`` (which only encryption needs).
+    """Return the page of ``records``, for object ``name`` (which only encryption needs).
 
     Raises:
-        StoreError: No reader would take it.
+        StoreError: No reader would accept it.
     """
     body = msgspec.msgpack.encode(records)
     try:
@@ -303,7 +303,7 @@ def _decode_records(name: str, body: bytes) -> list[SnapshotRecord]:
 
 
 def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
-    """The reference to the page that holds ``records``."""
+    """Return the reference to the page that holds ``records``."""
     prefixes = [leading(record.snapshot) for record in records]
     return PageRef(
         identity, sealed.digest, len(sealed.data), len(records), min(prefixes), max(prefixes)
@@ -313,10 +313,10 @@ def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> 
 def decode_page(
     name: str, data: bytes, key: bytes, ref: PageRef | None = None
 ) -> list[SnapshotRecord]:
-    """The records on page ``name``, checked against the reference that led to it.
+    """Return the records on page ``name``, checked against the reference that led to it.
 
     Raises:
-        Damaged: It is not what was written, or not the page that was meant.
+        Damaged: It is not what was written, or not the page that was referred to.
     """
     records = _decode_records(name, unseal(PAGE_KIND, name, data, key, ref.digest if ref else None))
     if ref is not None and len(records) != ref.count:
@@ -327,19 +327,19 @@ def decode_page(
 
 
 def leading(snapshot: str) -> int:
-    """The leading 48 bits of a snapshot id, by which pages are told apart."""
+    """Return the leading 48 bits of a snapshot id, which pages are ordered by."""
     return int(snapshot[:12], 16)
 
 
 def join_names(names: list[tuple[Kind, bytes]]) -> bytes:
-    """Objects as 17 bytes each, sorted: the kind's number (its place in ``names.KINDS``), then the
-    random part of the name.
+    """Return objects as 17 bytes each, sorted: the kind's number (its place in ``names.KINDS``),
+    then the random part of the name.
     """
     return b"".join(sorted(bytes([KINDS.index(kind)]) + identity for kind, identity in names))
 
 
 def split_names(names: bytes) -> list[tuple[Kind, bytes]]:
-    """The inverse of ``join_names``."""
+    """Return the inverse of ``join_names``."""
     return [
         (KINDS[names[at]], names[at + 1 : at + NAME_BYTES])
         for at in range(0, len(names), NAME_BYTES)
@@ -358,17 +358,17 @@ def _check_names(kind: ObjectKind, name: str, names: bytes) -> None:
 
 
 def encode_names(names: list[tuple[Kind, bytes]], key: bytes, name: str = "") -> Sealed:
-    """The object of a long name list, to be object ``name`` (which only encryption needs)."""
+    """Return the object of a long name list, for object ``name`` (which only encryption needs)."""
     return _seal(NAMES_KIND, join_names(names), key, name)
 
 
 def decode_names(
     name: str, data: bytes, key: bytes, ref: NameListRef | None = None
 ) -> list[tuple[Kind, bytes]]:
-    """The names in list object ``name``.
+    """Return the names in list object ``name``.
 
     Raises:
-        Damaged: It is not what was written, or not the list that was meant.
+        Damaged: It is not what was written, or not the list that was referred to.
     """
     joined = unseal(NAMES_KIND, name, data, key, ref.digest if ref else None)
     _check_names(NAMES_KIND, name, joined)
@@ -382,5 +382,5 @@ def decode_names(
 
 
 def entry_digest(data: bytes) -> bytes:
-    """The digest that a log entry's first bytes carry, by which its successor names it."""
+    """Return the digest in a log entry's first bytes, by which its successor refers to it."""
     return digest_of(data)

@@ -1,1 +1,10 @@
-"""The log of a repository: sessions, transactions, the catalogue, keys and the index."""
+"""The log of a repository, and what is decided through it.
+
+In reading order:
+
+- the log: `chain`, `identity`, `recovery`, `watermark`, `known`
+- the snapshot list in its entries: `catalog`, `tables`, `notes`
+- who takes part: `session`, `presence`, `keychain`, `repository`, `lease`
+- writing objects: `uploads`
+- the chunk index: `index`, `lookup`, `neighbours`, `recent`
+"""

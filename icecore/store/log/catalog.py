@@ -1,5 +1,5 @@
-"""The snapshot list: immutable pages and a short tail in the log entry, so that a commit costs the
-same however many snapshots there are.
+"""The snapshot list: immutable pages and a short tail in the log entry, so that the cost of a
+commit does not depend on the number of snapshots.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     NameListRef,
     PageRef,
     SnapshotRecord,
-    State,
     decode_names,
     decode_page,
     encode_names,
@@ -32,34 +32,35 @@ from icecore.store.format.state import (
 )
 
 #: Records in a full page, the length of the tail at which it becomes a page, and how many pages of
-#: one size class are joined: a record is rewritten a few times in its life, and the entry refers to
+#: one size class are merged. A record is rewritten a few times in its life, and the entry refers to
 #: one page for every 2048 records and a dozen smaller ones.
 PAGE_RECORDS = 2048
 TAIL_RECORDS = 32
 FAN_IN = 8
-#: Under contention a longer tail is cheaper than pages that a lost race makes useless.
+#: Under contention, a longer tail is cheaper than pages that a lost race makes useless.
 TAIL_LIMIT = 4 * TAIL_RECORDS
-#: Names of condemned objects that the entry holds itself.
+#: Most names of condemned objects that the entry holds itself.
 INLINE_NAMES = 64
 
+#: Pages whose bytes are cached.
+_REMEMBERED = 64
 _PARSED_RECORDS = 2 * PAGE_RECORDS
 
 
 class Pages:
-    """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
+    """Reads and writes the objects that a log entry refers to, and caches the last ones.
 
-    What a change writes here may only be named by the entry that directly follows the state which
-    the change was given: a collector that lists an object which no state names, condemns it with an
-    entry of its own, so it can only come between by taking that generation.
+    What a change writes here may be referred to only by the entry that directly follows the state
+    given to the change. A collector that lists an object which no state refers to condemns it with
+    an entry of its own, so it can interfere only by taking that generation.
     """
 
-    def __init__(self, backend: Backend, key: bytes, *, remembered: int = 64) -> None:
+    def __init__(self, backend: Backend, key: bytes) -> None:
         self.attempt = 0
         self._backend = backend
         self._key = key
-        self._remembered = remembered
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
-        #: Pages that were parsed last: to find a base is then no matter of how long its page is.
+        #: Pages parsed last, so that finding a base does not depend on the length of its page.
         self._parsed: OrderedDict[bytes, list[SnapshotRecord]] = OrderedDict()
 
     async def _fetch(self, identity: bytes, digest: bytes, limit: int, cached: bool) -> bytes:
@@ -74,7 +75,7 @@ class Pages:
 
     def _remember(self, digest: bytes, data: bytes) -> None:
         self._cache[digest] = data
-        while len(self._cache) > self._remembered:
+        while len(self._cache) > _REMEMBERED:
             self._cache.popitem(last=False)
 
     async def _store(self, identity: bytes, sealed: Sealed) -> None:
@@ -82,7 +83,7 @@ class Pages:
         self._remember(sealed.digest, sealed.data)
 
     async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
-        """The records of a page, from storage in any case unless ``cached``."""
+        """Return the records of a page; read them from storage unless ``cached``."""
         parsed = self._parsed.get(ref.digest) if cached else None
         if parsed is not None:
             self._parsed.move_to_end(ref.digest)
@@ -110,14 +111,14 @@ class Pages:
     async def read_names(
         self, batch: Condemned, *, cached: bool = True
     ) -> list[tuple[Kind, bytes]]:
-        """The objects of a condemned batch."""
+        """Return the objects of a condemned batch."""
         if batch.ref is None:
             return split_names(batch.names)
         data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit, cached)
         return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
 
     async def condemned(self, generation: int, names: list[tuple[Kind, bytes]]) -> Condemned:
-        """A batch of ``names``, stored as an object of its own if it is long."""
+        """Return a batch of ``names``; a long one is stored as a separate object."""
         if len(names) <= INLINE_NAMES:
             return Condemned(generation, names=join_names(names))
         identity = random_id()
@@ -128,15 +129,15 @@ class Pages:
         )
 
 
-async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> State:
-    """``state`` with ``records`` appended to its snapshot list.
+async def add(state: LogState, records: Sequence[SnapshotRecord], pages: Pages) -> LogState:
+    """Return ``state`` with ``records`` appended to its snapshot list.
 
     Raises:
-        UsageError: A snapshot of that id is listed already.
+        UsageError: A snapshot with that id is listed already.
     """
     for record in records:
         if await find(state, record.snapshot, pages) is not None:
-            raise UsageError(f"snapshot {record.snapshot} is in the repository already")
+            raise UsageError(f"snapshot {record.snapshot} is already in the repository")
     tail = [*state.tail, *records]
     refs = list(state.pages)
     if len(tail) >= (TAIL_LIMIT if pages.attempt else TAIL_RECORDS):
@@ -152,7 +153,7 @@ async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> 
 
 
 def _size_class(count: int) -> int:
-    """0 for a page of less than 256 records, 1 for less than 2048, 2 for full ones."""
+    """Return 0 for a page of less than 256 records, 1 for less than 2048, 2 for full ones."""
     size = 0
     while count >= TAIL_RECORDS * FAN_IN:
         count //= FAN_IN
@@ -161,15 +162,15 @@ def _size_class(count: int) -> int:
 
 
 async def edit(
-    state: State,
+    state: LogState,
     snapshots: Collection[str],
     change: Callable[[SnapshotRecord], SnapshotRecord | None],
     pages: Pages,
-) -> State:
-    """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages
-    that hold one of them are rewritten.
+) -> LogState:
+    """Return ``state`` with ``change`` applied to the records of ``snapshots`` (None removes one);
+    only pages that hold one of them are rewritten.
 
-    Snapshots that are not listed are passed over.
+    Snapshots that are not listed are skipped.
     """
     wanted = set(snapshots)
     prefixes = sorted(leading(snapshot) for snapshot in wanted)
@@ -178,8 +179,8 @@ async def edit(
         changed = (change(record) if record.snapshot in wanted else record for record in records)
         return [record for record in changed if record is not None]
 
-    # Runs of neighbouring pages, each either untouched (a reference) or rewritten (its records),
-    # joined where they have become small.
+    # Runs of neighbouring pages, each untouched (a reference) or rewritten (its records), and
+    # merged where they have become small.
     parts: list[PageRef | list[SnapshotRecord]] = []
     for ref in state.pages:
         if any(ref.first <= prefix <= ref.last for prefix in prefixes):
@@ -206,8 +207,8 @@ async def edit(
     return msgspec.structs.replace(state, pages=refs, tail=apply(state.tail))
 
 
-async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | None:
-    """The record of ``snapshot``; reads only pages whose range covers it."""
+async def find(state: LogState, snapshot: str, pages: Pages) -> SnapshotRecord | None:
+    """Return the record of ``snapshot``; reads only pages whose range covers it."""
     for record in state.tail:
         if record.snapshot == snapshot:
             return record
@@ -222,8 +223,8 @@ async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | No
     return None
 
 
-async def newest_of(state: State, job: str, pages: Pages) -> SnapshotRecord | None:
-    """The last listed snapshot of ``job``; reads pages from the newest on."""
+async def newest_of(state: LogState, job: str, pages: Pages) -> SnapshotRecord | None:
+    """Return the last listed snapshot of ``job``; reads pages from the newest on."""
     records: Sequence[SnapshotRecord] = state.tail
     for ref in [*reversed(state.pages), None]:
         for record in reversed(records):
@@ -233,26 +234,26 @@ async def newest_of(state: State, job: str, pages: Pages) -> SnapshotRecord | No
     return None
 
 
-async def everything(state: State, pages: Pages) -> list[SnapshotRecord]:
-    """All listed snapshots in order of their commits."""
+async def everything(state: LogState, pages: Pages) -> list[SnapshotRecord]:
+    """Return all listed snapshots in order of their commits."""
     records: list[SnapshotRecord] = []
     for ref in state.pages:
         records.extend(await pages.read(ref))
     return [*records, *state.tail]
 
 
-async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]:
-    """Every object that ``state`` marks for deletion."""
+async def condemned_names(state: LogState, pages: Pages) -> set[tuple[Kind, bytes]]:
+    """Return every object that ``state`` marks for deletion."""
     names: set[tuple[Kind, bytes]] = set()
     for batch in state.condemned:
         names.update(await pages.read_names(batch))
     return names
 
 
-async def pardon(state: State, cleared: Collection[tuple[Kind, bytes]], pages: Pages) -> State:
-    """``state`` without the marks of ``cleared``; the others keep the generation at which they were
-    made.
-    """
+async def pardon(
+    state: LogState, cleared: Collection[tuple[Kind, bytes]], pages: Pages
+) -> LogState:
+    """Return ``state`` without the marks of ``cleared``; the others keep their generation."""
     batches: list[Condemned] = []
     for batch in state.condemned:
         names = await pages.read_names(batch)

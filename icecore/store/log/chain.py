@@ -1,5 +1,5 @@
-"""The transaction log: the state is its newest entry, and whoever creates generation + 1 has
-changed it; no locks and no clocks decide anything.
+"""The transaction log. The state is its newest entry, and whoever creates generation + 1 has
+changed the state; no locks and no clocks decide anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from icecore.store.format.state import (
     REMEMBERED,
     Anchor,
     Gap,
-    State,
+    LogState,
     Written,
     decode_entry,
     encode_entry,
@@ -41,42 +41,42 @@ from icecore.store.format.state import (
 from icecore.store.log.catalog import Pages
 from icecore.store.log.watermark import Seen, Watermark
 
-#: What a transaction does: from a state to the next. It may be called again with a newer state, so
-#: it must not remember what it saw; an error that it raises ends the transaction and changes
-#: nothing.
-Change = Callable[[State, Pages], Awaitable[State]]
+#: A transaction's change: from a state to the next. It may be called again with a newer state, so
+#: it must not remember what it saw. If it raises an error, the transaction ends and nothing
+#: changes.
+Change = Callable[[LogState, Pages], Awaitable[LogState]]
 
-#: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to
-#: the newest.
+#: Entries that ``trim`` leaves: a listing may be this many generations old and still lead to the
+#: newest entry.
 KEPT_ENTRIES = 1024
 _TRIM_EVERY = KEPT_ENTRIES // 2
-#: Each so many generations is one that is trimmed before all that follow it.
+#: One in so many generations is an anchor: it is trimmed before everything that follows it.
 ANCHOR_EVERY = 512
-#: What was seen of the log so long ago may have been trimmed: it is looked at before anything is
-#: built on it. Costs requests, decides nothing.
+#: What was seen of the log longer ago than this may have been trimmed, so it is checked before
+#: anything is built on it. This costs requests and decides nothing.
 _RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
-#: A gap is noted until a client that saw an entry in it has missed so many generations: by then
-#: everything there has been trimmed.
+#: Generations for which a gap stays recorded. For a client that saw an entry in it and has missed
+#: more, everything there has been trimmed.
 _GAPS_KEPT = 2 * KEPT_ENTRIES
-#: No writer and no repair moves the log on by so much at once: a name that is listed so far beyond
-#: the log, and cannot be read, is planted.
+#: No writer and no repair advances the log by so much at once: a name listed so far beyond the log
+#: that cannot be read is planted.
 FAR = 1 << 40
 #: What is wrong with such a name.
-PLANTED = "it is no log entry: it cannot be read, and its generation is far beyond the log"
+PLANTED = "it is not a log entry: it cannot be read, and its generation is far beyond the log"
 _NOTHING_LEFT = (
-    "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
+    "free space there, or enlarge it: the repository's reserve for this is used up;"
     " restore, export, copy, sync, check and stats need none with --read-only"
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A state, and the digest by which the next entry names it."""
+    """A state, and the digest by which the next entry refers to it."""
 
-    state: State
+    state: LogState
     digest: bytes
 
     @property
@@ -86,7 +86,7 @@ class Entry:
 
     @property
     def anchor(self) -> Anchor | None:
-        """The anchor of whatever follows this entry, as far as this one knows."""
+        """The anchor of whatever follows this entry, as far as this entry knows."""
         if not is_anchor(self.generation):
             return self.state.anchor
         before = self.state.anchor
@@ -94,13 +94,13 @@ class Entry:
 
 
 def is_anchor(generation: int) -> bool:
-    """Whether the entry of this generation is trimmed before all that follow it."""
+    """Return whether the entry of this generation is trimmed before everything that follows it."""
     return generation % ANCHOR_EVERY == 1
 
 
 def anchor_before(generation: int) -> int:
-    """The generation of the anchor that is trimmed before the entry of this generation; less than 1
-    where there is none.
+    """Return the generation of the anchor that is trimmed before the entry of this generation; less
+    than 1 if there is none.
     """
     return (generation - 2) // ANCHOR_EVERY * ANCHOR_EVERY + 1
 
@@ -113,7 +113,7 @@ def _may_be_trimmed(generation: int, newest: int) -> bool:
 
 
 def _step_back(entry: Entry, to: int) -> int:
-    """Return the oldest generation, from ``to`` on, of which ``entry`` tells whether it continues
+    """Return the oldest generation, from ``to`` on, for which ``entry`` tells whether it continues
     it.
     """
     # Generation 1 carries no transaction: only its successor names it.
@@ -129,8 +129,8 @@ def _step_back(entry: Entry, to: int) -> int:
 
 
 def _names(entry: Entry, before: Entry) -> bool:
-    """Return whether ``entry`` continues ``before``: by its digest where it has that, else by the
-    transactions that it carried.
+    """Return whether ``entry`` continues ``before``: by its digest if it holds that, otherwise by
+    the transactions that it carried.
     """
     state, anchor = entry.state, entry.state.anchor
     if before.generation == entry.generation - 1:
@@ -155,14 +155,14 @@ class _Waiting:
 class Log:
     """The log of one repository.
 
-    Transactions that wait at the same time are carried by one entry.
+    One entry carries all transactions that wait at the same time.
 
     Args:
         watermark: Where the newest generation seen is remembered.
 
     Attributes:
-        emit: Told of entries that this client has seen and that a repair has found lost.
-        watermark: As given.
+        emit: Gets an event for an entry that this client has seen and that a repair found lost.
+        watermark: The argument.
     """
 
     def __init__(self, backend: Backend, key: bytes, *, watermark: Watermark | None = None) -> None:
@@ -172,30 +172,30 @@ class Log:
         self._key = key
         self.watermark = watermark or Watermark()
         self._known: Entry | None = None
-        #: The newest entry that is known to be part of the log: ``_known``, or the one before it.
-        #: When that was found, on the clock that goes on in sleep.
+        #: The newest entry known to be part of the log: ``_known``, or the one before it; and when
+        #: that was established, on a clock that includes sleep.
         self._proven: Entry | None = None
         self._proven_at = 0.0
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
-        #: Generations that are listed, but planted.
+        #: Generations that are listed but planted.
         self._planted: set[int] = set()
 
     @property
-    def known(self) -> State | None:
+    def known(self) -> LogState | None:
         """The newest state that this object has seen; others may have changed it since."""
         return self._known.state if self._known else None
 
     async def found(self) -> None:
-        """Write the first entry, of a repository in which nothing is; no error if it is there."""
-        first = State(generation=1, predecessor=b"", created_ns=time.time_ns(), changes=["init"])
+        """Write the first entry of an empty repository, unless it exists."""
+        first = LogState(generation=1, predecessor=b"", created_ns=time.time_ns(), changes=["init"])
         try:
             await self._backend.create(log_name(1), [encode_entry(first, self._key).data])
         except ObjectExists:
             pass
 
     async def read(self, generation: int) -> Entry:
-        """The entry of ``generation``.
+        """Return the entry of ``generation``.
 
         Raises:
             ObjectMissing: It has not been written, or has been trimmed.
@@ -206,23 +206,23 @@ class Log:
         return Entry(decode_entry(name, generation, data, self._key), entry_digest(data))
 
     async def generations(self) -> AsyncIterator[int]:
-        """Generations that have an entry, newest first, as a listing shows them."""
+        """Yield the generations that have an entry, newest first, as a listing shows them."""
         async for info in self._backend.list(LOG):
             generation = log_generation(info.name)
             if generation is not None:
                 yield generation
 
     async def newest(self, *, prove: bool = True) -> Entry:
-        """The newest entry: a listing says where to begin, and the first generation that is absent
+        """Return the newest entry: a listing says where to begin, and the first absent generation
         says where to end.
 
         Args:
-            prove: Look for that generation. Without, the entry is the newest that the listing
-                showed: for whoever finds out by himself that there is a newer one, because he
-                creates the next, or because what he seeks is not in this one.
+            prove: Look for that generation. Otherwise, return the newest entry that the listing
+                showed, for callers that discover a newer one by themselves: because they create the
+                next entry, or because what they seek is not in this one.
 
         Raises:
-            RollbackDetected: It is older than, or another one than, what this client has already
+            RollbackDetected: It is older than, or different from, what this client has already
                 seen.
             Damaged: An entry is damaged, or there is none.
         """
@@ -242,11 +242,11 @@ class Log:
         return entry
 
     async def _start(self, seen: Seen) -> Entry:
-        """Return the newest entry that a listing shows, or the one that was seen if the listing
-        shows only older ones.
+        """Return the newest entry in a listing, or the entry seen before if the listing shows only
+        older ones.
 
         Raises:
-            RollbackDetected: The entry that was seen is gone, and no newer one is listed.
+            RollbackDetected: The entry seen before is gone, and no newer one is listed.
             Damaged: The entry is damaged, or there is none, or it is listed but cannot be read.
         """
         hint = 0
@@ -260,13 +260,13 @@ class Log:
             try:
                 return await self.read(hint)
             except ObjectMissing:
-                pass  # trimmed, or taken back, between the listing and the read: then the next listing shows another
+                pass  # trimmed, or withdrawn, between listing and read: the next listing differs
             except Damaged:
                 if await self._pass_over(hint, seen):
                     continue
                 if await self._listed() <= hint:
                     raise
-                # a repair has continued the log behind it since the listing
+                # A repair has continued the log behind it since the listing.
         if hint == seen.generation:
             raise RollbackDetected(
                 f"the repository in {self._backend.where} ends at generation {listed}, but this client has already seen {hint}",
@@ -275,11 +275,11 @@ class Log:
         raise Damaged(ENTRY_KIND.title, log_name(hint), "it is listed, but cannot be read")
 
     async def _pass_over(self, hint: int, seen: Seen) -> bool:
-        """Leave out of listings, from now on, the names that are planted beyond the log; return
-        whether there are any.
+        """Omit names planted beyond the log from listings from now on; return whether there are
+        any.
 
         Args:
-            hint: The newest generation that is listed; its entry cannot be read.
+            hint: The newest listed generation, whose entry cannot be read.
         """
         if hint <= seen.generation + FAR:
             return False
@@ -307,7 +307,7 @@ class Log:
 
     async def _end(self, entry: Entry) -> Entry | None:
         """Return the last of the entries that follow ``entry`` without a gap; None if a repair has
-        continued the log behind one that is damaged.
+        continued the log behind a damaged one.
         """
         while True:
             if entry.generation == LAST_GENERATION:
@@ -329,10 +329,10 @@ class Log:
             entry = following
 
     async def continues(self, entry: Entry) -> None:
-        """Check that ``entry`` continues what this client has seen, if that is not newer.
+        """Check that ``entry`` continues what this client has seen, unless that is newer.
 
         Raises:
-            RollbackDetected: It continues another log, or an entry that would tell is absent.
+            RollbackDetected: It continues another log, or an entry that would prove it is absent.
         """
         seen = self.watermark.load()
         if 0 < seen.generation <= entry.generation:
@@ -343,17 +343,18 @@ class Log:
     async def _follows(self, entry: Entry, seen: Seen) -> int | None:
         """Check that ``entry`` continues the log of which this client has seen an entry.
 
-        An entry names the one before it and its anchor by their digests, and repeats the random
-        transaction ids of the generations before it. So the way back takes one read for 512, or at
-        least for 31 generations. It leads over the gaps that the newest entry notes
+        An entry refers to its predecessor and its anchor by their digests, and repeats the random
+        transaction ids of the generations before it. So going back takes one read for 512
+        generations, or for 31 at worst. It skips the gaps that the newest entry records
         (`icecore.store.format.gaps`).
 
         Returns:
-            None if it does, or if what would tell may have been trimmed. Else the generation of an
-            entry that is absent although ``entry`` is not new enough for it to have been trimmed.
+            None if it does, or if what would prove it may have been trimmed. Otherwise the
+            generation of an entry that is absent although ``entry`` is not new enough for it to
+            have been trimmed.
 
         Raises:
-            RollbackDetected: It continues another one.
+            RollbackDetected: It continues another log.
             Damaged: Too many entries are damaged to tell.
         """
         newest, lost = entry.generation, entry.state.gaps
@@ -363,7 +364,7 @@ class Log:
             and _may_be_trimmed(seen.generation, newest)
             and await self._digest(seen.generation) is None
         ):
-            return None  # nothing that is kept names it
+            return None  # no remaining entry refers to it
         while entry.generation > seen.generation:
             at = gaps.step(lost, entry.generation, _step_back(entry, seen.generation))
             if at < seen.generation:
@@ -374,7 +375,7 @@ class Log:
             except ObjectMissing:
                 if not _may_be_trimmed(at, newest):
                     return at
-                # The trim may have left the entry that was seen until the end.
+                # The trim may have left the entry seen before until last.
                 held = None if noted else await self._digest(seen.generation)
                 if held is not None and held.hex() != seen.digest:
                     raise self._other(seen) from None
@@ -403,15 +404,15 @@ class Log:
         return None
 
     def _over_gap(self, entry: Entry, seen: Seen, lost: Sequence[Gap], newest: int) -> None:
-        """Accept, with a warning, that the entry that was seen is noted as lost: only a holder of
-        the key does that.
+        """Accept, with a warning, that the entry seen before is recorded as lost: only a holder of
+        the key can record that.
 
         Args:
-            entry: The one after the gap. It still names the last entry of the gap, if it is not the
-                repair's own.
+            entry: The entry after the gap. It still refers to the last entry of the gap, unless it
+                is the repair's own.
 
         Raises:
-            RollbackDetected: It names another entry than the one that was seen.
+            RollbackDetected: It refers to another entry than the one seen before.
         """
         gap = gaps.gap_of(lost, seen.generation)
         if (
@@ -428,12 +429,12 @@ class Log:
         )
 
     async def _beyond(self, entry: Entry, missing: int) -> Entry:
-        """Return an entry newer than ``entry``, because a trim took the one of generation
+        """Return an entry newer than ``entry``, because a trim deleted the one of generation
         ``missing`` while the log was read.
 
         Raises:
-            RollbackDetected: There is no entry that is new enough for such a trim: the entry is
-                withheld, or was deleted.
+            RollbackDetected: No entry is new enough for such a trim: the entry is withheld, or was
+                deleted.
         """
         newer = await self._end(entry) or entry
         if not _may_be_trimmed(missing, newer.generation):
@@ -449,11 +450,11 @@ class Log:
 
     @property
     def cure_of_rollback(self) -> str:
-        """What a person can do where the log does not continue what this client has seen."""
+        """What a person can do if the log does not continue what this client has seen."""
         return (
-            "find out who put back, or withholds, a part of it before you write to it;"
+            "find out who restored an old part of it, or withholds a part, before you write to it;"
             f" 'icecore trust {self._backend.where}' shows what is known and what is there, and can accept it;"
-            " where storage has lost its newest entries, 'icecore repair --accept-rollback' goes on from what is there"
+            " where storage has lost its newest entries, 'icecore repair --accept-rollback' continues from what is there"
         )
 
     def _absent(self, entry: Entry, missing: int) -> RollbackDetected:
@@ -464,7 +465,7 @@ class Log:
         )
 
     async def _above(self, low: int, high: int) -> Entry | None:
-        """The oldest entry between two generations that can be read."""
+        """Return the oldest readable entry between two generations."""
         for generation in range(low + 1, high):
             try:
                 return await self.read(generation)
@@ -485,12 +486,12 @@ class Log:
         return 0
 
     def accept(self, entry: Entry, *, instead_of: Seen) -> None:
-        """Take ``entry`` for the newest although it does not continue what this client has seen.
+        """Accept ``entry`` as the newest although it does not continue what this client has seen.
 
-        For a repair by this client, which knows why it moves the log back, and for nothing else.
+        Only for a repair by this client, which knows why it moves the log back.
 
         Args:
-            instead_of: What ``watermark`` said when the repair began.
+            instead_of: The watermark when the repair began.
 
         Raises:
             RollbackDetected: This client has seen something else since.
@@ -507,27 +508,27 @@ class Log:
     async def transact(
         self, change: Change, words: str, *, prove: bool = True, leave: int | None = None
     ) -> Entry:
-        """Apply ``change`` to the newest state, again and again until it is the one that was
-        changed.
+        """Apply ``change`` to the newest state, and again to a newer one until the result becomes
+        the next entry.
 
         Args:
             change: Called with a state that already has its new generation; returning that very
                 state changes nothing.
-            words: What it does, for people, in a few words.
-            prove: Find out at once that the entry is part of the log. Without, that may be left to
-                this object's next transaction, which builds on the entry: if it is not, that
-                transaction will not find what this one did. Saves a request.
-            leave: Where there is no room, give up what storage keeps in reserve, but for so many
-                pieces (`Backend.give_up_reserve`); None: nothing of it. For what frees space, and
+            words: What it does, in a few words for people.
+            prove: Establish at once that the entry is part of the log. Otherwise, this may be left
+                to this object's next transaction, which builds on the entry: if the entry is not
+                part of the log, that transaction does not find the change. Saves a request.
+            leave: If there is no room, release pieces of the storage's reserve until this many are
+                left (`Backend.give_up_reserve`); None: release none. For work that frees space, and
                 for readers.
 
         Returns:
-            The entry that carries the change, or the newest one if there was none to make.
+            The entry that carries the change, or the newest one if nothing had to change.
 
         Raises:
             StoreFull: No space; nothing was changed.
             StoreError: The store failed; if the message says so, the outcome is unknown.
-            Exception: What ``change`` raised on the newest state.
+            Exception: Raised by ``change`` on the newest state.
         """
         while True:
             try:
@@ -574,7 +575,7 @@ class Log:
             if entry.generation == LAST_GENERATION:
                 raise StoreError(
                     f"the log in {self._backend.where} has reached its last generation",
-                    cure="'icecore copy' brings its snapshots to a new repository",
+                    cure="'icecore copy' copies its snapshots to a new repository",
                 )
             state = msgspec.structs.replace(
                 entry.state,
@@ -590,10 +591,10 @@ class Log:
             idle: list[_Waiting] = []
             for waiting in batch:
                 if waiting.result.done():
-                    continue  # its caller has gone away
+                    continue  # its caller was cancelled
                 try:
                     changed = await waiting.change(state, self.pages)
-                except Exception as raised:  # noqa: BLE001 - it belongs to whoever asked for the change
+                except Exception as raised:  # noqa: BLE001 - it belongs to the change's caller
                     failed.append((waiting, raised))
                     continue
                 if changed is state:
@@ -616,14 +617,14 @@ class Log:
                             for written in state.transactions
                             if written.generation > state.generation - REMEMBERED
                         ],
-                        # Drawn for each attempt: they name one entry, not what two entries of one
-                        # generation may both have tried to carry.
+                        # Drawn for each attempt: they identify one entry, not what two entries of
+                        # one generation may both have tried to carry.
                         Written(state.generation, secrets.token_bytes(16 * len(carried))),
                     ],
                 )
                 sealed = encode_entry(state, self._key)
-                # One at most is left unproven, for a short time, and only where its anchor proves
-                # it together with the next.
+                # At most one entry is left unproven, for a short time, and only where its anchor
+                # proves it together with the next.
                 assert self._proven is not None
                 prove = (
                     any(waiting.prove for waiting in carried)
@@ -661,25 +662,24 @@ class Log:
         return _now() - self._proven_at < _RECENT_SECONDS
 
     async def _begin(self) -> Entry:
-        """The entry on which to build; not proven to be the newest: if it is not, the creation of
-        the next one fails, or shows to have been in vain.
+        """Return the entry to build on. It is not proven to be the newest: if it is not, creating
+        the next entry fails, or turns out to have been in vain.
         """
         if self._known is None or self._proven is None:
             return await self.newest(prove=False)
         if not self._recent():
-            # A log that moves on fast may have trimmed it: its next generation could then be
-            # created, in vain.
+            # A log that moves fast may have trimmed it: its next generation could then be created
+            # in vain.
             if not await self._untrimmed(self._proven):
                 return await self.newest(prove=False)
             self._proven_at = _now()
         return self._known
 
     async def _untrimmed(self, entry: Entry) -> bool:
-        """Whether nothing that followed ``entry``, which is part of the log, has been trimmed;
-        False may also mean that it is not known.
+        """Return whether nothing that followed ``entry``, which is part of the log, has been
+        trimmed. False may also mean that this is unknown.
 
-        Anchors are trimmed before all that follows them. Entries without one are trimmed before all
-        that follows them as well.
+        Anchors, and entries without an anchor, are trimmed before everything that follows them.
         """
         anchor = entry.anchor
         generation, digest = (
@@ -687,15 +687,15 @@ class Log:
         )
         return await self._digest(generation) == digest
 
-    async def _won(self, state: State, sealed: Sealed, proven: Entry, *, prove: bool) -> bool:
-        """Create the entry; whether it is now part of the log, found out rather than believed.
+    async def _won(self, state: LogState, sealed: Sealed, proven: Entry, *, prove: bool) -> bool:
+        """Create the entry; return whether it is now part of the log, established by reading.
 
         Args:
             proven: The newest entry before it that is known to be part of the log.
-            prove: Without, a name that was taken is all that counts as an answer.
+            prove: Otherwise, only a taken name counts as an answer.
 
         Raises:
-            StoreError: The store could not be reached for long enough to find out.
+            StoreError: The store could not be reached for too long.
         """
         name = log_name(state.generation)
         try:
@@ -703,19 +703,19 @@ class Log:
         except (StoreFull, StoreDenied):
             raise
         except StoreError as error:
-            # Taken by another, or by ourselves and the reply was lost: the digest covers our random
-            # transaction ids.
+            # Taken by another client, or by this one and the reply was lost: the digest covers the
+            # random transaction ids.
             held = await self._digest(state.generation)
             if held is None and not isinstance(error, ObjectExists):
                 raise
             if held is None:
-                # Taken and trimmed since: we slept through more than a thousand generations, and
-                # another had ours.
+                # Taken and trimmed since: this client slept through more than a thousand
+                # generations, and another one took its generation.
                 return await self._reached(state, sealed)
             if held != sealed.digest:
                 return False
         if not prove or await self._untrimmed(proven):
-            # As nothing that followed had been trimmed, this generation had never been taken, nor
+            # Nothing that followed had been trimmed, so this generation had never been taken, nor
             # the one before if that was left unproven.
             return True
         if await self._reached(state, sealed):
@@ -731,7 +731,7 @@ class Log:
         return False
 
     async def _digest(self, generation: int) -> bytes | None:
-        """The digest that the entry of ``generation`` carries, or None if there is no such entry."""
+        """Return the digest in the entry of ``generation``; None if there is no such entry."""
         header = bytearray(HEADER_BYTES)
         name = log_name(generation)
         try:
@@ -740,9 +740,9 @@ class Log:
             return None
         return entry_digest(bytes(header))
 
-    async def _reached(self, state: State, sealed: Sealed) -> bool:
-        """Whether the entry is in the chain of the newest, by the transaction ids that entries
-        repeat; if not, it is removed.
+    async def _reached(self, state: LogState, sealed: Sealed) -> bool:
+        """Return whether the entry is in the chain of the newest, judged by the transaction ids
+        that entries repeat; remove it if not.
         """
         ours = state.transactions[-1]
         generations = [
@@ -752,7 +752,7 @@ class Log:
         ]
         for generation in reversed(generations):
             if generation == state.generation and len(generations) > 1:
-                continue  # it is what is in doubt
+                continue  # the entry in doubt
             try:
                 entry = await self.read(generation)
             except (ObjectMissing, Damaged):
@@ -767,11 +767,11 @@ class Log:
         raise StoreError("the log has moved on by more than it keeps")
 
     async def _patiently(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Do ``call`` again while it fails without saying why; it may have taken effect each time.
+        """Repeat ``call`` while it fails transiently; it may have taken effect each time.
 
         Raises:
             StoreFull, StoreDenied: It never took effect.
-            StoreError: It may have.
+            StoreError: It may have taken effect.
         """
         tries = 0
         while True:
@@ -790,15 +790,14 @@ class Log:
                 await asyncio.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**tries))
 
     async def trim(self, keep: int = KEPT_ENTRIES) -> int:
-        """Delete entries that are more than ``keep`` generations older than the newest: first the
-        anchors and what has none, oldest first and one after the other, then, all at once, the
-        rest.
+        """Delete entries more than ``keep`` generations older than the newest: first the anchors
+        and the entries without one, oldest first, one after the other; then all others at once.
 
-        The order is what tells a writer that slept from one that won: see ``_untrimmed``.
+        This order distinguishes a writer that slept from one that won: see ``_untrimmed``.
 
         Args:
-            keep: Clients that have seen an entry miss it among the newest ``KEPT_ENTRIES``: fewer
-                may only be left where there are none.
+            keep: Clients expect to find entries that they have seen among the newest
+                ``KEPT_ENTRIES``; leave fewer only where there are no clients.
 
         Returns:
             How many were deleted.
@@ -824,7 +823,7 @@ class Log:
 
 
 def _now() -> float:
-    """Seconds that have passed, those in which the machine slept included."""
+    """Return a monotonic time in seconds that includes the machine's sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -1,8 +1,8 @@
-"""Configuration and keys, without which nothing can be read: opens with whichever copy is intact,
-and repairs the others.
+"""Configuration and keys, without which nothing can be read: opens a repository with whichever copy
+is intact, and repairs the others.
 
-The rule: a copy counts only if it verifies under the keys, so that an intact object of another
-repository counts as a damaged one.
+A copy counts only if it verifies under the keys, so an intact object of another repository counts
+as damaged.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from icecore.store.log.keychain import (
 
 _CONFIGS = (CONFIG, copy_name(CONFIG))
 _MIB = 1 << 20
-_LATER = "a later version wrote it, or somebody has planted it: remove it if nobody uses this repository with a newer icecore"
-#: So many objects are tried before keys are taken for those of another repository.
+_LATER = "a later version wrote it, or somebody planted it: remove it if nobody uses this repository with a newer icecore"
+#: Objects that are tried before keys count as those of another repository.
 _WITNESSES = 64
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What opens a repository."""
+    """The key object and the configuration that open a repository."""
 
     keys: Keys
     config: Config
@@ -80,7 +80,7 @@ class Identity:
 
 
 def asked_once(passphrase: Passphrase | None) -> Passphrase | None:
-    """Ask for the passphrase once, however many slots it is tried on."""
+    """Ask for the passphrase once, regardless of how many slots it is tried on."""
     if passphrase is None:
         return None
     given: list[bytes] = []
@@ -104,23 +104,23 @@ async def from_copies(
     admit: Admit | None = None,
     emit: Sink,
 ) -> Identity:
-    """Open by a key object and a configuration that fit: of those the pair with the highest number,
-    but for what a change of slots has replaced.
+    """Open by a key object and a configuration that match: the pair with the highest number, except
+    what a change of slots has replaced.
 
     Args:
-        passphrase, secret: As of `icecore.store.log.keychain.read_keys`.
+        passphrase, secret: As in `icecore.store.log.keychain.read_keys`.
         error: Why the first copies do not open it; raised if no others do.
-        rebuild: Make a configuration where none is left: by ``repair``, which stores it.
+        rebuild: Create a configuration if none is left; for ``repair``, which stores it.
         known: The id that the repository had, as far as this client knows; used if ``rebuild``
             finds none.
-        admit: As of `icecore.store.log.keychain.read_keys`; refused candidates are skipped if
+        admit: As in `icecore.store.log.keychain.read_keys`; refused candidates are skipped if
             anything else opens.
-        emit: Gets what was read instead.
+        emit: Gets an event for what was read instead.
 
     Raises:
-        NotFound: No repository is there.
-        Damaged: Nothing is left of one of the two.
-        WrongPassphrase: As ``error``.
+        NotFound: There is no repository.
+        Damaged: No copy is left of one of the two.
+        WrongPassphrase: The same as ``error``.
         Distrusted: Only what ``admit`` refuses would open it.
     """
     objects = await readable(backend)
@@ -137,8 +137,7 @@ async def from_copies(
     opened: list[Keys] = []
     too_new: FormatTooNew | None = None
     spent = 0
-    # The cheap ones first, so that expensive ones that were planted keep nobody from the one that
-    # fits.
+    # The cheap ones first, so that expensive planted ones block nobody from the one that matches.
     for found in sorted(objects, key=_work):
         if spent > MAX_WORK:
             break
@@ -187,7 +186,7 @@ async def from_copies(
             config = await _rebuilt(backend, keys, known)
             return Identity(keys, config, encode_config(config, keys).data)
     if opened and isinstance(error, ObjectMissing):
-        # keys without anything that they open: 'init' broke off, and goes on where it was
+        # Keys without anything that they open: 'init' was interrupted, and resumes there.
         raise NotFound(
             f"{backend.where} is no repository", cure="'icecore init' makes one"
         ) from error
@@ -200,7 +199,7 @@ def _work(found: Newest) -> int:
 
 async def _rebuilt(backend: Backend, keys: Keys, known: str) -> Config:
     """Return a configuration like the lost one. The id of an encrypted repository is known; in a
-    plain one another id is harmless.
+    plain one, another id is harmless.
     """
     largest = max([info.size async for info in backend.list(PREFIX["shard"])], default=0)
     size = (
@@ -215,7 +214,7 @@ async def _rebuilt(backend: Backend, keys: Keys, known: str) -> Config:
 
 
 async def is_of(backend: Backend, keys: Keys) -> bool:
-    """Return whether anything in ``backend`` verifies under the keys: a log entry, or a manifest."""
+    """Return whether anything in ``backend`` (a log entry or a manifest) verifies under the keys."""
 
     async def opens(
         names: AsyncIterator[str], limit: int, read: Callable[[str, bytes], object]
@@ -253,13 +252,13 @@ class Mend:
     """One object that is not as it should be.
 
     Attributes:
-        kind: What it is, in words.
+        kind: Its kind, in words.
         name: The object.
         why: What is wrong with it.
-        how: What is done about it; empty: nothing can be.
-        data: What is stored in its place; None: it is removed.
-        before: What is there now; None: nothing.
-        harmless: It is no damage: an earlier version left out a copy.
+        how: The remedy; empty if there is none.
+        data: What to store in its place; None to remove it.
+        before: Its present content; None if absent.
+        harmless: It is not damage: an earlier version did not write a copy.
     """
 
     kind: str
@@ -282,9 +281,9 @@ async def inspect(
     """Return what is wrong with the configuration, the keys and their copies.
 
     Args:
-        keys, config: What the repository was opened with.
-        spare_config, spare_key: Objects that verify, from a recovery file; used where the
-            repository has none that does. A key object with its number.
+        keys, config: Those with which the repository was opened.
+        spare_config, spare_key: Verified objects from a recovery file, used if the repository has
+            none. The key object comes with its number.
 
     Raises:
         StoreError: The store failed.
@@ -309,7 +308,7 @@ async def _configs(
         except Damaged as error:
             wrong[name] = error.why
     good = next((data for name, data in held.items() if name not in wrong), None)
-    source, how = good or spare or encode_config(config, keys).data, "stored anew"
+    source, how = good or spare or encode_config(config, keys).data, "stored again"
     if not good and not spare:
         how = f"rebuilt from what this client knows, with the id {config.id}"
     return [
@@ -360,7 +359,7 @@ async def _keys(
                     KEY_KIND.title,
                     name,
                     why,
-                    "stored anew",
+                    "stored again",
                     source,
                     held.get((counts, name)),
                     copies,
@@ -375,7 +374,7 @@ async def _keys(
 
 
 def _decode(name: str, data: bytes, keys: Keys) -> Config:
-    """Return the configuration in object ``name``: a second copy has the same bytes, so it is
+    """Return the configuration in object ``name``. A second copy has the same bytes, so it is
     encrypted for the name of the first.
     """
     try:
@@ -408,7 +407,7 @@ def _verify(name: str, data: bytes, keys: Keys) -> None:
 
 
 async def mend(backend: Backend, mends: list[Mend]) -> None:
-    """Make the repairs; safe to interrupt: an object is removed only while another copy of it is
+    """Make the repairs. Safe to interrupt: an object is removed only while another copy of it is
     intact, or if it is useless.
     """
     for one in mends:
@@ -416,13 +415,13 @@ async def mend(backend: Backend, mends: list[Mend]) -> None:
             continue
         if one.before is not None:
             if await _get(backend, one.name, KEY_KIND.object_limit) != one.before:
-                continue  # another has put it right meanwhile
+                continue  # another client has repaired it meanwhile
             await backend.delete(one.name)
         if one.data is not None:
             try:
                 await backend.create(one.name, [one.data])
             except ObjectExists:
-                pass  # another has, too
+                pass  # likewise
 
 
 async def _get(backend: Backend, name: str, limit: int) -> bytes | None:
@@ -431,11 +430,11 @@ async def _get(backend: Backend, name: str, limit: int) -> bytes | None:
     except ObjectMissing:
         return None
     except Damaged:
-        return b""  # longer than anything of its kind
+        return b""  # longer than any object of its kind
 
 
 async def agreed(backend: Backend, name: str, data: bytes) -> bytes:
-    """Store object ``name``; return its content, which may be what another client stored before.
+    """Store object ``name``; return its content, which another client may have stored before.
 
     Raises:
         StoreError: The store failed.

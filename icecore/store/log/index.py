@@ -1,5 +1,5 @@
-"""The dedup index as a whole: which segments are merged and when, how they are cut and made; rule:
-their number grows with the logarithm of the chunks.
+"""The dedup index as a whole: which segments are merged when, and how they are split. Their number
+grows with the logarithm of the number of chunks.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from icecore.store.format.segment import (
 )
 from icecore.store.format.state import SegmentRef
 
-#: Segments of one size class and one range that are merged into one: a class has less than this
+#: Segments of one size class and one range that are merged into one, so a class has fewer than this
 #: many; half as many where there are many ranges.
 FAN_IN = 8
-#: A segment longer than this many entries is cut into ranges by the leading bits of its ids.
+#: A segment longer than this many entries is split into ranges by the leading bits of its ids.
 SPLIT_ENTRIES = 1 << 20
-#: A segment of at least so many entries has a filter beside it; of part of the ids, an eighth of
-#: that. Shorter ones are few, and read as a whole.
+#: A segment of at least this many entries has a filter beside it; of a range, an eighth of that.
+#: Shorter ones are few, and read whole.
 FILTER_ENTRIES = 8192
 _CLASS_ENTRIES = 1024
-#: Ranges are cut by so many bits, down to those of one byte.
+#: Ranges are split by this many bits, down to those of one byte.
 _FINER, _FINEST = 3, 8
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Segments that are to become one: all of one range."""
+    """Segments of one range that are to become one."""
 
     inputs: tuple[SegmentRef, ...]
 
@@ -57,7 +57,7 @@ class Merge:
 
 
 def size_class(count: int) -> int:
-    """0 for less than 1024 entries, 1 for less than 8 times that, and so on."""
+    """Return 0 for less than 1024 entries, 1 for less than 8 times that, and so on."""
     size = 0
     while count >= _CLASS_ENTRIES:
         count //= FAN_IN
@@ -66,16 +66,17 @@ def size_class(count: int) -> int:
 
 
 def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
-    """What to merge so that the number of live segments grows with the logarithm of the index.
+    """Return what to merge so that the number of live segments grows with the logarithm of the
+    index.
 
     Args:
         segments: The live segments.
-        entries: No merge larger than this many entries.
+        entries: Largest merge in entries.
 
     Returns:
-        Merges of segments of the same range and size class, where there are ``FAN_IN`` of them;
-        with everything smaller in that range, which would only be merged again soon. At most one
-        for each range.
+        Merges of segments of the same range and size class, where there are ``FAN_IN`` of them,
+        along with everything smaller in that range, which would only be merged again soon. At most
+        one for each range.
     """
     ranges: dict[tuple[int, int], list[SegmentRef]] = {}
     for ref in segments:
@@ -95,9 +96,7 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
 
 @dataclass(frozen=True)
 class NewSegment:
-    """A segment that is ready to be stored, its entries, and its filter if it is long enough to
-    have one.
-    """
+    """A segment ready to be stored, its entries, and its filter if it is long enough to have one."""
 
     ref: SegmentRef
     parts: list[bytes | memoryview]
@@ -108,8 +107,8 @@ class NewSegment:
 def build(
     entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0
 ) -> list[NewSegment]:
-    """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges
-    where they are many.
+    """Return the segments that hold ``entries`` (sorted, all in the given range), split into
+    narrower ranges if there are many.
     """
     if len(entries) > SPLIT_ENTRIES and bits < _FINEST:
         finer = min(_FINEST, bits + _FINER)
@@ -120,7 +119,7 @@ def build(
         ]
     if not len(entries):
         return []
-    # The name begins with the range, so that the folder of a segment says what is in it.
+    # The name begins with the range, so the folder of a segment says what is in it.
     name = bytes([prefix << (8 - bits) & 0xFF if bits else 0]) + identity()[1:]
     parts, digest = encode_segment(
         entries, key, bits=bits, prefix=prefix, name=object_name("segment", name)
@@ -133,17 +132,17 @@ def build(
 
 
 def filtered(ref: SegmentRef) -> bool:
-    """Whether the segment is long enough to have a filter."""
+    """Return whether the segment is long enough to have a filter."""
     return ref.count >= (FILTER_ENTRIES // 8 if ref.bits else FILTER_ENTRIES)
 
 
 def make_filter(ref: SegmentRef, entries: Records, key: bytes) -> bytes:
-    """The filter object of a segment with these entries."""
+    """Return the filter object of a segment with these entries."""
     return filters.encode_filter(entries["chunk"], ref, key, filter_name(ref.id))
 
 
 async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records:
-    """All entries of a segment, verified.
+    """Return all entries of a segment, verified.
 
     Raises:
         Damaged: It is not what was written.
@@ -161,8 +160,8 @@ async def merge_segments(
     identity: Callable[[], bytes],
     dead: frozenset[bytes] = frozenset(),
 ) -> list[NewSegment]:
-    """The segments that take the place of a merge's inputs, without entries in the shards ``dead``;
-    of equal ids the last input's stays.
+    """Return the segments that replace a merge's inputs, without entries in the shards ``dead``; of
+    equal ids, the last input's stays.
     """
     runs = [await read(ref) for ref in reversed(planned.inputs)]
     first = planned.inputs[0]
@@ -180,8 +179,8 @@ async def merge_long(
     identity: Callable[[], bytes],
     dead: frozenset[bytes] = frozenset(),
 ) -> AsyncGenerator[NewSegment, None]:
-    """As ``merge_segments``, for segments of any length: one range after the other, so that no more
-    than a range's entries are in memory.
+    """Do as ``merge_segments`` for segments of any length: one range after the other, so that at
+    most one range's entries are in memory.
 
     Raises:
         Damaged: An input is not what was written.
@@ -217,21 +216,21 @@ def _built(
 
 
 async def read_head(backend: Backend, ref: SegmentRef, key: bytes) -> Head:
-    """The head of a segment.
+    """Return the head of a segment.
 
     Raises:
         Damaged: It is not what was written.
     """
     name = object_name("segment", ref.id)
     if ref.count > MAX_ENTRIES:
-        raise Damaged(TITLE, name, f"it is to have {ref.count} entries, more than any segment")
+        raise Damaged(TITLE, name, f"it claims {ref.count} entries, more than any segment has")
     data = bytearray(head_bytes(ref.count, key))
     await backend.get_into(name, 0, memoryview(data))
     return parse_head(name, bytes(data), key, ref.digest)
 
 
 async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefix: int) -> Records:
-    """The entries of a segment whose ids begin with the ``bits`` bits ``prefix``."""
+    """Return the entries of a segment whose ids begin with the ``bits`` bits ``prefix``."""
     first, last = head.blocks_between(prefix << (64 - bits), (prefix + 1) << (64 - bits))
     if first == last:
         return np.empty(0, ENTRY)
@@ -254,8 +253,8 @@ async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefi
 def replaced(
     segments: Sequence[SegmentRef], inputs: Sequence[SegmentRef], outputs: Sequence[SegmentRef]
 ) -> list[SegmentRef] | None:
-    """``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is no
-    longer live.
+    """Return ``segments`` with ``outputs`` in the place of ``inputs``; None if one of the inputs is
+    no longer live.
     """
     gone = {ref.id for ref in inputs}
     if len(gone & {ref.id for ref in segments}) != len(gone):

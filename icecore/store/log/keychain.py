@@ -1,7 +1,7 @@
-"""Where a repository's keys come from: its newest key object, and a passphrase where that must be
-asked for; each change of slots is one creation.
+"""Where a repository's keys come from: its newest key object, and a passphrase if it is encrypted.
+Each change of slots is one creation.
 
-Each key object has a second copy under another name, which is read where the first is damaged or
+Each key object has a second copy under another name, which is read if the first is damaged or
 missing.
 """
 
@@ -29,17 +29,17 @@ from icecore.store.format.keys import KEY_KIND, Keys, open_slot
 from icecore.store.format.names import COPIES, KEYS, LAST_KEY, copy_name, key_name, key_number
 from icecore.store.format.slots import Slots, decode_slots, encode_slots, unlock, verify
 
-#: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
+#: Gets the id of a repository and whether it is encrypted; raises if a client may not open it.
 Admit = Callable[[str, bool], None]
-#: Asked for the passphrase when, and only when, there is something to open with it; in a thread, so
-#: it may ask a person.
+#: Asks for the passphrase, only if there is something to open with it. It runs in a thread, so it
+#: may ask a person.
 Passphrase = Callable[[], bytes]
 
-#: What brings back keys of which no copy is left.
-RECOVER = "'icecore key import FILE' puts back what 'icecore key export FILE' has written"
+#: How to restore keys of which no copy is left.
+RECOVER = "'icecore key import FILE' restores what 'icecore key export FILE' wrote"
 _PLANTED = (
-    "'icecore key export FILE' keeps what opens the repository; where a key object of a lower number or its copy is whole, remove this object and its copy;"
-    " else 'icecore copy' brings the snapshots to a new repository"
+    "'icecore key export FILE' saves what opens the repository; if a key object with a lower number, or its copy, is intact, remove this object and its copy;"
+    " otherwise, 'icecore copy' copies the snapshots to a new repository"
 )
 _TRIES = 8
 _PAUSE_SECONDS = 0.1
@@ -50,10 +50,9 @@ class Newest:
     """A key object: its name, number and bytes, and its slots if the repository is encrypted.
 
     Attributes:
-        above: The highest number that a key object has that can be read, or that follows it without
-            a gap, readable or not: the next change takes the number after it. One that cannot be
-            read and lies further away does not count: anybody who can write to the store can plant
-            it.
+        above: The highest number of any key object that can be read, or that follows it without a
+            gap, readable or not: the next change takes the number after it. An unreadable object
+            further away does not count, because anyone who can write to the store can plant it.
     """
 
     name: str
@@ -64,14 +63,15 @@ class Newest:
 
 
 async def newest(backend: Backend, emit: Sink = discard) -> Newest:
-    """The key object of the highest number; its second copy where it is damaged or missing.
+    """Return the key object with the highest number, or its second copy if it is damaged or
+    missing.
 
     Args:
-        emit: Told where it is not the one that counts.
+        emit: Gets an event if it is not the one that counts.
 
     Raises:
-        Damaged: There is none that can be read.
-        FormatTooNew: A later version wrote it, and there is no other that can be read.
+        Damaged: No key object can be read.
+        FormatTooNew: A later version wrote it, and no other can be read.
     """
     while True:
         numbers = await numbers_of(backend)
@@ -97,8 +97,8 @@ async def newest(backend: Backend, emit: Sink = discard) -> Newest:
 
 
 async def readable(backend: Backend) -> list[Newest]:
-    """All key objects that can be read, second copies included, each content once; what counts
-    first.
+    """Return all readable key objects, including second copies, each content once, the one that
+    counts first.
     """
     first, second = await numbers_of(backend), await numbers_of(backend, COPIES)
     found: dict[bytes, Newest] = {}
@@ -117,12 +117,12 @@ async def readable(backend: Backend) -> list[Newest]:
 
 def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
     """Return whether a change of slots has replaced ``found``: a holder of the master secret wrote
-    one of a higher number, which is no older.
+    an object with a higher number that is no older.
 
     Args:
-        keys: Those that ``found`` holds.
-        objects: The others that can be read. What was planted does not verify, and an older one
-            that was put under a higher number names no later change.
+        keys: The keys that ``found`` holds.
+        objects: The other readable objects. Planted ones do not verify, and an old one stored under
+            a higher number names no later change.
     """
     mine = found.slots
     if mine is None:
@@ -146,8 +146,8 @@ def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
 
 
 async def _first(backend: Backend) -> Newest | None:
-    """The key object of a repository that is not encrypted: the first, and nothing ever takes its
-    place. None if it is not such a one.
+    """Return the key object of a repository that is not encrypted: the first one, which nothing
+    ever replaces. None if the repository is encrypted.
     """
     try:
         data = await backend.get(key_name(0), limit=KEY_KIND.object_limit)
@@ -166,19 +166,18 @@ async def read_keys(
     admit: Admit | None = None,
     emit: Sink = discard,
 ) -> Keys:
-    """The keys of the repository in ``backend``.
+    """Return the keys of the repository in ``backend``.
 
     Args:
-        encrypted: Whether it seems to be; if not, one request is tried before the key objects are
-            listed.
-        passphrase: Gives it where the repository is encrypted.
-        secret: The master secret, where it is known: that of a replica. No passphrase is needed
-            then.
-        admit: Asked of an encrypted repository before its passphrase is.
+        encrypted: Whether it seems to be encrypted; if not, one request is tried before the key
+            objects are listed.
+        passphrase: Gives the passphrase of an encrypted repository.
+        secret: The master secret, if known from a replica. No passphrase is needed then.
+        admit: Called for an encrypted repository before the passphrase is asked for.
 
     Raises:
-        UsageError: It has another master secret than that.
-        WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
+        UsageError: It has another master secret.
+        WrongPassphrase: It is encrypted, and the passphrase is missing or wrong.
         Damaged, FormatTooNew: As `newest`.
     """
     found = (None if encrypted else await _first(backend)) or await newest(backend, emit)
@@ -192,7 +191,7 @@ async def open_keys(
     secret: bytes = b"",
     admit: Admit | None = None,
 ) -> Keys:
-    """Return the keys in a key object; arguments and errors as of `read_keys`."""
+    """Return the keys in a key object; arguments and errors as in `read_keys`."""
     if found.slots is None:
         plain = open_slot(found.name, found.data)
         if secret and secret != plain:
@@ -218,17 +217,16 @@ async def open_keys(
 
 def _unrelated(backend: Backend) -> UsageError:
     return UsageError(
-        f"{backend.where} is no replica: its master secret is another",
-        cure="'icecore init --replica-of' makes a replica; 'icecore copy' brings snapshots to any other repository",
+        f"{backend.where} is not a replica: it has another master secret",
+        cure="'icecore init --replica-of' makes a replica; 'icecore copy' copies snapshots to any other repository",
     )
 
 
 async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -> Slots:
-    """Replace the slots by what ``edit`` makes of them, in one creation; what it replaces is then
-    deleted.
+    """Replace the slots by the result of ``edit``, in one creation; then delete what it replaces.
 
     Args:
-        keys: The repository's: only a holder of the master secret changes slots.
+        keys: The repository's keys: only a holder of the master secret changes slots.
         edit: Called again with newer slots if another change came first. Slow: it runs in a thread.
 
     Raises:
@@ -240,7 +238,7 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
         if found.slots is None:
             raise UsageError(
                 f"{backend.where} is not encrypted",
-                cure="'icecore init --encrypt' makes one that is, 'icecore copy' fills it",
+                cure="'icecore init --encrypt' makes one that is, 'icecore copy' copies snapshots into it",
             )
         verify(found.name, found.slots, keys.secret)
         changed = await asyncio.to_thread(edit, found.slots)
@@ -249,23 +247,23 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
             raise Damaged(
                 KEY_KIND.title,
                 found.name,
-                "its number is the last one, so no change can follow it: somebody has planted it",
+                "its number is the last one, so no change can follow it: somebody planted it",
                 cure=_PLANTED,
             )
         if await _create(backend, key_name(number), data):
-            # The number may have been taken and given up while we slept: what counts is whether the
-            # newest follows ours.
+            # The number may have been taken and released while this process slept: what counts is
+            # whether the newest follows ours.
             counts = (await newest(backend)).slots
             await _create(backend, copy_name(key_name(number)), data)
             await tidy(backend)
             if counts is not None and changed.changes[-1] in counts.changes:
                 return changed
-    raise StoreError("others change the key slots all the time", cure="try again")
+    raise StoreError("other clients keep changing the key slots", cure="try again")
 
 
 async def tidy(backend: Backend) -> int:
-    """Delete key objects that do not count any more (a change that broke off leaves one): they
-    still open the repository; returns how many.
+    """Delete key objects that no longer count (an interrupted change leaves one), because they
+    still open the repository; return how many.
     """
     counts = (await newest(backend)).number
     old = [number for number in await numbers_of(backend) if number < counts]
@@ -278,8 +276,8 @@ async def tidy(backend: Backend) -> int:
 
 
 async def _create(backend: Backend, name: str, data: bytes) -> bool:
-    """Whether object ``name`` is now ours: the reply to a creation may get lost, its bytes are of
-    nobody else.
+    """Create object ``name``; return whether it is now ours. The reply may get lost, but nobody
+    else writes these bytes.
     """
     tries = 0
     while True:
@@ -301,7 +299,7 @@ async def _create(backend: Backend, name: str, data: bytes) -> bool:
 
 
 async def numbers_of(backend: Backend, prefix: str = "") -> list[int]:
-    """The numbers of all key objects, ascending.
+    """Return the numbers of all key objects, ascending.
 
     Args:
         prefix: `COPIES` for the second copies.

@@ -1,5 +1,5 @@
-"""Records which repository a client knows at a place: its id, and whether it is encrypted; rule:
-the record is binding, and only a place without one is new.
+"""Records which repository a client knows at a place: its id, and whether it is encrypted. The
+record is binding: only a place without one is new.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         id: Its id.
         encrypted: Whether it is encrypted.
-        plain: Whether the user accepted it as plain.
+        plain: Whether the user accepted it without encryption.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -35,28 +35,28 @@ class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _At(msgspec.Struct, frozen=True, tag="repository", forbid_unknown_fields=True):
-    """The record under a place's own name: what is there."""
+    """The record under a place's own name: which repository is there."""
 
     place: str
     known: Known
 
 
 class _Alias(msgspec.Struct, frozen=True, tag="alias", forbid_unknown_fields=True):
-    """The record under another name: where it led."""
+    """The record under another name: the place that it led to."""
 
     place: str
     leads_to: str
 
 
 class KnownPlace:
-    """What a client knows of one place, in files outside of it.
+    """What a client knows of one place, in files outside it.
 
-    A link may name the place, and users who cannot write to the place may change the link: so the
-    record includes where the link led.
+    A link may name the place, and users who cannot write to the place may be able to change the
+    link, so the record includes where the link led.
 
     Args:
-        folder: Holds a file for each name; made when needed.
-        names: `icecore.store.backend.base.Backend.known_as`: last the place's own name.
+        folder: Holds a file for each name; created when needed.
+        names: `icecore.store.backend.base.Backend.known_as`, the place's own name last.
         where: The place as people name it.
     """
 
@@ -77,7 +77,7 @@ class KnownPlace:
         known = self._known_at(self._own)
         for name in self._aliases:
             alias = self._read(name, _Alias)
-            # Without a record as a link it may have one from when it was the place itself.
+            # A name without an alias record may have a record from when it was the place itself.
             led = alias.leads_to if alias is not None else name
             if led == self._own:
                 continue
@@ -88,14 +88,13 @@ class KnownPlace:
         return known
 
     def admit(self, found: Known) -> None:
-        """Require that the repository at the place is the one that is known there; record it if
-        none is.
+        """Require that the repository at the place is the known one; record it if none is known.
 
         Args:
-            found: What is there. Its ``plain`` counts only where nothing is known.
+            found: The repository at the place. Its ``plain`` counts only if none is known.
 
         Raises:
-            RepositoryReplaced: Another is known, or an encrypted one.
+            RepositoryReplaced: Another repository is known, or an encrypted one.
             RecordDamaged: A record is not what was written.
         """
         self.require(found)
@@ -106,10 +105,10 @@ class KnownPlace:
             self._write(self.recall() or found)
 
     def require(self, found: Known) -> None:
-        """Require that ``found`` is what is known at the place, if anything is.
+        """Require that ``found`` is the repository known at the place, if one is known.
 
         Raises:
-            RepositoryReplaced: It is not.
+            RepositoryReplaced: It is another one.
             RecordDamaged: A record is not what was written.
         """
         known = self.recall()
@@ -124,7 +123,7 @@ class KnownPlace:
             )
 
     def note(self, known: Known) -> None:
-        """Record what is at the place, replacing the earlier record: for the maker of the
+        """Record what is at the place, replacing the earlier record: for whoever created the
         repository, and after the user's confirmation.
         """
         with notes.locked(self._folder):
@@ -137,7 +136,7 @@ class KnownPlace:
         )
 
     def _write(self, known: Known) -> None:
-        # The place first: an alias without it would tell nothing.
+        # The place first: an alias without it would be meaningless.
         notes.write(self._path(self._own), msgspec.json.encode(_At(self._own, known)))
         for name in self._aliases:
             notes.write(self._path(f"alias {name}"), msgspec.json.encode(_Alias(name, self._own)))

@@ -19,7 +19,7 @@ import msgspec
 
 from icecore.errors import JobHeld, SessionFenced, StoreError
 from icecore.store.format.names import SESSIONS, heartbeat_session
-from icecore.store.format.state import SessionRecord, State
+from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log.catalog import Pages
 from icecore.store.log.presence import has_ended
 from icecore.store.log.repository import Repository
@@ -105,7 +105,7 @@ class Lease:
         if time.monotonic() - self._moved < _MOVE_SECONDS:
             return
 
-        async def move(state: State, pages: Pages) -> State:
+        async def move(state: LogState, pages: Pages) -> LogState:
             if state.session(self._session.id) is None:
                 raise SessionFenced(f"the lease of job {self.name} was taken by another process")
             moved = [
@@ -194,7 +194,7 @@ async def _signs(repository: Repository, session: str) -> frozenset[str]:
 
 
 async def _fence(repository: Repository, session: str) -> None:
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         if state.session(session) is None:
             return state
         left = [one for one in state.sessions if one.id != session]

@@ -1,9 +1,9 @@
-"""Which chunks are stored, asked of the live segments of one state; rule: a miss costs space, never
-correctness, and is to cost no read.
+"""Looks up chunks in the live segments of one state. A missed chunk costs space, never correctness;
+looking up an absent chunk should cost no read.
 
-Short segments are held as a whole, of long ones a filter each. An id that a filter lets through is
-sought among the neighbours of what was found before, then in the one block of the segment in which
-it has to be.
+Short segments are held whole; of a long one, only its filter. An id that passes a filter is
+searched among the neighbours of earlier finds, then in the one block of the segment that may hold
+it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ from icecore.store.log.recent import RecentSegments
 from icecore.store.log.tables import index_entries, read_table
 from icecore.store.runtime.parallel import each
 
-#: Ids that are asked at once, blocks that are held at once (61 KiB each), and reads in flight.
+#: Ids looked up at once, blocks held at once (61 KiB each), and reads in flight.
 _STEP = 1 << 14
 _BLOCKS = 128
 _AT_ONCE = 32
-#: How many of many ids are sought in blocks at first: if their shards know many of the others,
-#: those need no block each.
+#: Filters held in memory, in bytes.
+_FILTER_BYTES = 176 << 20
+#: Of many ids, this many are searched in blocks first: if the shards of those found hold many of
+#: the others, these need no block each.
 _PROBES = 8
-#: So many are sought at once; or that part of what was asked.
+#: Up to this many ids, or this fraction of the ids looked up, are searched all at once.
 _FEW = 64
 _MISTAKES = 64
-#: Fewer found by each table than this: what is asked does not lie together.
+#: If a table yields fewer finds than this, the ids do not lie together.
 _YIELD = 4
-#: The second id that is found in a shard brings its table.
+#: The second id found in a shard causes its table to be read.
 _TOGETHER = 2
 
 #: A segment's number and one of its blocks.
@@ -65,23 +67,22 @@ Block = tuple[int, int]
 class Index:
     """The live segments of one state.
 
-    ``lookup`` is for threads; segments that have no filter, up to ``budget`` bytes in all, are held
-    in memory after ``load``; all, if they fit.
+    ``lookup`` is for threads. After ``load``, segments that have no filter are held in memory, up
+    to ``budget`` bytes in all; all segments, if they fit.
 
     Args:
         segments: The state's segments.
         key: The repository's segment key.
-        avoid: Shards whose chunks are not to be found: condemned ones.
+        avoid: Shards whose chunks must not be found: condemned ones.
         budget: Bytes of segments to hold.
-        filters: Bytes of filters to hold.
-        shard_key: The repository's shard key, to find what lies beside what was found, also if no
-            live segment names it; None: only what one names.
+        shard_key: The repository's shard key, to find chunks that lie beside finds even if no live
+            segment names them; None: only chunks that one names.
         recent: What this process read or wrote before.
         emit: Gets ``index.damaged`` events.
 
     Attributes:
-        damaged: Segments that could not be used, or not all of them: it costs space, and no
-            snapshot should fail for it.
+        damaged: Segments that could not be used, or only in part. This costs space, and no snapshot
+            should fail for it.
     """
 
     def __init__(
@@ -92,7 +93,6 @@ class Index:
         *,
         avoid: frozenset[bytes] = frozenset(),
         budget: int = 32 << 20,
-        filters: int = 176 << 20,
         shard_key: bytes | None = None,
         recent: RecentSegments | None = None,
         emit: Sink = discard,
@@ -103,10 +103,10 @@ class Index:
         self._shard_key = shard_key
         self._avoid = avoid
         self._emit = emit
-        refs = list(reversed(segments))  # the newest first: it is the likeliest to know
+        refs = list(reversed(segments))  # the newest first: it is the most likely to match
         self._count = sum(ref.count for ref in refs)
-        # A filter is a fortieth of its segment. Unless all is short, only what has none is read as
-        # a whole.
+        # A filter has a fortieth of its segment's size. Unless all segments are short, only those
+        # without a filter are read whole.
         short = (
             refs
             if segment_bytes(self._count, key) <= budget
@@ -120,7 +120,6 @@ class Index:
             whole.add(ref.id)
         self._whole = [ref for ref in refs if ref.id in whole]
         self._large = [ref for ref in refs if ref.id not in whole]
-        self._filter_bytes = filters
         self._filters: FilterSet | None = None
         self._rows: dict[bytes, Records] = {}
         self._held: Records = np.empty(0, ENTRY)
@@ -141,11 +140,11 @@ class Index:
         return self._count
 
     async def load(self) -> None:
-        """Read what fits the budget."""
+        """Read the segments that fit the budget."""
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        self._filters = FilterSet(self._large, self._filter_bytes) if self._large else None
+        self._filters = FilterSet(self._large, _FILTER_BYTES) if self._large else None
         edges = np.concatenate([[0], np.cumsum([ref.count for ref in self._whole], dtype=np.int64)])
         held = np.empty(int(edges[-1]), ENTRY)
 
@@ -176,8 +175,8 @@ class Index:
         await asyncio.to_thread(self._arrange, held, edges)
 
     def _arrange(self, held: Records, edges: Numbers) -> None:
-        """Order all that is held, so that asking many segments costs what asking one does; of equal
-        ids the newest segment's comes first.
+        """Sort everything held, so that looking up in many segments costs as much as in one; of
+        equal ids, the newest segment's comes first.
         """
         spans = [
             np.arange(edges[number], edges[number] + len(self._rows[ref.id]))
@@ -190,8 +189,8 @@ class Index:
         self._held, self._keys, self._order = held, keys[order], rows[order]
 
     def lookup(self, ids: Bytes) -> tuple[Mask, Records]:
-        """Where chunks are stored. To be called after ``load``, from any thread but the event
-        loop's if segments exceed the budget.
+        """Look up where chunks are stored. Call it after ``load``; if segments exceed the budget,
+        not from the event loop's thread.
 
         Args:
             ids: Chunk ids, n x 32 bytes.
@@ -222,7 +221,7 @@ class Index:
         self._resolve(ids, left[maybe], candidates[:, maybe], found, places)
 
     def find(self, chunk: bytes) -> np.void | None:
-        """The ``PLACE`` of one chunk, or None; as ``lookup``, in less time for a single id."""
+        """Return the ``PLACE`` of one chunk, or None: ``lookup``, but faster for a single id."""
         leads = np.uint64(int.from_bytes(chunk[:8], "big"))
         at = int(self._keys.searchsorted(leads))
         while at < len(self._keys) and self._keys[at] == leads:
@@ -241,11 +240,11 @@ class Index:
         """Read the filters of the segments in whose range an id lies."""
         if not filters.unknown(ids):
             return
-        with self._lock:  # other threads wait: they need them as well
+        with self._lock:  # other threads wait: they need the filters as well
             wanted = filters.unknown(ids)
             for first in range(
                 0, len(wanted), _AT_ONCE
-            ):  # no more at once: all of them are most of the memory that the index takes
+            ):  # no more at once: filters are most of the index's memory
                 self._read_some(filters, wanted[first : first + _AT_ONCE])
 
     def _read_some(self, filters: FilterSet, wanted: Sequence[int]) -> None:
@@ -262,20 +261,20 @@ class Index:
                     raise failure
                 words = decode_filter(name, bytes(room), self._key, ref)
             except (Damaged, FormatTooNew, ObjectMissing):
-                pass  # as if it were not there: what it would have denied is then sought
+                pass  # as if it did not exist: the ids that it would have denied are searched
             filters.put(number, words)
 
     def _resolve(
         self, ids: Bytes, left: Numbers, candidates: Numbers, found: Mask, places: Records
     ) -> None:
-        """Seek what may be there: first beside what was found before, then a few in their blocks,
-        then what lies beside those, and so on.
+        """Search the ids that passed: first beside earlier finds, then a few of them in their
+        blocks, then what lies beside those, and so on.
 
         Args:
-            left: Indices of what is sought.
-            candidates: The segments that may have it, layers x len(left).
+            left: Indices of the ids to search.
+            candidates: The segments that may have each, layers x len(left).
         """
-        # Few are mostly what the filters let through by mistake: nothing lies beside those.
+        # A few ids are mostly false positives of the filters: nothing lies beside those.
         few = max(_FEW, len(ids) // _MISTAKES)
         probes, tables, since = _PROBES, 0, 0
         while len(left):
@@ -283,7 +282,7 @@ class Index:
             here, where = self._near.search(ids[left], since)
             places[left[here]], found[left[here]], since = where[here], True, newest
             if tables and here.sum() < _YIELD * tables:
-                probes = len(left)  # it does not lie together
+                probes = len(left)  # the ids do not lie together
             left, candidates = left[~here], candidates[:, ~here]
             if not len(left):
                 return
@@ -303,8 +302,8 @@ class Index:
         found: Mask,
         places: Records,
     ) -> Mask:
-        """Seek every ``step``-th id, and what else must be in the same blocks, in its first
-        candidate; what is not there loses that candidate.
+        """Search every ``step``-th id, and any others that must be in the same blocks, in its first
+        candidate; ids that are not found lose that candidate.
         """
         layer = (candidates >= 0).argmax(axis=0)
         segment = candidates[layer, np.arange(len(left))]
@@ -340,7 +339,7 @@ class Index:
         wanted = []
         for number in numbers:
             if self._large[number].count > MAX_ENTRIES:
-                self._heads[number] = None  # no segment is as long as that
+                self._heads[number] = None  # no segment is this long
             elif number not in self._heads:
                 wanted.append(number)
         names = [object_name("segment", self._large[number].id) for number in wanted]
@@ -365,8 +364,8 @@ class Index:
                 self._damage(ref, error)
 
     def _read_blocks(self, wanted: Sequence[Block]) -> dict[int, Records]:
-        """Of each segment the entries of its wanted blocks (ascending); what is damaged is not
-        there.
+        """Return, for each segment, the entries of its wanted blocks (ascending), except damaged
+        ones.
         """
         reads = []
         for number, block in wanted:
@@ -394,11 +393,11 @@ class Index:
         }
 
     def _read_tables(self, names: bytes, *, eager: bool) -> int:
-        """Read the tables of shards in which something was found: of all, or of those in which it
-        was not the first; how many were read.
+        """Read the tables of shards in which something was found: of all, or only of those in which
+        it was not the first find; return how many were read.
 
         Args:
-            names: The shard of each chunk that was found, 16 bytes each.
+            names: The shard of each chunk found, 16 bytes each.
         """
         if self._shard_key is None or not names or self._in_loop():
             return 0
@@ -419,7 +418,7 @@ class Index:
             try:
                 tables.append(index_entries(shard, await read_table(self._backend, key, shard)))
             except (Damaged, FormatTooNew, ObjectMissing):
-                pass  # a check's to report
+                pass  # 'check' reports it
 
         assert loop is not None
         asyncio.run_coroutine_threadsafe(each(new, read, at_once=_AT_ONCE), loop).result()
@@ -436,7 +435,7 @@ class Index:
     def _read(
         self, reads: Sequence[tuple[str, int, memoryview]]
     ) -> list[Damaged | ObjectMissing | None]:
-        """Read many ranges, many at once; of each, what was wrong with it.
+        """Read many ranges, many at once; return, for each, what was wrong with it.
 
         Raises:
             StoreError: The storage could not be reached.
@@ -473,8 +472,8 @@ class Index:
         )
 
     async def entries_of(self, ref: SegmentRef) -> Records:
-        """All entries of a live segment, from memory where they are held, and then not those in
-        condemned shards.
+        """Return all entries of a live segment. From memory, if they are held there, without those
+        in condemned shards.
         """
         held = self._rows.get(ref.id)
         return held if held is not None else await self._whole_segment(ref)

@@ -1,9 +1,9 @@
-"""Index entries of whole shards, for a while: what is stored again was mostly stored together
-before, so the chunks around one that was found are asked next.
+"""A cache of index entries of whole shards: data that is stored again was mostly stored together
+before, so the chunks around one that was found are likely to be looked up next.
 
-The locality-preserved cache of Zhu, Li and Patterson, "Avoiding the Disk Bottleneck in the Data
-Domain Deduplication File System" (FAST 2008). Rule: it is bounded, the longest unused goes first,
-and a shard is in it only because a live segment names it.
+This is the locality-preserved cache of Zhu, Li and Patterson, "Avoiding the Disk Bottleneck in the
+Data Domain Deduplication File System" (FAST 2008). It is bounded, evicts the least recently used
+group first, and holds a shard only because a live segment names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAMPLE = 64
 
 
 class Neighbours:
-    """Entries by the group in which they came. Thread-safe."""
+    """Entries by the group in which they were added. Thread-safe."""
 
     def __init__(self, limit: int = _ENTRIES) -> None:
         self._limit = limit
@@ -33,7 +33,7 @@ class Neighbours:
         self._held = self._number = 0
 
     def add(self, entries: Records) -> None:
-        """Keep these entries, in any order; what does not fit beside them goes."""
+        """Keep these entries, in any order; evict what does not fit beside them."""
         entries = sort_entries(entries)
         if not 0 < len(entries) <= self._limit:
             return
@@ -50,11 +50,11 @@ class Neighbours:
         return self._number
 
     def search(self, ids: Bytes, since: int = 0) -> tuple[Mask, Records]:
-        """Which of ``ids`` are here, and their places, zero where they are not; of very many ids a
-        few may be overlooked.
+        """Return which of ``ids`` are here, and their places (zero where not found). Of very many
+        ids, a few may be missed.
 
         Args:
-            since: Only in groups that were added after this one was the newest.
+            since: Search only groups added after this one was the newest.
         """
         found = np.zeros(len(ids), np.bool_)
         places = np.zeros(len(ids), PLACE)
@@ -62,7 +62,8 @@ class Neighbours:
             groups = [group for group in reversed(self._groups.items()) if group[0] > since]
         left = np.arange(len(ids))
         for number, (keys, entries) in groups:
-            # What lies together is asked together: of many, a few tell whether this group has any.
+            # Chunks stored together are looked up together, so a few of many ids tell whether this
+            # group has any.
             if (
                 len(left) > _MANY
                 and not search(entries, keys, ids[left[:: len(left) // _SAMPLE]])[0].any()

@@ -1,5 +1,5 @@
-"""Small files in which a client remembers something outside of a repository: a reader sees a
-complete old or new one, and a crash leaves one of them.
+"""Small files in which a client remembers something outside a repository. A reader sees a complete
+old or new file, and so does anyone after a crash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from icecore.errors import StoreError
 from icecore.private import private_state
 
-#: Bytes of a note that are read; none is near that long.
+#: Most bytes of a note that are read; no note is nearly as long.
 _LIMIT = 1 << 20
 _LOCK = ".lock"
 
@@ -35,7 +35,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace the note, durably; only its owner may read it. Makes its folder if that is missing.
+    """Replace the note, durably; only its owner may read it. Create its folder if missing.
 
     Raises:
         StoreError: It cannot be written; the old one, if any, is still there.

@@ -1,7 +1,7 @@
-"""Which process a session belongs to, and whether it has ended: known for certain only on the
-kernel, and in the namespaces, in which it ran.
+"""Which process a session belongs to, and whether it has ended, which is certain only on the kernel
+and in the namespaces in which it ran.
 
-Advice, like heartbeats: it decides when a session is fenced, never what is safe to delete.
+This is advice, like heartbeats: it decides when a session is fenced, never what is safe to delete.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_process() -> Process | None:
-    """The calling process; None where the system does not say."""
+    """Return the calling process; None if the system does not identify it."""
     pid = os.getpid()
     try:
         if int(os.readlink("/proc/self")) != pid:
-            return None  # another namespace's /proc
+            return None  # /proc of another namespace
         return Process(*_here(), pid, _stat(pid)[1])
     except (OSError, ValueError, IndexError):
         return None
 
 
 def has_ended(process: Process | None) -> bool:
-    """Whether ``process`` ran on this kernel, in our namespaces, and does not run any more. False
-    wherever that is not certain.
+    """Return whether ``process`` ran on this kernel, in this process's namespaces, and has ended;
+    False whenever that is not certain.
     """
     ours = this_process()
     if (
@@ -57,6 +57,6 @@ def _here() -> tuple[str, str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """State, start time and number of threads (proc_pid_stat(5): fields 3, 22, 20)."""
+    """Return state, start time and number of threads (proc_pid_stat(5): fields 3, 22, 20)."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19]), int(fields[17])

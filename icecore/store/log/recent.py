@@ -1,5 +1,5 @@
-"""Index segments as this process read or wrote them last; rule: they never change, so that one that
-was verified once need not be read again.
+"""Index segments that this process read or wrote last. They never change, so a verified one need
+not be read again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from icecore.store.format.state import SegmentRef
 class RecentSegments:
     """Entries of short segments, for all sessions of one repository. For one event loop.
 
-    A commit merges small segments, most of which were written, or read for its session's index, by
-    the same process a moment before.
+    A commit merges small segments, most of which the same process has just written, or read for its
+    session's index.
 
     Args:
         budget: Bytes of entries to hold.
@@ -26,19 +26,19 @@ class RecentSegments:
         self._held: OrderedDict[tuple[bytes, bytes], Records] = OrderedDict()
 
     def get(self, ref: SegmentRef) -> Records | None:
-        """The entries of a segment, if they are held."""
+        """Return the entries of a segment if they are cached."""
         entries = self._held.get((ref.id, ref.digest))
         if entries is not None:
             self._held.move_to_end((ref.id, ref.digest))
         return entries
 
     def add(self, ref: SegmentRef, entries: Records) -> None:
-        """Hold the segment's entries, which were verified or written, if they are few; the array
-        must not be changed any more.
+        """Cache the entries of a segment, verified or just written, if they are few; the array must
+        not change any more.
         """
         if entries.nbytes > self._budget // 4 or (ref.id, ref.digest) in self._held:
             return
-        # What is a part of something longer would keep all of that.
+        # A view would keep the whole array that it is a part of.
         self._held[ref.id, ref.digest] = entries if entries.base is None else entries.copy()
         self._bytes += entries.nbytes
         while self._bytes > self._budget:

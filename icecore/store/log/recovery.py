@@ -1,7 +1,7 @@
-"""The recovery file: a copy of what opens a repository, kept apart from it; made from a repository
-that opens, and put back into one that does not.
+"""The recovery file: a copy of what opens a repository, kept outside it. It is exported from a
+repository that opens, and restored into one that does not.
 
-The rule: only objects of that repository are put back, and intact ones are never replaced.
+Only objects of the same repository are restored, and intact ones are never replaced.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LIMIT = _KIND.object_limit
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """What a recovery file holds.
+    """The contents of a recovery file.
 
-    ``number`` and ``key`` are a key object's: in an encrypted repository the master secret under
-    its passphrases, in another the master secret itself. ``config`` is the object ``config``;
-    ``created_ns`` Unix time.
+    ``number`` and ``key`` are those of a key object: in an encrypted repository the wrapped master
+    secret, otherwise the plain one. ``config`` is the object ``config``; ``created_ns`` is Unix
+    time.
     """
 
     format: int
@@ -47,7 +47,7 @@ async def export(repository: Repository) -> bytes:
     """Return the recovery file of an open repository.
 
     Raises:
-        Damaged: No key object is whole.
+        Damaged: No key object is intact.
     """
     found = await keychain.newest(repository.backend, repository.emit)
     if found.slots is not None:
@@ -85,10 +85,10 @@ _ANOTHER = "use another copy of the file"
 
 
 class Restorer:
-    """Puts a recovery file back into the repository that it is of.
+    """Restores a recovery file into its repository.
 
     Args:
-        name: The file's, for messages.
+        name: The file's name, for messages.
         passphrase: Opens the slots in it, if the repository is encrypted.
     """
 
@@ -108,12 +108,12 @@ class Restorer:
         self._emit = emit
 
     async def apply(self) -> list[Mend]:
-        """Put back what is lost; safe to interrupt. Returns what was put back: nothing if
-        everything is intact.
+        """Restore what is lost; safe to interrupt. Return what was restored: nothing if everything
+        is intact.
 
         Raises:
-            UsageError: It is the file of another repository.
-            WrongPassphrase: It was not valid when the file was exported.
+            UsageError: The file belongs to another repository.
+            WrongPassphrase: The passphrase was not valid when the file was exported.
         """
         keys, config = await self._open()
         if not await is_of(self._backend, keys):

@@ -1,5 +1,5 @@
-"""A repository: joins storage, keys, log and sessions into the few calls by which the rest of
-icecore keeps and finds snapshots.
+"""A repository: combines storage, keys, log and sessions into the few calls with which the rest of
+icecore stores and finds snapshots.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from icecore.store.format.keys import (
 from icecore.store.format.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.format.names import CONFIG, copy_name, key_name, parse_name
 from icecore.store.format.slots import Cost, new_slots
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog, identity
 from icecore.store.log import session as sessions
 from icecore.store.log.catalog import Pages
@@ -56,10 +56,10 @@ T = TypeVar("T")
 _RACERS = 4
 _REMAINS_CURE = "remove what is there, or name another place"
 
-#: What a reader without a session has to be told.
-UNREGISTERED = "nothing is written to the repository, not even that it is read: a collection elsewhere may delete what is still to come, and then this fails"
+#: What a reader without a session must be told.
+UNREGISTERED = "no session is registered in the repository: a collection elsewhere may delete objects that are still needed, and then this fails"
 
-#: How often a session says that it is alive.
+#: Seconds between the heartbeats of a session.
 BEAT_SECONDS = 60.0
 
 
@@ -98,16 +98,15 @@ class Repository:
         """Make the place a repository.
 
         Args:
-            passphrase: Encrypt it, and let this open it; None: it is not encrypted.
-            cost: What trying a passphrase costs.
-            secret: The master secret of the repository whose replica this is to be; none: a new
-                one.
+            passphrase: Encrypts the repository and opens it; None: it is not encrypted.
+            cost: The cost of trying a passphrase.
+            secret: The master secret of the repository that this becomes a replica of; by default a
+                new one.
 
         Raises:
-            UsageError: It is one already, the store does not do what it must, or the passphrase is
-                too short.
-            WrongPassphrase: A creation that broke off left a slot that the passphrase does not
-                open.
+            UsageError: It is already a repository, the store lacks a required property, or the
+                passphrase is too short.
+            WrongPassphrase: An interrupted creation left a slot that the passphrase does not open.
         """
         await probe(backend)
         try:
@@ -115,9 +114,9 @@ class Repository:
         except ObjectMissing:
             pass
         else:
-            raise UsageError(f"{backend.where} is a repository already")
-        # A creation that broke off left its slot and first entry: they are taken over, and so is a
-        # race of two creators settled.
+            raise UsageError(f"{backend.where} is already a repository")
+        # An interrupted creation leaves its slot and first entry. They are reused, which also
+        # settles a race of two creators.
         named, given = secrets.token_hex(16), b""
         if passphrase is None:
             slot = encode_slot(new_slot(secret))
@@ -149,7 +148,7 @@ class Repository:
         try:
             await backend.create(CONFIG, [data])
         except ObjectExists as error:
-            raise UsageError(f"{backend.where} is a repository already") from error
+            raise UsageError(f"{backend.where} is already a repository") from error
         await backend.keep_reserve()
         return cls(backend, config, keys, log, emit)
 
@@ -167,23 +166,23 @@ class Repository:
         known: str = "",
         emit: Sink = discard,
     ) -> Repository:
-        """Open the repository that lies in ``backend``.
+        """Open the repository in ``backend``.
 
         Args:
-            passphrase: Asked if it is encrypted.
-            secret: The master secret of a repository whose replica it has to be; opens it without a
-                passphrase.
+            passphrase: Called if the repository is encrypted.
+            secret: The master secret of a repository that it must be a replica of; opens it without
+                a passphrase.
             recollection: Where its configuration is remembered.
-            admit: Asked before anything but its keys and configuration is read, and of an encrypted
-                one before the passphrase is.
-            rebuild: Make a configuration where none is left; for a repair, which stores it.
+            admit: Called before anything but keys and configuration is read; for an encrypted
+                repository, before the passphrase is asked for.
+            rebuild: Create a configuration if none is left; for a repair, which stores it.
             known: The id that it had, as far as this client knows; used if ``rebuild`` finds none.
 
         Raises:
-            WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
+            WrongPassphrase: It is encrypted, and the passphrase is missing or wrong.
             NotFound: There is none.
-            FormatTooNew: It is a later version's.
-            Damaged: Its configuration or key slot is, and so is the second copy.
+            FormatTooNew: A later version wrote it.
+            Damaged: Its configuration or key slot is damaged, and so is the second copy.
         """
         passphrase = identity.asked_once(passphrase)
         recalled = recollection.load() if recollection is not None else b""
@@ -201,7 +200,7 @@ class Repository:
                     backend, decode_config(CONFIG, recalled, keys), keys, watermark, admit, emit
                 )
             except (Damaged, Distrusted, FormatTooNew, UsageError, WrongPassphrase):
-                pass  # another repository is in this place now, or none: what it says itself counts
+                pass  # another repository is here now, or none: its own objects count
         later: FormatTooNew | None = None
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
@@ -211,7 +210,7 @@ class Repository:
             try:
                 config = decode_config(CONFIG, data, keys)
             except FormatTooNew as error:
-                later = error  # its digest verifies: no damage, and an older copy must not stand in for it
+                later = error  # its digest verifies: no damage, and no older copy may replace it
             else:
                 if admit is not None:
                     admit(config.id, keys.encrypted)
@@ -256,18 +255,18 @@ class Repository:
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
     async def snapshots(self) -> list[SnapshotRecord]:
-        """All snapshots in order of their commits."""
+        """Return all snapshots in order of their commits."""
         return await self._current(lambda state: catalog.everything(state, self.log.pages))
 
     async def find(self, snapshot: str) -> SnapshotRecord:
-        """The record of a snapshot.
+        """Return the record of a snapshot.
 
         Raises:
             NotFound: It is not listed.
         """
         return await self._current(lambda state: self._find(state, snapshot), prove=False)
 
-    async def _find(self, state: State, snapshot: str) -> SnapshotRecord:
+    async def _find(self, state: LogState, snapshot: str) -> SnapshotRecord:
         record = await catalog.find(state, snapshot, self.log.pages)
         if record is None:
             raise NotFound(
@@ -277,15 +276,15 @@ class Repository:
         return record
 
     async def newest_of(self, job: str) -> SnapshotRecord | None:
-        """The newest snapshot of a job, if it has one; reads no more of the list than what came
-        after it.
+        """Return the newest snapshot of a job, if it has one; read no more of the list than what
+        came after it.
         """
         return await self._current(lambda state: catalog.newest_of(state, job, self.log.pages))
 
     async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
-        """The manifest of a snapshot, given by id or by its record.
+        """Return the manifest of a snapshot, given by id or by its record.
 
-        A record is taken as it is (that of a session's pin stays readable as long as the session is
+        A record is used as it is (that of a session's pin stays readable while the session is
         open); an id is looked up.
 
         Raises:
@@ -296,7 +295,7 @@ class Repository:
         if isinstance(snapshot, SnapshotRecord):
             return await self._manifest(snapshot)
 
-        async def read(state: State) -> Manifest:
+        async def read(state: LogState) -> Manifest:
             return await self._manifest(await self._find(state, snapshot))
 
         return await self._current(read, prove=False)
@@ -331,13 +330,14 @@ class Repository:
             )
         return manifest
 
-    async def _current(self, read: Callable[[State], Awaitable[T]], *, prove: bool = True) -> T:
-        """``read`` the newest state; again if an object went away because the state moved on.
+    async def _current(self, read: Callable[[LogState], Awaitable[T]], *, prove: bool = True) -> T:
+        """Return the result of ``read`` on the newest state; repeat it if an object disappeared
+        because the state moved on.
 
         Args:
-            prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no
-                difference: one that an entry lists was committed, and where none is found, or its
-                objects are gone, the newest state is asked.
+            prove: As in ``Log.newest``. It makes no difference when one snapshot is looked up by
+                its id: one that an entry lists was committed, and if none is found, or its objects
+                are gone, the newest state is read.
         """
         entry = await self.log.newest(prove=prove)
         while True:
@@ -365,15 +365,15 @@ class Repository:
         Args:
             base: The parent snapshot, pinned until the session ends.
             purpose: For people: dump, import, copy.
-            load_index: Read the dedup index.
-            beat_seconds: How often the session says in the background of this event loop that it is
-                alive; None: only when told.
-            prove: Find out at once that the session is registered for sure. Without, its commit
-                does: for writers that only store under names of their own, whose work is void if it
-                is not. Saves a request.
-            leave: For a session that frees space, or only reads: it begins where there is no room,
-                too, as in ``Log.transact``.
-            alone: Only if no other session has this purpose.
+            load_index: Load the dedup index.
+            beat_seconds: Seconds between heartbeats in the background of this event loop; None:
+                only on request.
+            prove: Establish at once that the session is registered. Otherwise, its commit does, for
+                writers that store only under names of their own and whose work is void if it is
+                not. Saves a request.
+            leave: For a session that frees space, or only reads: it begins even if there is no
+                room, as in ``Log.transact``.
+            alone: Refuse if another session with this purpose is open.
 
         Raises:
             NotFound: ``base`` is not listed.
@@ -422,11 +422,11 @@ class Repository:
         )
 
     async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:
-        """Take snapshots off the list, in one transaction; what only they reach is the collector's
-        to delete.
+        """Remove snapshots from the list, in one transaction; the collector deletes what only they
+        reach.
 
         Returns:
-            Those that were removed: pinned ones and ones that are not listed stay as they are.
+            Those that were removed; pinned and unlisted ones are not.
         """
         removed: list[SnapshotRecord] = []
 
@@ -436,7 +436,7 @@ class Repository:
             removed.append(record)
             return None
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             removed.clear()
             changed = await catalog.edit(state, snapshots, remove, pages)
             return changed if removed else state
@@ -451,7 +451,7 @@ class Repository:
 
         Raises:
             NotFound: It is not listed.
-            UsageError: A new label is none.
+            UsageError: A new label is invalid.
         """
         updated: list[SnapshotRecord] = []
 
@@ -462,7 +462,7 @@ class Repository:
             updated.append(record)
             return record
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             updated.clear()
             changed = await catalog.edit(state, [snapshot], set_fields, pages)
             if not updated:
@@ -482,16 +482,16 @@ class Repository:
 
 def _begun(backend: Backend) -> UsageError:
     return UsageError(
-        f"{backend.where} was begun as another repository and never finished",
+        f"{backend.where} holds an unfinished creation of another repository",
         cure="remove its 'keys' and 'copies', or name another place",
     )
 
 
 async def probe(backend: Backend) -> None:
-    """Try whether the store does what a repository relies on: create-if-absent above all.
+    """Test whether the store does what a repository relies on, above all create-if-absent.
 
     Raises:
-        UsageError: It does not; says what.
+        UsageError: It does not; the message says what.
         StoreError: It cannot be written to.
     """
     name = f"probe/{secrets.token_hex(16)}"
@@ -510,7 +510,7 @@ async def probe(backend: Backend) -> None:
             pass
         else:
             raise twice
-        # Some look first and write then: that only a race can show.
+        # Some stores check first and write later; only a race reveals that.
         racing = (backend.create(raced, [secrets.token_bytes(100)]) for _ in range(_RACERS))
         ended = await asyncio.gather(*racing, return_exceptions=True)
         for outcome in ended:
@@ -527,7 +527,7 @@ async def probe(backend: Backend) -> None:
             or len(listed) != 1
             or listed[0].size != 100
         ):
-            raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
+            raise UsageError(f"{backend.where} does not return what was written", cure=cure)
     finally:
         await backend.delete(name)
         await backend.delete(raced)

@@ -1,5 +1,5 @@
-"""A writer's or long reader's registered presence: while it is open, nothing that it pins, wrote or
-may reuse is deleted.
+"""A session: the registered presence of a writer or a long reader. While it is open, nothing that
+it pins, wrote or may reuse is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from icecore.store.format.names import (
     random_id,
 )
 from icecore.store.format.segment import sort_entries
-from icecore.store.format.state import SegmentRef, SessionRecord, SnapshotRecord, State
+from icecore.store.format.state import LogState, SegmentRef, SessionRecord, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Entry, Log
@@ -50,15 +50,15 @@ from icecore.store.log.recent import RecentSegments
 from icecore.text import host_name
 
 BEAT_KIND = ObjectKind("heartbeat", b"ICEBEAT", 1, 1 << 16, None)
-#: Index segments up to this many entries together are merged by the commit itself; larger ones are
-#: left to the collector.
+#: A commit merges index segments of up to this many entries in all; larger merges are left to the
+#: collector.
 COMMIT_MERGE_ENTRIES = 1 << 16
 _PUT_TRIES = 4
 _PUT_BACKOFF_SECONDS = 0.05
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """What a session says of itself from time to time; advice for whoever thinks of fencing it."""
+    """A session's periodic sign of life; advice for whoever considers fencing it."""
 
     session: str
     sequence: int
@@ -68,14 +68,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
-    """The object of ``beat``."""
+    """Return the object of ``beat``."""
     return seal(
         BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)
     ).data
 
 
 def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
-    """The heartbeat in object ``name``.
+    """Return the heartbeat in object ``name``.
 
     Raises:
         Damaged: It is not what was written.
@@ -88,15 +88,15 @@ def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
 
 
 class Session:
-    """An open session; ``Repository.begin`` makes them. As an async context manager it is aborted
-    at the end unless it was committed.
+    """An open session, made by ``Repository.begin``. As an async context manager, it is aborted on
+    exit unless it was committed.
 
     Attributes:
         id: 32 hexadecimal digits.
         generation: The generation at which it began.
-        base: The pinned parent, or the snapshot that is read.
+        base: The pinned parent, or the snapshot being read.
         state: The repository's state at BEGIN.
-        index: The dedup index at BEGIN, loaded if ``begin`` was asked to.
+        index: The dedup index at BEGIN, if ``begin`` was told to load it.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Session:
         self._uncertain = False
 
     async def prepare(self, *, load_index: bool, every_seconds: float | None) -> None:
-        """Read what is condemned and, if asked, the index, and begin to beat; ``begin`` calls it."""
+        """Read what is condemned and, optionally, the index; start the heartbeat. For ``begin``."""
         condemned = await catalog.condemned_names(self.state, self._log.pages)
         self._condemned = frozenset(identity for kind, identity in condemned if kind == "shard")
         self.index = Index(
@@ -146,13 +146,13 @@ class Session:
             self.keep_alive(every_seconds)
 
     def usable(self, shard: bytes) -> bool:
-        """Whether dedup may reuse chunks in ``shard`` (16 bytes): it was neither condemned nor gone
-        at BEGIN.
+        """Return whether dedup may reuse chunks in ``shard`` (16 bytes): at BEGIN it existed and
+        was not condemned.
         """
         return shard not in self._condemned
 
     async def put(self, kind: Kind, parts: Sequence[Buffer]) -> str:
-        """Store an object under a new random name and remember it for ``abort``.
+        """Store an object under a new random name, and remember it for ``abort``.
 
         Returns:
             Its name.
@@ -164,10 +164,10 @@ class Session:
         return await self.put_named(kind, random_id(), parts)
 
     def draft(self, kind: Kind, identity: bytes) -> Draft:
-        """A draft of an object under a random part that the caller drew before, for threads; only
-        where the back end has drafts.
+        """Return a draft of an object under a random part drawn by the caller, for threads; only if
+        the back end has drafts.
 
-        Once published it is the session's, as if by ``put_named``.
+        Once published, it belongs to the session, as if by ``put_named``.
         """
         name = object_name(kind, identity)
         draft = self._backend.draft(name)
@@ -175,15 +175,15 @@ class Session:
         return draft
 
     async def put_named(self, kind: Kind, identity: bytes, parts: Sequence[Buffer]) -> str:
-        """``put`` under a random part that the caller drew before (``names.random_id``), because
-        the object's own bytes or others mention it.
+        """Store an object under a random part that the caller drew before (``names.random_id``),
+        because the object's own bytes or other objects mention it; return its name.
         """
         name = object_name(kind, identity)
         await self.create(name, parts)
         return name
 
     async def put_segment(self, segment: NewSegment) -> None:
-        """Store an index segment, and then its filter: a filter without its segment is that of a
+        """Store an index segment, then its filter: a filter without its segment belongs to a
         segment that was deleted.
         """
         await self.put_named("segment", segment.ref.id, segment.parts)
@@ -191,14 +191,14 @@ class Session:
             await self.create(filter_name(segment.ref.id), [segment.filter])
 
     def adopt(self, name: str) -> None:
-        """Make an object this session's that others may have come to use, too: its commit takes it
-        from among the condemned, ``abort`` leaves it.
+        """Adopt an object that others may have come to use as well: the commit removes it from
+        among the condemned, ``abort`` leaves it.
         """
         self._adopted.add(name)
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries
-        again where the store fails in passing.
+        """Store object ``name``, which nobody else draws, and remember it for ``abort``; retry
+        transient failures.
         """
         self._created.add(name)
         tries = 0
@@ -208,7 +208,7 @@ class Session:
                 return
             except ObjectExists:
                 if tries:
-                    return  # nobody else draws this name: an earlier try did it, and its reply was lost
+                    return  # nobody else draws this name: an earlier attempt succeeded
                 raise
             except (StoreFull, StoreDenied):
                 raise
@@ -219,10 +219,10 @@ class Session:
                 await asyncio.sleep(_PUT_BACKOFF_SECONDS * 2**tries)
 
     async def heartbeat(self) -> None:
-        """Say that this session is alive.
+        """Report that this session is alive.
 
         Raises:
-            StoreError: The store could not be reached; nothing is lost by one missed beat.
+            StoreError: The store could not be reached; one missed heartbeat does no harm.
         """
         self._beats += 1
         beat = Heartbeat(self.id, self._beats, time.time_ns(), host_name(), os.getpid())
@@ -240,7 +240,7 @@ class Session:
             await self._backend.delete(heartbeat_name(self.id, self._beats - 1))
 
     def keep_alive(self, every_seconds: float) -> None:
-        """Beat in the background of the running event loop until the session ends."""
+        """Send heartbeats in the background of the running event loop until the session ends."""
 
         async def beat() -> None:
             while True:
@@ -257,33 +257,32 @@ class Session:
     async def commit(self, record: SnapshotRecord, entries: Records | None = None) -> Entry:
         """End the session and list its snapshot, in one transaction.
 
-        Everything that the manifest refers to must be stored before.
+        Everything that the manifest refers to must have been stored.
 
         Args:
             record: The new snapshot.
-            entries: What was newly stored (``segment.make_entries``), for the index.
+            entries: Newly stored chunks (``segment.make_entries``), for the index.
 
         Raises:
             SessionFenced: The session was declared dead; nothing of it was committed.
             StoreError: The store failed. ``abort`` finds out whether the commit took place.
         """
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             return await catalog.add(state, [record], pages)
 
         return await self.transform(change, f"commit {record.snapshot}", entries)
 
     async def transform(
         self,
-        change: Callable[[State, Pages], Awaitable[State]],
+        change: Callable[[LogState, Pages], Awaitable[LogState]],
         words: str,
         entries: Records | None = None,
     ) -> Entry:
-        """End the session with another ``change`` than one new snapshot; raises what ``commit``
-        does.
+        """End the session with a ``change`` other than one new snapshot; raise as ``commit`` does.
 
         Args:
-            change: Is given a state without this session, in which its index entries are live.
+            change: Gets a state without this session, in which its index entries are live.
             words: What it does, for people.
             entries: As in ``commit``.
         """
@@ -294,11 +293,11 @@ class Session:
             if parsed is not None
         }
 
-        async def whole(state: State, pages: Pages) -> State:
+        async def whole(state: LogState, pages: Pages) -> LogState:
             state = self._without(state)
             state = msgspec.structs.replace(state, segments=await publish(state.segments))
             # A collector that saw these objects before any state named them has marked them; nobody
-            # deletes them while we are open.
+            # deletes them while this session is open.
             state = await catalog.pardon(state, own, pages)
             return await change(state, pages)
 
@@ -306,17 +305,17 @@ class Session:
         try:
             entry = await self._log.transact(whole, words)
         except (StoreFull, StoreDenied):
-            self._uncertain = before  # this try, at least, is certain to have written nothing
+            self._uncertain = before  # at least this attempt certainly wrote nothing
             raise
         self._over = True
         await self._silence()
         return entry
 
-    def _without(self, state: State) -> State:
+    def _without(self, state: LogState) -> LogState:
         if state.session(self.id) is None:
             raise SessionFenced(
-                f"session {self.id} has been ended by another process, its work is void",
-                cure="a session that gives no sign of life for long is fenced; do it again",
+                f"session {self.id} was ended by another process; its work is void",
+                cure="a session that is silent for long is fenced; run it again",
             )
         return msgspec.structs.replace(
             state, sessions=[session for session in state.sessions if session.id != self.id]
@@ -325,8 +324,8 @@ class Session:
     async def _segments(
         self, entries: Records | None
     ) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
-        """How this session's new index entries get into a list of live segments: merged with small
-        ones, or as they are.
+        """Return the change that adds this session's new index entries to a list of live segments,
+        merged with small ones or as they are.
         """
         own = (
             await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id)
@@ -358,8 +357,8 @@ class Session:
                 inputs = [ref for ref in merges[0].inputs if ref.id not in held]
                 await self._store(merged, stored)
             except (Damaged, ObjectMissing) as error:
-                # A damaged segment is 'check's to report; the snapshot must not fail for an index
-                # that only saves space.
+                # 'check' reports a damaged segment; a snapshot must not fail for an index that only
+                # saves space.
                 self._emit(Event("index.damaged", {"error": str(error)}))
                 merged, inputs = [], []
 
@@ -381,34 +380,34 @@ class Session:
                 stored.add(segment.ref.id)
 
     async def abort(self) -> bool:
-        """End the session without a snapshot and delete what it stored. To be called after any
-        failure, also of ``commit``.
+        """End the session without a snapshot and delete what it stored. Call it after any failure,
+        including one of ``commit``.
 
         Returns:
             False if the session was not open any more: committed after all, or fenced. Then nothing
-            is deleted here; what is not reached is the collector's to delete, as others may have
-            come to use it.
+            is deleted here; the collector deletes what is not reached, as others may have come to
+            use it.
         """
         if self._over:
             return False
         if not self._uncertain:
             # Nobody else ends this session with a snapshot, so nothing will ever name these. On a
-            # full disk the transaction needs the room.
+            # full disk, the transaction needs the room.
             await self._delete_created()
         was_open = False
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             nonlocal was_open
             was_open = state.session(self.id) is not None
             return self._without(state) if was_open else state
 
-        # An open session keeps a collector from freeing anything.
+        # An open session prevents a collector from freeing anything.
         await self._log.transact(change, f"end {self.id}", leave=0)
         self._over = True
         await self._silence()
         if was_open:
-            # That the session was open until now proves that its commit never took place, and never
-            # will.
+            # The session was open until now, which proves that its commit never took place, and
+            # never will.
             await self._delete_created()
         return was_open
 
@@ -473,7 +472,7 @@ async def begin(
     host = host_name()
     record: SessionRecord | None = None
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         nonlocal record
         if alone and any(
             other.purpose == purpose and other.id != identity for other in state.sessions
@@ -502,6 +501,6 @@ async def begin(
         try:
             await session.abort()
         except StoreError:
-            pass  # what is raised below says why; the session is fenced when it has been silent for long
+            pass  # the error raised below says why; the session is fenced after a long silence
         raise
     return session

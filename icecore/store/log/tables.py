@@ -1,5 +1,5 @@
-"""The tables in shards' footers, read from storage: what a shard says of itself, whatever the index
-knows. Rule: nothing is believed that does not verify.
+"""The tables in the footers of shards, read from storage and verified: what a shard contains,
+whatever the index knows of it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from icecore.store.format.names import object_name
 from icecore.store.format.segment import make_entries
 from icecore.store.format.shard import SHARD, parse_footer
 
-#: What is read at first of a shard's end: the footer of 64 MiB of chunks is mostly shorter, so that
-#: one request brings it.
+#: Bytes read from a shard's end at first: the footer of 64 MiB of chunks is mostly shorter, so one
+#: request suffices.
 _GUESS_BYTES = 128 << 10
 
 
 async def read_table(
     backend: Backend, key: bytes, shard: bytes, size: int | None = None
 ) -> Records:
-    """The footer's table of a shard, in one or two reads.
+    """Return the footer's table of a shard, in one or two reads.
 
     Args:
         key: The repository's shard key.
-        size: Of the object in bytes, where it is known; else the storage is asked.
+        size: Size of the object in bytes, if known; otherwise the storage is asked.
 
     Raises:
         Damaged, ObjectMissing: It cannot be read.
@@ -45,7 +45,7 @@ async def read_table(
 
 
 def index_entries(shard: bytes, table: Records) -> Records:
-    """Index entries of the full chunks in a shard's table."""
+    """Return index entries of the full chunks in a shard's table."""
     full = table[table["codec"] & codec.DELTA == 0]
     places = np.zeros(len(full), PLACE)
     places["shard"] = np.frombuffer(shard, np.uint8)

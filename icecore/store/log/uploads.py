@@ -1,5 +1,5 @@
-"""A session's objects on their way into storage: created in the background, several at once; the
-first failure is kept and raised at every later call.
+"""A session's objects on their way into storage, several at once in the background. The first
+failure is kept and raised by every later call.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Uploads:
     """Stores objects for threads. Thread-safe.
 
     Args:
-        session: Stores them, tries again, and deletes them if it is aborted.
-        loop: The loop in which the session lives; not that of a calling thread.
+        session: Stores them, retries, and deletes them if it is aborted.
+        loop: The session's event loop, not that of a calling thread.
         emit: Gets one ``store.upload`` event per object.
     """
 
@@ -56,25 +56,25 @@ class Uploads:
         )
 
     def draft(self, kind: Kind, identity: bytes) -> Draft:
-        """A draft of an object.
+        """Return a draft of an object.
 
         Raises:
-            StoreError: It could not be begun.
+            StoreError: It could not be started.
         """
         with self._noting():
             return self._session.draft(kind, identity)
 
     def append(self, draft: Draft, parts: Sequence[Buffer]) -> None:
-        """Write ``parts`` behind what the draft has.
+        """Append ``parts`` to the draft.
 
         Raises:
-            StoreError: They could not be written; every later call raises the same.
+            StoreError: They could not be written; every later call raises the same error.
         """
         with self._noting():
             draft.append(parts)
 
     def publish(self, kind: Kind, identity: bytes, draft: Draft, size: int) -> None:
-        """Make a draft of ``size`` bytes an object, in the background."""
+        """Publish a draft of ``size`` bytes in the background."""
         self._run(draft.publish(), kind, identity, size, None)
 
     @contextmanager
@@ -131,7 +131,7 @@ class Uploads:
         return self._running == 0
 
     def stored(self, identity: bytes) -> bool:
-        """Whether the object of that random name is certainly there."""
+        """Return whether the object with that random name is certainly stored."""
         return identity in self._stored
 
     def check(self) -> None:
@@ -157,6 +157,6 @@ class Uploads:
         self.check()
 
     def settle(self) -> None:
-        """Wait until no upload is running, whatever became of them."""
+        """Wait until no upload is running, whatever their outcome."""
         with self._change:
             self._change.wait_for(lambda: self._running == 0)

@@ -1,5 +1,5 @@
 """What this client remembers of a repository between runs: the newest generation it saw, so that an
-older state shown later is an error; its configuration.
+older state shown later is an error; and the configuration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Watermark:
-    """Remembers in this process only; the base of those that remember longer.
+    """Remembers within this process only; the base class of those that remember longer.
 
     Args:
         where: The repository's place, for messages.
@@ -54,10 +54,10 @@ class Watermark:
     def accept(self, seen: Seen, *, instead_of: Seen) -> None:
         """Remember ``seen`` although it may be older, or another entry of the same generation.
 
-        Only for what knows why that is so: a repair by this client, and a person who confirmed it.
+        Only for callers with a reason: a repair by this client, or a person's confirmation.
 
         Args:
-            instead_of: What was remembered when that was decided.
+            instead_of: What was remembered at the time of that decision.
 
         Raises:
             RollbackDetected: Something else has been seen since.
@@ -122,29 +122,27 @@ class FileWatermark(Watermark):
             notes.write(self._path, msgspec.json.encode(seen))
 
     def replace(self, seen: Seen) -> None:
-        """Remember ``seen``, whatever the file holds, damaged or not: for a person who confirmed
-        it.
-        """
+        """Remember ``seen``, regardless of the file's content: after a person's confirmation."""
         with notes.locked(self._path.parent):
             notes.write(self._path, msgspec.json.encode(seen))
             self._seen = seen
 
 
 class Recollection:
-    """The configuration object of the repository at one place, in a small file outside of it: it
-    never changes, so it need not be read again.
+    """The configuration object of the repository at one place, in a small file outside it. It never
+    changes, so it need not be read again.
 
-    It is used only where it verifies under the keys that the repository has now.
+    It is used only if it verifies under the repository's present keys.
 
     Args:
-        path: The file; its folder is made when needed. Use one per place.
+        path: The file, one per place; its folder is created when needed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
 
     def load(self) -> bytes:
-        """The object as it was read before; empty if it was not."""
+        """Return the remembered object; empty if there is none."""
         try:
             return (notes.read(self._path) or b"")[: CONFIG_KIND.object_limit]
         except StoreError:

@@ -1,1 +1,9 @@
-"""What keeps a repository small and whole: forget, collect, compact, check, repair."""
+"""What keeps a repository small and sound.
+
+- deleting: `forget` decides which snapshots go, `gc` deletes what no snapshot reaches (`reach`,
+  `pieces`)
+- rewriting: `compact`, `rewrite`, `rebase`, `reindex`
+- `stats`
+- damage: `check` finds it, `diagnosis` plans, `repair` acts (with `salvage`), and `relog` rebuilds
+  a lost log
+"""

@@ -1,5 +1,5 @@
-"""Looks at every object that the newest state reaches and names each that is damaged; damage is
-what it reports, never what stops it.
+"""Checks every object that the newest state reaches and reports each damaged one; damage never
+stops the check.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from icecore.errors import (
     StoreError,
 )
 from icecore.events import Event, phase
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import FOREIGN_AT_MOST, READERS_LEAVE, Foreign
-from icecore.store.format.cell import CELL, CELL_BYTES, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.cellmap import PACK, check_regions, parse_pack_footer
 from icecore.store.format.container import TAIL_BYTES, Container
 from icecore.store.format.envelope import ObjectKind
@@ -57,9 +58,9 @@ from icecore.store.format.state import (
     NAMES_KIND,
     PAGE_KIND,
     Condemned,
+    LogState,
     SegmentRef,
     SnapshotRecord,
-    State,
 )
 from icecore.store.log.chain import FAR, KEPT_ENTRIES, PLANTED, Entry, anchor_before
 from icecore.store.log.identity import inspect
@@ -73,20 +74,21 @@ from icecore.store.snapshot.reader import SnapshotReader
 
 Name = tuple[Kind, bytes]
 _READ_BATCH = 64
-#: Of a run of entries that are missing, so many are named.
+_DECODED_AT_ONCE = 4
+#: Of a run of missing entries, at most so many are named.
 _HOLE = 64
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is not as it should be.
+    """One thing that is wrong.
 
     Attributes:
-        kind: What it is: log entry, snapshot page, manifest, node, nodes, shard, chunk, index
+        kind: Its kind: log entry, snapshot page, manifest, node, nodes, shard, chunk, index
             segment, …
         name: The object, or the chunk's or node's id.
-        why: In words.
-        snapshots: Those that cannot be restored because of it.
+        why: What is wrong, in words.
+        snapshots: Snapshots that cannot be restored because of it.
     """
 
     kind: str
@@ -103,20 +105,21 @@ class Report:
     """What a check found.
 
     Attributes:
-        damages: Everything that is wrong; empty if all is well.
-        lost: Damage of which only quarantined snapshots suffer: known before.
-        quarantined: Snapshots that were found to have lost data, and what.
-        foreign: What lies among the objects and is none of the repository's: it is left alone, and
-            harms nothing.
-        failed: Damages that are only objects which the store failed to give: they may be well.
-        denied: The first refusal, if the store refused to give any.
-        doubtful: Shards that are damaged or missing, or hold a chunk that is.
-        snapshots: How many are listed.
+        damages: Everything that is wrong; empty if nothing is.
+        lost: Known damage, which affects only quarantined snapshots.
+        quarantined: Snapshots recorded as having lost data, and what.
+        foreign: Files and objects that do not belong to the repository. They are left alone and do
+            no harm.
+        failed: Those of ``damages`` that are objects which the store failed to return; they may be
+            intact.
+        denied: The first refusal, if the store refused to return any object.
+        doubtful: Shards that are damaged or missing, or hold a damaged chunk.
+        snapshots: Number of listed snapshots.
         objects: Number of objects by kind.
         bytes: Bytes of objects by kind.
         unreached: Objects that nothing reaches and that wait for the collector, with their bytes.
-            No damage.
-        chunks: Different chunks that are reached.
+            Not damage.
+        chunks: Distinct chunks that are reached.
         read_chunks: Chunks that were decoded and verified.
     """
 
@@ -137,7 +140,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is damaged but what quarantined snapshots have lost."""
+        """Whether nothing is damaged except what quarantined snapshots have lost."""
         return not self.damages
 
 
@@ -145,24 +148,22 @@ async def check(
     repository: Repository,
     *,
     read_data: float = 0.0,
-    threads: int = 4,
     register: bool = True,
     session: Session | None = None,
 ) -> Report:
     """Check a repository, while it is in use.
 
     Args:
-        read_data: Share of the reached chunks, 0 to 1, that are read, decoded and verified as well.
-        threads: How many chunks are decoded at once.
-        register: Open a session for the time of the check, so that no collector deletes what is
-            being looked at. Without, what others delete or swap meanwhile may be reported as
-            missing; for a place that cannot be written to.
-        session: One that is open already: look at the state at its beginning.
+        read_data: Share of the reached chunks, 0 to 1, to read, decode and verify as well.
+        register: Open a session for the duration of the check, so that no collector deletes what is
+            being checked. Without one, for a place that cannot be written to, objects that others
+            delete or replace meanwhile may be reported as missing.
+        session: An open session; check the state at its beginning.
 
     Returns:
-        What was found; only errors of the store's reachability are raised.
+        The findings. An error is raised only if the store cannot be reached.
     """
-    checker = _Checker(repository, read_data, threads)
+    checker = _Checker(repository, read_data)
     with phase(repository.emit, "check"):
         if session is not None or not register:
             await checker.run(session.state if session is not None else None)
@@ -178,17 +179,16 @@ async def check(
 
 
 class _Checker:
-    def __init__(self, repository: Repository, share: float, threads: int) -> None:
+    def __init__(self, repository: Repository, share: float) -> None:
         self.report = Report()
         self._repository = repository
         self._backend = repository.backend
         self._keys = repository.keys
         self._share = share
-        self._threads = threads
         self._sizes: dict[Name, int] = {}
         self._named: set[Name] = set()
         self._seen: set[tuple[str, str, str]] = set()
-        #: Records of all different nodes, one array per node, and for each snapshot the numbers of
+        #: Records of all distinct nodes, one array per node, and for each snapshot the numbers of
         #: its nodes.
         self._nodes: list[Records] = []
         self._numbers: dict[tuple[bytes, bytes, int], int] = {}
@@ -202,7 +202,7 @@ class _Checker:
     def note(
         self, error: IcecoreError, kind: str, name: str, snapshots: Sequence[str] = ()
     ) -> None:
-        """Take an error down as damage of object ``name``, or of what the error names."""
+        """Record an error as damage of object ``name``, or of what the error names."""
         if isinstance(error, Damaged):
             self.damage(
                 error.kind if error.kind != "object" else kind, error.name, error.why, snapshots
@@ -217,15 +217,15 @@ class _Checker:
                 self.report.failed.append(Damage(kind, name, str(error), tuple(snapshots)))
 
     def damage(self, kind: str, name: str, why: str, snapshots: Sequence[str] = ()) -> None:
-        """Report something once."""
+        """Report damage once."""
         key = (kind, name, why)
         if key not in self._seen:
             self._seen.add(key)
             self.report.damages.append(Damage(kind, name, why, tuple(snapshots)))
             self._repository.emit(Event("check.damage", {"kind": kind, "object": name, "why": why}))
 
-    async def run(self, state: State | None) -> None:
-        """The whole check."""
+    async def run(self, state: LogState | None) -> None:
+        """Run the whole check."""
         await self._look(state)
         self.report.lost = [damage for damage in self.report.damages if self._known(damage)]
         self.report.damages = [damage for damage in self.report.damages if not self._known(damage)]
@@ -233,7 +233,7 @@ class _Checker:
     def _known(self, damage: Damage) -> bool:
         return bool(damage.snapshots) and self.report.quarantined.keys() >= set(damage.snapshots)
 
-    async def _look(self, state: State | None) -> None:
+    async def _look(self, state: LogState | None) -> None:
         await self._identity()
         entry = await self._log_chain(state)
         if entry is None:
@@ -266,9 +266,9 @@ class _Checker:
         self.report.unreached = len(unreached)
         self.report.unreached_bytes = sum(self._sizes[name] for name in unreached)
 
-    async def _log_chain(self, state: State | None) -> Entry | None:
-        """Every log entry there is, from the newest on: readable, and the one that its successor
-        names. The newest that can be read.
+    async def _log_chain(self, state: LogState | None) -> Entry | None:
+        """Check that every log entry, from the newest on, is readable and is the one that its
+        successor refers to; return the newest readable one.
         """
         log = self._repository.log
         try:
@@ -299,7 +299,7 @@ class _Checker:
         return newest
 
     async def _older(self, newest: Entry, listed: Sequence[int]) -> None:
-        """The entries before the newest, but for those that a repair has noted as lost."""
+        """Check the entries before the newest, except those that a repair recorded as lost."""
         noted = newest.state.gaps
         following, wanted = newest.generation, newest.state.predecessor
         for generation in listed:
@@ -328,7 +328,7 @@ class _Checker:
             wanted = entry.state.predecessor
 
     async def _absent(self, following: int, generation: int, newest: Entry) -> None:
-        """Entries between two that are listed."""
+        """Report absent entries between two listed ones."""
         if following - generation == 1:
             return
         for first, last in between(newest.state.gaps, generation + 1, following - 1):
@@ -337,8 +337,8 @@ class _Checker:
                     self.damage(ENTRY_KIND.title, log_name(lost), "it is missing")
 
     async def _trimmed(self, generation: int, newest: int) -> bool:
-        """Whether an entry is missing because everything older is, too; or it is no longer kept and
-        its anchor is missing: a trim that is under way.
+        """Return whether an entry is missing because of a trim: everything older is missing as
+        well, or a trim is under way, which has taken its anchor.
         """
         left = {other async for other in self._repository.log.generations()}
         return min(left) > generation or (
@@ -356,16 +356,14 @@ class _Checker:
                 self.report.bytes[kind] += info.size
 
     async def _foreign(self) -> None:
-        """What is none of the repository's: told of, and no damage."""
+        """Report what does not belong to the repository; it is not damage."""
         found = {one.name: one for one in await self._backend.source.foreign()}
         for prefix in (*PREFIX.values(), LOG, KEYS, SESSIONS, FILTERS):
             async for info in self._backend.list(prefix):
                 if not is_known(info.name):
                     found.setdefault(
                         info.name,
-                        Foreign(
-                            info.name, "an object with a name that none of the repository's has"
-                        ),
+                        Foreign(info.name, "an object whose name is not one of the repository's"),
                     )
                 if len(found) >= FOREIGN_AT_MOST:
                     break
@@ -375,7 +373,7 @@ class _Checker:
                 Event("check.foreign", {"object": ascii(one.name)[1:-1], "what": one.what})
             )
 
-    async def _records(self, state: State) -> list[SnapshotRecord]:
+    async def _records(self, state: LogState) -> list[SnapshotRecord]:
         records: list[SnapshotRecord] = []
         for ref in state.pages:
             self._named.add(("page", ref.id))
@@ -398,7 +396,7 @@ class _Checker:
         return records
 
     async def _snapshot(self, record: SnapshotRecord) -> None:
-        """A manifest, its packs and nodes."""
+        """Check a manifest, its packs and nodes."""
         parsed = parse_name(record.manifest)
         if parsed is not None:
             self._named.add(parsed)
@@ -416,7 +414,7 @@ class _Checker:
             self.damage(
                 MANIFEST_KIND.title,
                 record.manifest,
-                "it has another length than its record says",
+                "its length differs from its record",
                 snapshots,
             )
         numbers = self._of_snapshot.setdefault(record.snapshot, [])
@@ -426,7 +424,7 @@ class _Checker:
             self._regions(record, space, refs, own)
 
     async def _hints_of(self, manifest: Manifest) -> None:
-        """Hints are advice: damaged ones cost time, no snapshot."""
+        """Check hints. They are advice: a damaged one costs time, not a snapshot."""
         if manifest.hints and manifest.hints not in self._hints:
             self._hints.add(manifest.hints)
             try:
@@ -443,7 +441,7 @@ class _Checker:
                 self.note(error, HINTS_KIND.title, manifest.hints)
 
     async def _identity(self) -> None:
-        """Configuration, key slots, and the second copies of both."""
+        """Check configuration, key slots, and the second copies of both."""
         try:
             mends = await inspect(self._backend, self._keys, self._repository.config)
         except StoreError as error:
@@ -454,7 +452,7 @@ class _Checker:
                 self.damage(mend.kind, mend.name, mend.why)
 
     async def _advice(self) -> None:
-        """Working sets and heartbeats: whoever cannot read one does without."""
+        """Check working sets and heartbeats, which readers can do without."""
         async for info in self._backend.list(HINTS):
             if touched_lineage(info.name) in self._lineages:
                 await self._readable(
@@ -475,14 +473,14 @@ class _Checker:
         try:
             decode(name, await self._backend.get(name, limit=kind.object_limit))
         except ObjectMissing:
-            pass  # it has been replaced, or its session is over
+            pass  # replaced meanwhile, or its session has ended
         except IcecoreError as error:
             self.note(error, kind.title, name)
 
     def _regions(
         self, record: SnapshotRecord, space: Space, refs: Refs, numbers: dict[int, int]
     ) -> None:
-        """Hold cells against their regions, as every reader of the map does."""
+        """Check cells against their regions, as every reader of the map does."""
         nodes = [self._nodes[number] for number in numbers.values()]
         if not nodes:
             return
@@ -502,8 +500,8 @@ class _Checker:
             )
 
     async def _space(self, refs: Refs, snapshots: list[str]) -> dict[int, int]:
-        """Read the nodes that were not seen before; of each reference whose node can be read, the
-        node's number.
+        """Read nodes not seen before; return the number of the node of each reference whose node
+        can be read.
         """
         keys = [(ref["node"].tobytes(), ref["pack"].tobytes(), int(ref["offset"])) for ref in refs]
         fresh = np.array([at for at, key in enumerate(keys) if key not in self._numbers], np.int64)
@@ -523,7 +521,7 @@ class _Checker:
         which: npt.NDArray[np.int64],
         snapshots: list[str],
     ) -> None:
-        """Read nodes together; where that fails, halve them until the damaged ones stand alone."""
+        """Read nodes together; on failure, split them until the damaged ones are isolated."""
         if not len(which):
             return
         try:
@@ -544,8 +542,8 @@ class _Checker:
             self._nodes.append(held)
 
     async def _footer(self, container: Container, kind: Kind, name: Name) -> Records | None:
-        """The table of a shard or pack, or None if it is damaged or missing (which is then
-        reported).
+        """Return the table of a shard or pack; None, after reporting it, if it is damaged or
+        missing.
         """
         size = self._sizes.get(name)
         if size is None:
@@ -571,7 +569,7 @@ class _Checker:
         return self._footers[shard]
 
     async def _cells(self) -> Records:
-        """Hold every place that a record names against its shard's footer; the records of different
+        """Check every place in a record against its shard's footer; return the records of distinct
         chunks.
         """
         records = np.concatenate(self._nodes) if self._nodes else np.empty(0, CELL)
@@ -606,7 +604,7 @@ class _Checker:
             )
 
     def _affect(self, kind: str, name: str, snapshots: Sequence[str]) -> None:
-        """Say which snapshots an object that was reported already belongs to."""
+        """Add snapshots to damage that was reported before."""
         for at, damage in enumerate(self.report.damages):
             if damage.kind == kind and damage.name == name:
                 both = tuple(sorted({*damage.snapshots, *snapshots}))
@@ -615,7 +613,7 @@ class _Checker:
     def _snapshots_of(
         self, shard: bytes, offsets: npt.NDArray[np.uint64], *places: str
     ) -> list[str]:
-        """Snapshots that have a cell at one of these places."""
+        """Return the snapshots that have a cell at one of these places."""
         wanted = np.frombuffer(shard, np.uint8)
         nodes = set()
         for number, node in enumerate(self._nodes):
@@ -631,8 +629,8 @@ class _Checker:
             if not nodes.isdisjoint(numbers)
         ]
 
-    async def _segments(self, state: State) -> None:
-        """Index segments: readable, and what they say of shards is so."""
+    async def _segments(self, state: LogState) -> None:
+        """Check that index segments are readable and consistent with the shards."""
         condemned = {name for batch in state.condemned for name in await self._names(batch)}
         for ref in state.segments:
             name = object_name("segment", ref.id)
@@ -650,7 +648,7 @@ class _Checker:
                 await self._filter(ref, entries)
             for shard, which in _by_shard(entries["place"]):
                 if ("shard", shard) in condemned:
-                    continue  # marked, so nobody uses what the index says of it
+                    continue  # condemned, so nobody uses what the index says of it
                 if ("shard", shard) not in self._sizes:
                     self.damage(
                         SEGMENT_TITLE,
@@ -670,7 +668,7 @@ class _Checker:
                     )
 
     async def _filter(self, ref: SegmentRef, entries: Records) -> None:
-        """A segment's filter, if it has one: whole, and lets through what is in the segment."""
+        """Check a segment's filter, if any: it must be intact and pass what is in the segment."""
         name = filter_name(ref.id)
         try:
             data = await self._backend.get(name, limit=FILTER_KIND.object_limit)
@@ -692,7 +690,7 @@ class _Checker:
             return []  # reported before
 
     async def _read(self, cells: Records) -> None:
-        """Read, decode and verify chunks, in the order in which they lie."""
+        """Read, decode and verify chunks in storage order."""
         if self._manifest is None:
             return
         if self._share < 1:
@@ -729,11 +727,11 @@ class _Checker:
                 )
                 self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
 
-        await each(range(0, len(cells), _READ_BATCH), work, at_once=self._threads)
+        await each(range(0, len(cells), _READ_BATCH), work, at_once=_DECODED_AT_ONCE)
 
 
 def _agree(table: Records, places: Records, chunks: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Which places, with the ids of the chunks that should lie there, are those of a shard's table."""
+    """Return which places, with the ids of the chunks expected there, agree with a shard's table."""
     if not len(table):
         return np.zeros(len(places), np.bool_)
     at = np.minimum(np.searchsorted(table["offset"], places["offset"]), len(table) - 1)
@@ -745,7 +743,7 @@ def _agree(table: Records, places: Records, chunks: npt.NDArray[np.uint8]) -> np
 
 
 def _by_shard(places: Records) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
-    """Shards that ``places`` name, and which of them name each."""
+    """Yield each shard in ``places``, and the indices that name it."""
     if not len(places):
         return
     shards, inverse = np.unique(
@@ -758,7 +756,7 @@ def _by_shard(places: Records) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
 
 
 def _different(places: Records) -> npt.NDArray[np.int64]:
-    """One index for each different place, in the order in which they lie."""
+    """Return one index for each distinct place, in storage order."""
     keys = np.empty((len(places), 24), np.uint8)
     keys[:, :16] = places["shard"]
     keys[:, 16:] = places["offset"].astype(">u8").view(np.uint8).reshape(-1, 8)

@@ -1,11 +1,11 @@
-"""Rewrites shards of which little is reached: copies the live chunks as they are stored, then swaps
-new nodes and manifests in under the same snapshot ids.
+"""Rewrites shards of which little is reached: copies the live chunks as they are stored, then
+replaces nodes and manifests, under the same snapshot ids.
 
-Deltas whose base has gone with its snapshots are stored anew instead (``rebase``).
+Deltas whose base has gone with its snapshots are stored again in another form (``rebase``).
 
 It is an ordinary session. Everything that the state at its BEGIN reaches stays while it is open, so
-it needs no pins; a snapshot that was forgotten, or swapped by another, in the meantime is passed
-over.
+it needs no pins. A snapshot that was forgotten, or replaced by another process, in the meantime is
+skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from icecore.store.format.chunk import chunk_id
 from icecore.store.format.cipher import opened_piece
 from icecore.store.format.names import Kind, object_name
 from icecore.store.format.rows import Place, Stored
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -39,14 +39,14 @@ from icecore.store.snapshot.shard_writer import ShardWriter
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: Reads that are begun before the chunks of the one before are stored: they are verified by other
-#: threads.
+#: Reads that are started before the chunks of the previous one are stored; other threads verify
+#: them.
 _AHEAD = 3
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """A shard of which little is reached: its size and what is live, in bytes."""
+    """A shard of which little is reached: its size and its live bytes."""
 
     shard: bytes
     bytes: int
@@ -67,10 +67,10 @@ class Compacted:
 def find_sparse(
     reach: Reach, sizes: Mapping[tuple[Kind, bytes], int], below: float
 ) -> list[Sparse]:
-    """Shards of which less than the share ``below`` is reached, in order of their names.
+    """Return shards of which less than the share ``below`` is reached, in order of their names.
 
     Args:
-        sizes: Sizes of the objects that there are, in bytes.
+        sizes: Sizes of the existing objects in bytes.
     """
     sparse = []
     for shard, live in reach.shards():
@@ -83,10 +83,10 @@ def find_sparse(
 async def compact(
     repository: Repository, sizes: Mapping[tuple[Kind, bytes], int], below: float
 ) -> Compacted:
-    """Rewrite what is sparse; the old shards are then the collector's.
+    """Rewrite sparse shards; the collector then deletes the old ones.
 
     Args:
-        sizes: As a listing showed them.
+        sizes: Sizes of objects according to a listing.
         below: Share of live bytes below which a shard is rewritten.
 
     Raises:
@@ -121,7 +121,7 @@ async def compact(
         rewriter = MapRewriter(repository, session, {**copier.moved, **rebaser.moved})
         swaps: dict[str, tuple[str, NewManifest]] = {}
         for record in records:
-            if not record.quarantined:  # nor are the shards that such a one reaches sparse
+            if not record.quarantined:  # shards that a quarantined snapshot reaches are not sparse
                 changed = await rewriter.manifest(
                     await repository.manifest(record), record.manifest
                 )
@@ -133,7 +133,7 @@ async def compact(
             old, new = swaps[record.snapshot]
             return new(record) if record.manifest == old else record
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             return await catalog.edit(state, swaps.keys(), swap, pages)
 
         await session.transform(change, f"compact {len(copied)} shards", writer.entries())
@@ -149,7 +149,7 @@ async def compact(
 async def _rebase(
     repository: Repository, records: list[SnapshotRecord], sparse: list[Sparse], writer: ShardWriter
 ) -> Rebaser:
-    """Store deltas anew whose bases only they still need."""
+    """Store deltas again in another form whose bases only they still need."""
     orphans, seen = Orphans(item.shard for item in sparse), Seen()
     for record in records:
         if record.quarantined:
@@ -166,8 +166,8 @@ async def _rebase(
 
 
 def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
-    """What is to be copied of a shard: not what was stored anew in another form, nor what nobody
-    needs any more.
+    """Return what to copy of a shard: not what was stored in another form, nor what nothing needs
+    any more.
     """
     done = {offset for shard, offset in rebaser.gone | rebaser.moved.keys() if shard == item.shard}
     offsets = (
@@ -177,7 +177,7 @@ def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
 
 
 class _Copier:
-    """Copies live chunks into new shards, and remembers where they went."""
+    """Copies live chunks into new shards, and remembers their new places."""
 
     def __init__(self, repository: Repository, writer: ShardWriter) -> None:
         self.moved: dict[tuple[bytes, int], Place | Stored] = {}
@@ -188,7 +188,7 @@ class _Copier:
         """Copy one shard's live chunks.
 
         Raises:
-            Damaged: One of them is not what was written; none of the shard's is then remembered.
+            Damaged: One of them is not what was written; then none of the shard's is remembered.
         """
         backend, name = self._repository.backend, object_name("shard", item.shard)
         table = await read_table(backend, self._repository.keys.shard, item.shard, item.bytes)
@@ -206,7 +206,7 @@ class _Copier:
             return await asyncio.to_thread(self._verified, name, entries, start, data)
 
         moved: dict[tuple[bytes, int], Place | Stored] = {}
-        # What lies behind each other is restored together, and stays so.
+        # Chunks that follow each other are restored together, and stay together.
         async with aclosing(in_order(_ranges(wanted), read, ahead=_AHEAD)) as runs:
             async for pieces in runs:
                 for entry, plain in pieces:
@@ -222,7 +222,7 @@ class _Copier:
     def _verified(
         self, name: str, entries: Records, start: int, data: memoryview
     ) -> list[tuple[np.void, memoryview]]:
-        """Chunks that lie in ``data``, which is from offset ``start`` on, each with its stored
+        """Return the chunks in ``data``, which begins at offset ``start``, each with its stored
         form.
         """
         found = []
@@ -232,13 +232,13 @@ class _Copier:
         return found
 
     def _verify(self, name: str, entry: np.void, stored: memoryview) -> memoryview:
-        """The chunk's stored form, decrypted."""
+        """Return the chunk's stored form, decrypted."""
         key, chunk = self._repository.keys.chunk, entry["chunk"].tobytes()
         try:
             plain = memoryview(opened_piece(key, name, int(entry["offset"]), chunk, stored))
             if entry["codec"] == codec.RAW:
                 if chunk_id(key, entry["data"].tobytes(), plain) != chunk:
-                    raise ValueError("its bytes do not have its id")
+                    raise ValueError("its bytes do not match its id")
             else:
                 codec.unseal(plain)
             return plain
@@ -249,7 +249,7 @@ class _Copier:
 
 
 def _ranges(wanted: Records) -> list[tuple[int, int]]:
-    """Runs of pieces (ascending by offset) that are read together, as ``(first, last + 1)``."""
+    """Return runs of pieces (ascending by offset) to read together, as ``(first, last + 1)``."""
     runs: list[tuple[int, int]] = []
     first = 0
     offsets, lengths = (

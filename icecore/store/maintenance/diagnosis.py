@@ -1,5 +1,5 @@
-"""What is damaged in a repository, and what can be put right from what there is: a look that
-changes nothing, for ``repair``.
+"""What is damaged in a repository, and what can be repaired from what is left. Changes nothing; for
+``repair``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _UNREADABLE = (Damaged, ObjectMissing, FormatTooNew)
 
 @dataclass(frozen=True)
 class Fix:
-    """One thing that can be put right.
+    """One repair that is possible.
 
     Attributes:
-        kind: What it is, as in :class:`Damage`.
+        kind: The kind of object, as in :class:`Damage`.
         name: The object, or the chunk's or node's id.
-        how: In words.
+        how: The repair, in words.
     """
 
     kind: str
@@ -64,17 +64,17 @@ class Fix:
 
 @dataclass
 class Plan:
-    """What a repair would do, as things are now.
+    """What a repair would do at present.
 
     Attributes:
-        damages: What the check found.
-        fixes: What is put right.
+        damages: The findings of the check.
+        fixes: What is repaired.
         quarantine: Snapshots that lost data, and what.
-        release: Snapshots in quarantine that read again.
-        beyond: Damage that cannot be put right from what there is.
+        release: Quarantined snapshots that are readable again.
+        beyond: Damage that cannot be repaired from what is left.
         recovered: Snapshots that are listed again because their manifests were found, and what is
             known of them.
-        unlisted: Manifests of no listed snapshot that are not listed again, and why.
+        unlisted: Manifests of unlisted snapshots that are not listed again, and why.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Plan:
 
 @dataclass
 class Survey:
-    """All that was found out of a repository, for ``repair``."""
+    """All findings about a repository, for ``repair``."""
 
     plan: Plan
     pages: dict[bytes, list[SnapshotRecord]] = field(default_factory=dict)
@@ -115,10 +115,10 @@ class Survey:
 
 
 class Diagnosis:
-    """Finds out what can be put right, and from what.
+    """Finds out what can be repaired, and from what.
 
     Args:
-        index: Make the index anew from all that is reached.
+        index: Rebuild the index from everything that is reached.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Diagnosis:
         self._named: set[str] = set()
 
     async def run(self) -> None:
-        """All of it."""
+        """Run the whole diagnosis."""
         sizes = {}
         async for info in self._repository.backend.list(PREFIX["shard"]):
             parsed = parse_name(info.name)
@@ -162,7 +162,7 @@ class Diagnosis:
             self._survey.records[record.snapshot] = record
             await self._snapshot(record)
         for pack in sorted(self._packs):
-            self._fix("nodes", pack, "what still reads in it is stored anew")
+            self._fix("nodes", pack, "its readable parts are stored again")
         await self._shards(sizes)
         await self._index(sizes)
         self._quarantine()
@@ -172,7 +172,7 @@ class Diagnosis:
         self._plan.fixes.append(Fix(kind, name, how))
 
     async def _lists(self) -> list[SnapshotRecord]:
-        """Every snapshot record that can be had, and the lists of marks that cannot be read."""
+        """Collect every available snapshot record, and the unreadable lists of marks."""
         pages, records, unreadable = (
             self._repository.log.pages,
             list[SnapshotRecord](),
@@ -195,7 +195,7 @@ class Diagnosis:
                 self._fix(
                     "name list",
                     object_name("page", batch.ref.id),
-                    "left out: the collector marks anew",
+                    "left out: the collector marks again",
                 )
         known = {record.snapshot for record in records}
         for ref in unreadable:
@@ -204,7 +204,7 @@ class Diagnosis:
             self._survey.pages[ref.id] = found
             self._fix(PAGE_KIND.title, object_name("page", ref.id), how)
             if len(found) < ref.count:
-                why = f"{ref.count - len(found)} of its {ref.count} snapshots are not to be found"
+                why = f"{ref.count - len(found)} of its {ref.count} snapshots are missing"
                 self._plan.beyond.append(Damage(PAGE_KIND.title, object_name("page", ref.id), why))
             records += found
         return records
@@ -237,11 +237,11 @@ class Diagnosis:
                 and ref.first <= leading(manifest.snapshot) <= ref.last
             ):
                 record = record_of(manifest, info.name, data)
-                # Of two manifests of one snapshot one was swapped out by a collector: the one whose
-                # nodes are there counts.
+                # Of two manifests of one snapshot, a collector replaced one: the one whose nodes
+                # exist counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
                     found[manifest.snapshot] = record
-        how = f"made anew from {len(found)} manifests; labels are as they were when the snapshots were taken"
+        how = f"rebuilt from {len(found)} manifests; labels are as they were when the snapshots were taken"
         return sorted(found.values(), key=lambda record: record.snapshot), how
 
     async def _complete(self, manifest: Manifest) -> bool:
@@ -254,7 +254,7 @@ class Diagnosis:
         return True
 
     async def _snapshot(self, record: SnapshotRecord) -> None:
-        """A snapshot's manifest and nodes, from wherever they can be had."""
+        """Collect a snapshot's manifest and nodes from wherever they are available."""
         manifest = await self._manifest(record)
         if manifest is None:
             self._lose(record.snapshot, f"its manifest {record.manifest} cannot be read")
@@ -300,8 +300,8 @@ class Diagnosis:
         return None
 
     async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
-        """Another manifest of a snapshot, all of which is there: a collector's that the log knows
-        nothing of, or one that it has not deleted yet.
+        """Return another complete manifest of a snapshot: one that a collector wrote and the log
+        does not know of, or one that it has not deleted yet.
         """
         async for info in self._repository.backend.list(PREFIX["manifest"]):
             if info.name in self._named:
@@ -326,8 +326,8 @@ class Diagnosis:
         ):
             self._nodes[refs["node"][at].tobytes()] = cells
         for node, pack in zip(refs["node"], refs["pack"], strict=True):
-            # A pack of which a part is damaged: what still reads in it is stored anew, so that the
-            # pack can go.
+            # A pack that is partly damaged: its readable nodes are stored again, so that the pack
+            # can go.
             if (
                 object_name("nodes", pack.tobytes()) in self._packs
                 and node.tobytes() in self._nodes
@@ -343,9 +343,9 @@ class Diagnosis:
         self._survey.lost_nodes |= {node.tobytes() for node in left["node"]} - self._nodes.keys()
 
     async def _shards(self, sizes: dict[bytes, int]) -> None:
-        """Every chunk in a doubtful shard that is still reached."""
+        """Salvage every chunk in a doubtful shard that is still reached."""
         cells = np.concatenate(list(self._nodes.values())) if self._nodes else np.empty(0, CELL)
-        # Those, too, that only the index names: writers would come to use them.
+        # Including chunks that only the index refers to: writers would come to use them.
         named = {
             parse_name(damage.name) for damage in self._report.damages if damage.kind == "shard"
         }
@@ -365,7 +365,7 @@ class Diagnosis:
             except _UNREADABLE:
                 harmed.add(shard)
         for key in [key for key in salvage.saved if key[0] not in harmed]:
-            # Its shard is all right: it was another that made it doubtful.
+            # Its shard is intact; another chunk made it doubtful.
             salvage.places[key] = salvage.saved.pop(key).piece.place
         self._survey.salvage, self._survey.leave = salvage, harmed
         for shard in sorted(harmed):
@@ -374,7 +374,7 @@ class Diagnosis:
             other = sum(key[0] == shard for key in [*salvage.found, *salvage.twins])
             gone = sum(key[0] == shard for key in salvage.lost)
             if len(here) + other:
-                how = f"{len(here)} chunks stored anew, {away} of them from the replica; {other} found at another place; {gone} lost"
+                how = f"{len(here)} chunks stored again, {away} of them from the replica; {other} found at another place; {gone} lost"
                 self._fix("shard", object_name("shard", shard), how)
         for key in salvage.instead:
             self._fix(
@@ -390,7 +390,7 @@ class Diagnosis:
                 self._lose(snapshot, f"{gone} of its chunks are lost")
 
     async def _index(self, sizes: dict[bytes, int]) -> None:
-        """Segments without what cannot be used; and if one cannot be read, what it held, from the
+        """Remove unusable entries from segments. If one cannot be read, take its contents from the
         shards' footers.
         """
         wrong = {damage.name for damage in self._report.damages if damage.kind == SEGMENT_TITLE}
@@ -399,12 +399,10 @@ class Diagnosis:
         for ref in self._state.segments:
             name = object_name("segment", ref.id)
             if name in wrong or self._survey.forget_marks:
-                # Which shards are condemned is not known without their marks: only what is reached
-                # may be found.
+                # Without their marks, it is unknown which shards are condemned, so only what is
+                # reached may be found.
                 self._survey.segments[ref.id], dropped = None, True
-                self._fix(
-                    SEGMENT_TITLE, name, "left out; made anew from the shards that are reached"
-                )
+                self._fix(SEGMENT_TITLE, name, "left out; rebuilt from the reached shards")
                 continue
             kept.append(ref)
             if harmed:
@@ -453,7 +451,7 @@ class Diagnosis:
         return self._report.read_chunks == self._report.chunks
 
     async def _others(self) -> None:
-        """Damage outside of what snapshots reach."""
+        """Handle damage outside what snapshots reach."""
         await self._entries()
         hints = {damage.name for damage in self._report.damages if damage.kind == HINTS_KIND.title}
         for snapshot, manifest in list(self._survey.manifests.items()):
@@ -469,12 +467,12 @@ class Diagnosis:
                 self._fix(
                     FILTER_KIND.title,
                     damage.name,
-                    "removed: it only saves time, and 'gc' makes it anew",
+                    "removed: it only saves time, and 'gc' rebuilds it",
                 )
             elif damage.kind == BEAT_KIND.title:
                 self._survey.trim.append(damage.name)
                 self._fix(
-                    BEAT_KIND.title, damage.name, "removed: its session gives the next sign of life"
+                    BEAT_KIND.title, damage.name, "removed: its session writes the next heartbeat"
                 )
             elif damage.kind == HINTS_KIND.title and touched_lineage(damage.name) is not None:
                 self._survey.trim.append(damage.name)
@@ -482,15 +480,15 @@ class Diagnosis:
         await self._identity()
 
     async def _entries(self) -> None:
-        """Entries before the newest: nobody needs them but to tell that the log is the one that was
-        seen, so they are noted as lost.
+        """Record damaged entries before the newest as lost: they serve only to prove that the log
+        is the one seen before.
         """
         log = self._repository.log
         damages = [damage for damage in self._report.damages if damage.kind == ENTRY_KIND.title]
         for damage in damages:
             if damage.why == PLANTED:
                 self._survey.trim.append(damage.name)
-                self._fix(damage.kind, damage.name, "removed: it is no log entry")
+                self._fix(damage.kind, damage.name, "removed: it is not a log entry")
         wrong = {
             log_generation(damage.name) or 0 for damage in damages if damage.why != PLANTED
         } - {0}
@@ -511,7 +509,7 @@ class Diagnosis:
             )
 
     async def _identity(self) -> None:
-        """Configuration, keys, and the second copies of both."""
+        """Inspect configuration, keys, and the second copies of both."""
         mends = await inspect(
             self._repository.backend, self._repository.keys, self._repository.config
         )
@@ -524,7 +522,7 @@ class Diagnosis:
 
 
 def _reached(nodes: Iterable[Records]) -> set[bytes]:
-    """Shards that records name."""
+    """Return the shards that records refer to."""
     found: set[bytes] = set()
     for records in nodes:
         for field_ in ("place", "base_place"):
@@ -537,7 +535,7 @@ def _reached(nodes: Iterable[Records]) -> set[bytes]:
 
 
 def _count_lost(nodes: Iterable[Records], salvage: Salvage) -> int:
-    """How many of these cells' chunks cannot be had any more."""
+    """Return how many of these cells' chunks are lost for good."""
     if not salvage.lost:
         return 0
     shards = frozenset(shard for shard, _ in salvage.lost)

@@ -1,31 +1,20 @@
-"""Which snapshots a retention policy keeps, and why. Pure: a list of records in, a list of
-decisions out; nothing is removed here.
+"""Decides which snapshots a retention policy keeps, and why. Pure: records in, decisions out;
+nothing is removed here.
 """
 
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from icecore.errors import UsageError
 from icecore.store.format.state import SnapshotRecord
 
-#: Keep without a bound, as a number of any kind.
+#: No bound, as a number of any rule.
 ALL = -1
 
 _NS = 1_000_000_000
-_UNITS = {
-    "s": 1,
-    "min": 60,
-    "h": 3600,
-    "d": 86_400,
-    "w": 7 * 86_400,
-    "mo": 30 * 86_400,
-    "y": 365 * 86_400,
-}
-_DURATION = re.compile(r"(\d+)(min|mo|[shdwy])")
 
 Bucket = Callable[[datetime.datetime], tuple[int, ...]]
 
@@ -40,18 +29,18 @@ _PERIODS: dict[str, Bucket] = {
 
 @dataclass(frozen=True)
 class Policy:
-    """What to keep. The rules add up: a snapshot stays if any of them keeps it; times are UTC.
+    """What to keep. A snapshot stays if any rule keeps it; times are UTC.
 
     Attributes:
         last: The newest so many.
-        hourly: Of each hour that has snapshots the newest, for the newest so many such hours;
-            likewise the others.
-        within_seconds: All that are at most so much older than the newest.
+        hourly: The newest of each hour that has snapshots, for the newest so many such hours;
+            likewise daily, weekly, monthly, yearly.
+        within_seconds: All that are at most this much older than the newest.
         tags: All with one of these tags.
 
-    Numbers are 0 for none and ``ALL`` for no bound. Pinned snapshots are always kept; so are those
-    in quarantine, which count for nothing else: what they lost may come back from a replica, and a
-    sound snapshot must not go in their stead.
+    Numbers are 0 for none and ``ALL`` for no bound. Pinned snapshots are always kept. So are
+    quarantined ones, which do not count towards any rule: a replica may restore what they lost, and
+    an intact snapshot must not be removed in their favour.
     """
 
     last: int = 0
@@ -74,7 +63,7 @@ class Policy:
 
     @property
     def empty(self) -> bool:
-        """Whether it keeps nothing but pinned snapshots."""
+        """Whether it keeps nothing except pinned snapshots."""
         return not (
             self.last
             or self.within_seconds
@@ -85,7 +74,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a snapshot; ``reasons`` says why it is kept, and is empty if it is not."""
+    """The decision about a snapshot; ``reasons`` says why it is kept, and is empty if it is not."""
 
     record: SnapshotRecord
     reasons: list[str] = field(default_factory=list)
@@ -102,11 +91,11 @@ def plan(
     *,
     by: Callable[[SnapshotRecord], str] = lambda record: record.job,
 ) -> list[Decision]:
-    """Apply ``policy`` to each group of snapshots by itself.
+    """Apply ``policy`` to each group of snapshots separately.
 
     Args:
-        records: The snapshots in question.
-        by: What makes a group; the job unless said otherwise.
+        records: The snapshots to consider.
+        by: The key that groups them; by default, the job.
 
     Returns:
         A decision for each record, group by group, oldest first.
@@ -153,15 +142,3 @@ def _group(records: Sequence[SnapshotRecord], policy: Policy) -> list[Decision]:
         if record.pinned:
             reasons[record.snapshot].append("pinned")
     return [Decision(record, reasons[record.snapshot]) for record in reversed(by_age)]
-
-
-def parse_duration(text: str) -> float:
-    """Seconds in a duration like ``90min``, ``36h``, ``2w3d``, ``1y6mo`` (a month has 30 days, a
-    year 365).
-
-    Raises:
-        UsageError: It is none.
-    """
-    if not re.fullmatch(f"({_DURATION.pattern})+", text):
-        raise UsageError(f"{text!r} is no duration", cure="write it like 90min, 36h, 2w3d or 1y6mo")
-    return float(sum(int(number) * _UNITS[unit] for number, unit in _DURATION.findall(text)))

@@ -1,18 +1,19 @@
-"""The garbage collector: plans what nothing reaches, condemns it in the log, and deletes it once no
+"""The garbage collector: finds what nothing reaches, condemns it in the log, and deletes it once no
 open session can have come to use it.
 
-Why nothing is lost, at whatever point this or another collector, writer or reader stops:
+Nothing is lost, at whatever point this or another collector, writer or reader stops, because:
 
-1. An object is condemned (at generation g) only if it was listed before the state that is changed
-   was read, and neither that state nor anything that its snapshots and pins reach names it. So
+1. An object is condemned (at generation g) only if it was listed before the state to change was
+   read, and neither that state nor anything that its snapshots and pins reach refers to it. So
    whoever wrote it began before g.
-2. A session that began after g sees the mark and does not reuse the object; one that began before g
-   keeps it from being deleted while it is open.
+2. A session that began after g sees the mark and does not reuse the object. A session that began
+   before g prevents its deletion while it is open.
 3. An object is deleted only by a state m >= g in which every open session began after g, and from
    which it is still unreached. A snapshot or pin of a later state can reach it only through a
-   session that is open in m or begins later, and those do not (2). So it is dead for good.
-4. The mark of a shard stays until no live index segment names it, so that no session finds it there
-   without seeing the mark.
+   session that is open in m or begins later, and such sessions do not reuse it (2). So nothing will
+   ever reach it.
+4. The mark of a shard stays until no live index segment refers to it, so no session finds the shard
+   there without seeing the mark.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from icecore.store.format.names import (
     object_name,
     parse_name,
 )
-from icecore.store.format.state import SessionRecord, State
+from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import KEPT_ENTRIES, Entry
@@ -55,13 +56,12 @@ from icecore.store.runtime.parallel import each
 
 Name = tuple[Kind, bytes]
 
-#: Purpose of the session that a collector has while it deletes. It uses nothing, so it keeps
-#: nothing from being deleted; it tells `icecore.store.replication.replicas` that names may be about
-#: to be deleted.
+#: Purpose of the session that a collector holds while it deletes. It uses nothing, so it prevents
+#: no deletion; it tells `icecore.store.replication.replicas` that names may be about to be deleted.
 COLLECT = "gc"
-#: A collector that has been silent for so long is taken for dead: nobody waits for it but a sync.
+#: A collector that has been silent for longer counts as dead: only a sync waits for it.
 COLLECTOR_SECONDS = 86_400.0
-#: A session that has been silent for longer is taken for dead.
+#: A session that has been silent for longer counts as dead.
 FENCE_SECONDS = 1800.0
 #: A shard of which less than this share is reached is rewritten.
 COMPACT_BELOW = 0.5
@@ -71,13 +71,13 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Options:
-    """How to collect.
+    """The options of a collection.
 
     Attributes:
         fence_seconds: Silence after which a session is fenced.
-        compact_below: Shards are rewritten if less than this share of them is reached; 0 for never.
+        compact_below: Shards of which less than this share is reached are rewritten; 0 for never.
         keep_entries: Log entries to leave, at least as many as clients rely on.
-        sweep_seconds: Age of broken-off writes that are removed.
+        sweep_seconds: Age at which remains of interrupted writes are removed.
     """
 
     fence_seconds: float = FENCE_SECONDS
@@ -103,20 +103,19 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a collection would do, as things are now.
+    """What a collection would do at present.
 
     Attributes:
-        fence: Sessions whose process has ended, or that gave no sign of life for long.
+        fence: Sessions whose process has ended, or that have long been silent.
         condemn: Objects that nothing reaches.
         delete: Objects that can be deleted at once: condemned before, or now and with no session
             open.
-        wait: Objects that an open session keeps from being deleted.
-        pardon: Objects that are condemned although a snapshot reaches them again.
-        compact: Shards that are to be rewritten.
-        rewrite: Number of index segments that are to be rewritten.
-        trim: Old log entries, stale heartbeats, filters of segments that are gone, hints that are
-            of no use.
-        kept_bytes: What stays, compaction apart.
+        wait: Objects whose deletion an open session prevents.
+        pardon: Condemned objects that a snapshot reaches again.
+        compact: Shards to rewrite.
+        rewrite: Number of index segments to rewrite.
+        trim: Old log entries, stale heartbeats, filters of deleted segments, useless hints.
+        kept_bytes: Bytes that remain, before compaction.
     """
 
     generation: int
@@ -149,7 +148,7 @@ class Plan:
 @dataclass(frozen=True)
 class Freed:
     """What forgetting some snapshots would free once the collector has run and no session is open:
-    ``objects`` of ``bytes`` together, and ``compact_bytes`` more by rewriting shards that become
+    ``objects`` with ``bytes`` in all, and ``compact_bytes`` more by rewriting shards that become
     mostly dead.
     """
 
@@ -173,12 +172,12 @@ class Result:
 
 
 class Collector:
-    """One run of the collector. ``plan`` looks and changes nothing; ``collect`` does it, checking
-    everything again where others may have interfered.
+    """One run of the collector. ``plan`` changes nothing; ``collect`` executes it, and checks
+    everything again that others may have changed.
 
     Args:
-        repository: Which.
-        options: How.
+        repository: The repository.
+        options: The options.
     """
 
     def __init__(self, repository: Repository, options: Options | None = None) -> None:
@@ -191,7 +190,7 @@ class Collector:
         self._before = 0
 
     async def plan(self) -> Plan:
-        """What there is to do.
+        """Return what there is to do.
 
         Raises:
             Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown;
@@ -225,7 +224,7 @@ class Collector:
         )
 
     async def plan_forget(self, snapshots: Collection[str]) -> Freed:
-        """What there would be to free if these snapshots were forgotten, beside what there is
+        """Return what forgetting these snapshots would free, in addition to what can be freed
         already.
 
         Raises:
@@ -247,8 +246,8 @@ class Collector:
         return sum(item.bytes - item.live.bytes for item in sparse)
 
     async def collect(self) -> Result:
-        """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run
-        beside anything.
+        """Fence, compact, condemn, delete, clean up the index, trim. Safe to stop anywhere, and to
+        run beside anything.
 
         Raises:
             Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown;
@@ -269,20 +268,20 @@ class Collector:
                 except StoreFull as error:
                     self._no_room("shards", error)
                 running.bytes = compacted.copied_bytes
-            # The old manifests' reach must be forgotten, or what was compacted would stay for
-            # another run.
+            # The reach of the old manifests must be forgotten; otherwise, what was compacted would
+            # stay until another run.
             self._reach = Reach(self._repository)
             await self._survey()
-        # Open until the last deletion: whoever would create a name again that was deleted waits for
-        # its end.
+        # Open until the last deletion: a sync that would create a deleted name again waits for its
+        # end.
         async with await self._repository.begin(None, COLLECT, load_index=False) as session:
             result = await self._collect(session.id, fenced, compacted)
         await self._backend.keep_reserve()
         return result
 
     def _no_room(self, what: str, error: StoreFull) -> None:
-        """Rewriting frees space in the end, but takes some first; what can be deleted as it is must
-        not wait for that.
+        """Report that rewriting is skipped: it frees space in the end, but requires some first, and
+        what can be deleted at once must not wait for that.
         """
         self._repository.emit(
             Event(
@@ -298,14 +297,14 @@ class Collector:
             entry, new = await self._condemn()
             if entry.state.session(session) is None:
                 raise SessionFenced(
-                    "another process took this collector for dead", cure="collect again"
+                    "another process declared this collector dead", cure="collect again"
                 )
             with phase(emit, "gc.delete") as running:
                 deletable, waits = await self._deletable(entry.state)
                 await each(deletable, lambda name: self._backend.delete(object_name(*name)))
                 running.bytes = sum(self._sizes.get(name, 0) for name in deletable)
-            # What was condemned before the listing began, and was not listed, has been deleted by a
-            # collector that stopped then.
+            # What was condemned before the listing began, and was not listed, was deleted by a
+            # collector that stopped afterwards.
             marks = await self._marks(entry.state)
             absent = {
                 name for name, at in marks.items() if at <= self._before and name not in self._sizes
@@ -331,8 +330,8 @@ class Collector:
         )
 
     async def _survey(self) -> None:
-        """List all objects that sessions write. Comes before reading the state: what is listed was
-        written by a session that began before.
+        """List all objects that sessions write. Call it before reading the state: then whoever
+        wrote a listed object began before that state.
         """
         self._before = (await self._log.newest()).generation
         self._sizes.clear()
@@ -342,13 +341,13 @@ class Collector:
                 if parsed is not None:
                     self._sizes[parsed] = info.size
 
-    async def _mark(self, state: State) -> None:
-        """Mark what the state's snapshots and pins reach; what was marked before is not read again."""
+    async def _mark(self, state: LogState) -> None:
+        """Mark what the state's snapshots and pins reach; read nothing that was marked before."""
         records = await catalog.everything(state, self._log.pages)
         pins = [record for session in state.sessions for record in session.pins]
         await self._reach.add([*records, *pins])
 
-    async def _mark_newest(self) -> State:
+    async def _mark_newest(self) -> LogState:
         entry = await self._log.newest()
         while True:
             try:
@@ -358,17 +357,17 @@ class Collector:
                 newer = await self._log.newest()
                 if newer.digest == entry.digest:
                     raise
-                entry = newer  # a manifest was swapped and deleted while we read
+                entry = newer  # a manifest was replaced and deleted during the read
 
-    def _unreached(self, state: State) -> set[Name]:
-        """Listed objects that neither the state nor what it reaches names."""
+    def _unreached(self, state: LogState) -> set[Name]:
+        """Return listed objects that neither the state nor what it reaches refers to."""
         named: set[Name] = {("page", ref.id) for ref in state.pages}
         named |= {("page", batch.ref.id) for batch in state.condemned if batch.ref is not None}
         named |= {("segment", ref.id) for ref in state.segments}
         return self._sizes.keys() - named - self._reach.names
 
-    async def _marks(self, state: State) -> dict[Name, int]:
-        """Condemned objects and the generation at which they were."""
+    async def _marks(self, state: LogState) -> dict[Name, int]:
+        """Return the condemned objects, each with the generation at which it was condemned."""
         marks: dict[Name, int] = {}
         for batch in state.condemned:
             for name in await self._log.pages.read_names(batch):
@@ -378,13 +377,13 @@ class Collector:
     def _item(self, name: Name) -> Item:
         return Item(object_name(*name), self._sizes.get(name, 0))
 
-    async def _silent(self, state: State) -> list[SessionRecord]:
-        """Sessions that are taken for dead: their process has ended, or they gave no sign of life
-        for long, by this machine's clock and theirs.
+    async def _silent(self, state: LogState) -> list[SessionRecord]:
+        """Return the sessions that count as dead: their process has ended, or they have been silent
+        for long by both this machine's clock and theirs.
 
-        It decides when to fence, never what is safe to delete. A collector's session is the
-        exception, as syncs wait for its end: what it asked to delete may still be under way when
-        its process has ended.
+        This decides when to fence, never what is safe to delete. A collector's session is the
+        exception, as syncs wait for its end: its deletions may still be in flight after its process
+        has ended.
         """
         latest: dict[str, str] = {}
         async for info in self._backend.list(SESSIONS):
@@ -408,7 +407,7 @@ class Collector:
                         ).at_ns,
                     )
                 except (ObjectMissing, Damaged):
-                    continue  # it beats just now, or its sign cannot be read: let it live
+                    continue  # its heartbeat is just being written, or is unreadable: spare it
             patience = self._options.fence_seconds
             if record.purpose == COLLECT and patience and not ended:
                 patience = max(patience, COLLECTOR_SECONDS)
@@ -417,12 +416,12 @@ class Collector:
         return silent
 
     async def _fence(self) -> int:
-        """FENCE: end the sessions that are taken for dead."""
+        """FENCE: end the sessions that count as dead."""
         silent = {record.id for record in await self._silent((await self._log.newest()).state)}
         if not silent:
             return 0
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             left = [record for record in state.sessions if record.id not in silent]
             return (
                 state
@@ -435,12 +434,12 @@ class Collector:
         return len(silent)
 
     async def _condemn(self) -> tuple[Entry, int]:
-        """CONDEMN what is unreached, and pardon what is reached again. The returned state is one
-        for which the marking is complete.
+        """CONDEMN what is unreached, and pardon what is reached again. The marking is complete for
+        the returned state.
         """
         condemned = 0
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             nonlocal condemned
             await self._mark(state)
             marks = await self._marks(state)
@@ -453,14 +452,14 @@ class Collector:
             return changed
 
         entry = await self._log.transact(change, "condemn", leave=0)
-        # The entry may carry other transactions of this process, a commit among them, that were
-        # applied after ours.
+        # The entry may carry other transactions of this process that were applied after this one,
+        # such as a commit.
         await self._mark(entry.state)
         return entry, condemned
 
-    async def _deletable(self, state: State) -> tuple[list[Name], list[Name]]:
-        """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one
-        for which the marking is complete.
+    async def _deletable(self, state: LogState) -> tuple[list[Name], list[Name]]:
+        """Return the condemned objects that can be deleted, and those that a session prevents from
+        being deleted; the marking must be complete for ``state``.
         """
         marks = await self._marks(state)
         unreached = self._unreached(state)
@@ -473,11 +472,11 @@ class Collector:
         )
 
     async def _old(self) -> list[Item]:
-        """What lies outside the state's reach and is known to be of no use: signs of sessions that
-        are over, hints of nobody, probes.
+        """Return objects outside the state's reach that are known to be useless: heartbeats of
+        ended sessions, unreferenced hints, probes.
         """
-        # A filter is stored after its segment: one that was there before a listing without its
-        # segment is that of a deleted one.
+        # A filter is stored after its segment, so one that existed before a listing without its
+        # segment belongs to a deleted segment.
         filters = [info async for info in self._backend.list(FILTERS)]
         segments = (
             {info.name async for info in self._backend.list(PREFIX["segment"])}
@@ -491,21 +490,21 @@ class Collector:
             segment = filtered_segment(info.name)
             if segment is not None and object_name("segment", segment) not in segments:
                 old.append(Item(*info))
-        # Read after the listings: whoever stored what is listed has begun, so it is open in this
-        # state or over.
+        # Read after the listings: whoever stored what is listed had begun, so its session is open
+        # in this state, or over.
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}
         keeping = _keeping(state)
         old += [Item(*info) for info in beats if heartbeat_session(info.name) not in open_]
         if (
             not keeping
-        ):  # an open session may have stored the hints of a snapshot that is yet to be committed
+        ):  # an open session may have stored the hints of a snapshot that it has yet to commit
             old += [Item(*info) for info in hints if not self._advises(info.name)]
         return old
 
     def _advises(self, hint: str) -> bool:
-        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a
-        lineage that has one.
+        """Return whether a hint object is useful: a kept snapshot refers to it, or it is a working
+        set of a lineage that has a snapshot.
         """
         return hint in self._reach.hints or touched_lineage(hint) in self._reach.lineages
 
@@ -524,6 +523,8 @@ class Collector:
         return trimmed + len(old) + await self._backend.sweep(self._options.sweep_seconds)
 
 
-def _keeping(state: State) -> list[SessionRecord]:
-    """The open sessions that may use what is condemned after they began: all but collectors'."""
+def _keeping(state: LogState) -> list[SessionRecord]:
+    """Return the open sessions that may use what is condemned after they began: all except
+    collectors'.
+    """
     return [record for record in state.sessions if record.purpose != COLLECT]

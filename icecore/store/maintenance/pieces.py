@@ -1,5 +1,5 @@
-"""Large sets in little memory, for the collector: pieces of shards that are reached, spilled to a
-temporary file beyond a budget, and ids of nodes seen.
+"""Large sets in little memory, for the collector: reached pieces of shards, spilled to a temporary
+file beyond a budget, and ids of seen nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 _OFFSET_BITS = 40
 _PIECE = np.dtype([("key", "<u8"), ("length", "<u4")])
-#: Shards are spilled by groups, so that one group at a time is made unique.
+#: Groups of shards in the spill file, so that one group at a time is deduplicated.
 _GROUPS = 64
 
 Numbers = npt.NDArray[np.uint64]
@@ -24,7 +24,7 @@ class Pieces:
     """A set of pieces (shard number, offset, length).
 
     Args:
-        budget: Bytes that are held in memory; a few times as much while something is being sorted.
+        budget: Bytes held in memory; a few times as much while sorting.
     """
 
     def __init__(self, *, budget: int = 32 << 20) -> None:
@@ -32,7 +32,7 @@ class Pieces:
         self._held: list[npt.NDArray[np.void]] = []
         self._bytes = 0
         self._file: IO[bytes] | None = None
-        #: Of each group, where its pieces lie in the file: offset in bytes, and how many.
+        #: For each group, where its pieces lie in the file: offset in bytes, and number.
         self._extents: list[list[tuple[int, int]]] = [[] for _ in range(_GROUPS)]
 
     def add(self, shards: Numbers, offsets: Numbers, lengths: npt.NDArray[np.uint32]) -> None:
@@ -63,7 +63,7 @@ class Pieces:
         self._held, self._bytes = [], 0
 
     def shards(self) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
-        """Every shard that has pieces: its number, their bytes, and their offsets, ascending."""
+        """Yield every shard that has pieces: its number, their bytes, and their offsets, ascending."""
         if self._file is None:
             yield from _by_shard(_unique(self._held))
             return
@@ -80,7 +80,7 @@ class Pieces:
 
 
 def _unique(parts: list[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Each piece once, ascending."""
+    """Return each piece once, ascending."""
     pieces = np.concatenate([np.empty(0, _PIECE), *parts])
     order = np.argsort(pieces["key"], kind="stable")
     keys = pieces["key"][order]
@@ -101,8 +101,8 @@ def _by_shard(pieces: npt.NDArray[np.void]) -> Iterator[tuple[int, int, npt.NDAr
 
 
 class Seen:
-    """A set of random ids of at least 16 bytes, of which 16 are held. One that is not found may
-    have been added all the same (once in 2^64).
+    """A set of random ids of at least 16 bytes, of which it holds 16. Once in 2^64, `missing`
+    returns an id that was added.
     """
 
     _PENDING = 1 << 16
@@ -116,7 +116,7 @@ class Seen:
         return len(self._keys) + len(self._pending)
 
     def missing(self, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-        """Indices of ``ids`` (n x 16 bytes or more) that are not in the set."""
+        """Return the indices of ``ids`` (n x 16 bytes or more) that are not in the set."""
         halves = np.ascontiguousarray(ids[:, :16]).view(np.uint64).reshape(-1, 2)
         found = np.zeros(len(ids), np.bool_)
         if len(self._keys):
@@ -130,7 +130,7 @@ class Seen:
         )
 
     def add(self, ids: npt.NDArray[np.uint8]) -> None:
-        """Add ids that are not in it."""
+        """Add ids that are not in the set."""
         data = np.ascontiguousarray(ids[:, :16]).tobytes()
         self._pending.update(data[at : at + 16] for at in range(0, len(data), 16))
         if len(self._pending) > self._PENDING:

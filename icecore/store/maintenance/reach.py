@@ -1,5 +1,5 @@
 """What snapshots reach: from records through manifests and map nodes to packs, shards and the
-chunks in them; every node is read once.
+chunks in them. Every node is read once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from icecore.store.maintenance.pieces import Pieces, Seen
 from icecore.store.runtime.parallel import each
 from icecore.store.snapshot.reader import plan_nodes
 
+_AT_ONCE = 8  # manifests
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: So many nodes have 12 MiB of records.
+#: Nodes read at once; their records take 12 MiB.
 NODES_AT_ONCE = 1024
 
-#: Less than so many are decoded at once: to hand them to a thread and to wait for the interpreter
-#: takes longer.
+#: Fewer nodes are decoded on the event loop: handing them to a thread and waiting for the
+#: interpreter takes longer.
 _INLINE_NODES = 16
 
 Refs = npt.NDArray[np.void]
@@ -36,14 +37,14 @@ Refs = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class Live:
-    """How much of a shard is reached: bytes, and the offsets of the pieces."""
+    """What is reached of a shard: bytes, and the offsets of the pieces."""
 
     bytes: int
     offsets: npt.NDArray[np.int64]
 
 
 class Reach:
-    """Gathers what is reached, snapshot by snapshot.
+    """Collects what is reached, snapshot by snapshot.
 
     Attributes:
         names: Manifests, packs and shards.
@@ -52,13 +53,12 @@ class Reach:
         held: Shards that quarantined snapshots reach.
     """
 
-    def __init__(self, repository: Repository, *, at_once: int = 8) -> None:
+    def __init__(self, repository: Repository) -> None:
         self.names: set[tuple[Kind, bytes]] = set()
         self.hints: set[str] = set()
         self.lineages: set[str] = set()
         self.held: set[bytes] = set()
         self._repository = repository
-        self._at_once = at_once
         self._manifests: set[str] = set()
         self._nodes = Seen()
         self._claimed: set[bytes] = set()
@@ -66,7 +66,7 @@ class Reach:
         self._pieces = Pieces()
 
     async def add(self, records: Iterable[SnapshotRecord]) -> None:
-        """Mark what these snapshots reach; those whose manifest was marked before cost nothing.
+        """Mark what these snapshots reach. Those whose manifest was marked before cost nothing.
 
         Raises:
             Damaged, ObjectMissing: Part of a snapshot cannot be read, so what it reaches is
@@ -75,7 +75,7 @@ class Reach:
         new = {
             record.manifest: record for record in records if record.manifest not in self._manifests
         }
-        await each(new.values(), self._snapshot, at_once=self._at_once)
+        await each(new.values(), self._snapshot, at_once=_AT_ONCE)
         self._manifests.update(new)
 
     async def _snapshot(self, record: SnapshotRecord) -> None:
@@ -91,7 +91,7 @@ class Reach:
         except (Damaged, ObjectMissing):
             if not record.quarantined:
                 raise
-            self.names.add(parsed)  # nobody knows any more what it reached
+            self.names.add(parsed)  # what it reached is unknown by now
             return
         for refs in spaces:
             await self._space(refs, record)
@@ -121,11 +121,11 @@ class Reach:
             self._claimed.difference_update(_ids(fresh))
 
     def _claim(self, refs: Refs) -> Refs:
-        """Those of ``refs`` that nobody is reading.
+        """Return those of ``refs`` that no other task is reading.
 
-        Snapshots of a lineage are read at the same time, and have most nodes in common. Whoever
-        leaves a node to another relies on him, so what both reach counts as marked only when both
-        are done: see ``add``.
+        Snapshots of a lineage are read concurrently, and have most nodes in common. A task that
+        leaves a node to another relies on it, so what both reach counts as marked only when both
+        have finished: see ``add``.
         """
         ids = _ids(refs)
         mine = [at for at, node in enumerate(ids) if node not in self._claimed]
@@ -142,8 +142,8 @@ class Reach:
                 places = places[stored]
             shards = np.ascontiguousarray(places["shard"])
             halves = shards.view(np.uint64)
-            # Chunks of one shard mostly follow each other: its name is only looked at where it
-            # begins.
+            # Chunks of one shard mostly follow each other, so its name is looked up only where a
+            # run begins.
             starts = np.flatnonzero(
                 np.concatenate(([True], (halves[1:] != halves[:-1]).any(axis=1)))
             )
@@ -162,7 +162,7 @@ class Reach:
         return number
 
     def shards(self) -> Iterator[tuple[bytes, Live]]:
-        """Every reached shard, and what of it is reached."""
+        """Yield every reached shard, and what of it is reached."""
         names = list(self._numbers)
         for number, length, offsets in self._pieces.shards():
             yield names[number], Live(length, offsets)
@@ -174,10 +174,10 @@ def _ids(refs: Refs) -> list[bytes]:
 
 
 def space_refs(manifest: Manifest, name: str) -> list[Refs]:
-    """The node references of every space of a manifest.
+    """Return the node references of every space of a manifest.
 
     Raises:
-        Damaged: They cannot be.
+        Damaged: They are invalid.
     """
     try:
         return [parse_refs(space.nodes, len(space.regions)) for space in manifest.spaces]
@@ -193,10 +193,10 @@ def _shards(places: Records) -> Iterator[bytes]:
 async def readable_nodes(
     repository: Repository, refs: Refs, fail: Callable[[int, IcecoreError], None] | None = None
 ) -> list[tuple[int, Records]]:
-    """The CELL records of all nodes that can be read, with the number of each in ``refs``.
+    """Return the CELL records of all nodes that can be read, with the number of each in ``refs``.
 
     Args:
-        fail: Told of the others.
+        fail: Gets the others.
 
     Raises:
         StoreError: The store could not be reached.
@@ -220,7 +220,8 @@ async def readable_nodes(
 
 
 async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.NDArray[np.int64]]:
-    """The CELL records of nodes in the order of ``refs``, verified, and how many each node has.
+    """Return the CELL records of nodes in the order of ``refs``, verified, and the number of
+    records of each node.
 
     Raises:
         Damaged, ObjectMissing: Names the node, or the pack.

@@ -1,8 +1,8 @@
-"""Deltas whose base is nobody's own chunk any more: one is stored in full, the others as deltas of
-that one, where that takes hardly more bytes.
+"""Deltas whose base is no snapshot's own chunk any more: one is stored in full, the others as
+deltas of that one, if this takes hardly more bytes.
 
-Only in shards that are rewritten anyway. A base that several snapshots' deltas share goes when the
-newest of them can take its place.
+This happens only in shards that are rewritten anyway. A base that deltas of several snapshots share
+goes when the newest of them can take its place.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from icecore.errors import Damaged, ObjectMissing
+from icecore.sizes import CELL_BYTES
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import CELL_BYTES, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import align
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import Buffer, Choice
@@ -28,7 +29,7 @@ from icecore.store.snapshot.shard_writer import ShardWriter
 from icecore.store.snapshot.trial import Objective
 
 Key = tuple[bytes, int]
-#: As thorough as writers are at most; nobody waits for the collector.
+#: The highest level that writers use; nobody waits for the collector.
 _LEVEL = 6
 #: One in so many bytes more is a price worth paying for chunks that are read in one piece.
 _SLACK = 32
@@ -36,7 +37,7 @@ _SLACK = 32
 
 @dataclass(frozen=True)
 class Orphan:
-    """A base, and the deltas that are all that still needs it, oldest snapshot first."""
+    """A base, and the deltas that are the only ones to need it, oldest snapshot first."""
 
     base: Place
     deltas: list[Row]
@@ -48,13 +49,13 @@ class Orphan:
 
     @property
     def stored(self) -> int:
-        """Stored bytes of all of it."""
+        """Stored bytes of base and deltas together."""
         return self.base.length + sum(row.stored.place.length for row in self.deltas)
 
 
 class Orphans:
-    """Finds bases in ``shards`` that are nobody's own chunk, from all maps, one after the other in
-    the order of the snapshots.
+    """Finds bases in ``shards`` that are no snapshot's own chunk, from all maps, one after the
+    other in the order of the snapshots.
     """
 
     def __init__(self, shards: Iterable[bytes]) -> None:
@@ -63,7 +64,7 @@ class Orphans:
         self._deltas: dict[Key, dict[Key, Row]] = {}
 
     def add(self, records: Records) -> None:
-        """Take down what the CELL records of some nodes say."""
+        """Take note of the CELL records of some nodes."""
         own = records["place"][
             (records["place"]["length"] > 0) & of_shards(records["place"]["shard"], self._shards)
         ]
@@ -82,7 +83,7 @@ class Orphans:
             held[place.shard, place.offset] = row
 
     def found(self) -> list[Orphan]:
-        """The orphans, in the order in which they lie."""
+        """Return the orphans in storage order."""
         return [
             Orphan(next(iter(deltas.values())).stored.base_place, list(deltas.values()))
             for key, deltas in sorted(self._deltas.items())
@@ -92,9 +93,7 @@ class Orphans:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a chunk is to be stored: codec and parts; ``based`` if it is a delta of the new full
-    chunk.
-    """
+    """How to store a chunk: codec and parts; ``based`` if it is a delta of the new full chunk."""
 
     row: Row
     number: int
@@ -108,10 +107,10 @@ class _Form:
 
 
 class Rebaser:
-    """Stores the deltas of orphans anew.
+    """Stores the deltas of orphans in another form.
 
     Attributes:
-        moved: How each delta is stored now.
+        moved: How each delta is now stored.
         gone: Bases that nothing needs any more.
     """
 
@@ -125,7 +124,9 @@ class Rebaser:
         self._objective = Objective()
 
     async def run(self, orphan: Orphan) -> bool:
-        """Whether it was worth it. What cannot be read stays as it is, for 'check' and 'repair'."""
+        """Process one orphan; return whether that paid off. What cannot be read stays as it is, for
+        'check' and 'repair'.
+        """
         try:
             base = await self._read(orphan.base)
             stored = [await self._read(row.stored.place) for row in orphan.deltas]
@@ -161,7 +162,7 @@ class Rebaser:
         return out
 
     def _forms(self, orphan: Orphan, base: memoryview, stored: list[memoryview]) -> list[_Form]:
-        """The newest chunk in full, then the others; all verified before they are encoded."""
+        """Return the newest chunk in full, then the others; verify all before encoding them."""
         room = memoryview(bytearray(CELL_BYTES))
         contents = [
             bytes(self._decoder.decode(row, own, base, room, self._scratch))
@@ -177,7 +178,7 @@ class Rebaser:
         ]
 
     def _full(self, row: Row, content: memoryview, form: int) -> _Form:
-        """In full, in the form that the base had: what suited it suits what differs little from it."""
+        """Store in full, in the base's form, which suits data that differs little from it."""
         number, parts = codec.encode(content, Choice(form, _LEVEL), self._scratch.encoder)
         return _Form(row, number, tuple(bytes(part) for part in parts), False)
 

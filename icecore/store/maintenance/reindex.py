@@ -1,8 +1,8 @@
-"""The collector's care for the index: drops entries of shards that are gone, merges what is many,
-then clears the marks that kept it safe.
+"""Index maintenance by the collector: drops entries of deleted shards, merges small segments, then
+clears the marks of those shards.
 
-Long segments that have no filter, because an earlier version wrote them or their writer's session
-broke off, are given one.
+It adds the missing filters of long segments, which an earlier version wrote or an interrupted
+session left without one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from icecore.events import Event
 from icecore.store.format.cell import Records
 from icecore.store.format.names import FILTERS, Kind, filter_name, object_name, random_id
 from icecore.store.format.segment import in_shards
-from icecore.store.format.state import SegmentRef, State
+from icecore.store.format.state import LogState, SegmentRef
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.index import (
@@ -38,23 +38,23 @@ _ANY_SIZE = 1 << 62
 
 
 class Reindexer:
-    """Clears marks of ``gone`` objects; a shard's only once no live segment names it.
+    """Clears marks of ``gone`` objects; that of a shard only once no live segment refers to it.
 
     Args:
-        gone: Condemned objects that are deleted.
+        gone: Condemned objects that have been deleted.
     """
 
     def __init__(self, repository: Repository, gone: Iterable[tuple[Kind, bytes]]) -> None:
         self._repository = repository
         self._gone = set(gone)
         self._shards = frozenset(identity for kind, identity in self._gone if kind == "shard")
-        #: What each segment that was looked at names of the shards that are gone.
+        #: For each inspected segment, the deleted shards that it refers to.
         self._naming: dict[bytes, frozenset[bytes]] = {}
         self._damaged: set[bytes] = set()
 
     async def plan(self, segments: list[SegmentRef]) -> list[Merge]:
-        """What is to be rewritten: segments that are many and small, and those that name a shard
-        that is gone.
+        """Return what to rewrite: small segments where there are many, and segments that refer to a
+        deleted shard.
         """
         await self._look(segments)
         sound = [ref for ref in segments if ref.id not in self._damaged]
@@ -65,7 +65,7 @@ class Reindexer:
         ]
 
     async def run(self) -> int:
-        """Do it; safe to stop anywhere.
+        """Rewrite and clear; safe to stop anywhere.
 
         Returns:
             How many segments were rewritten.
@@ -94,11 +94,11 @@ class Reindexer:
                 if ref.id not in rewritten | self._damaged:
                     await self._filter(session, ref)
 
-            async def change(state: State, pages: Pages) -> State:
+            async def change(state: LogState, pages: Pages) -> LogState:
                 segments = state.segments
                 for merge, made in zip(merges, outputs, strict=True):
                     swapped = replaced(segments, merge.inputs, made)
-                    if swapped is not None:  # else another has rewritten them meanwhile
+                    if swapped is not None:  # otherwise another process has rewritten them
                         segments = swapped
                         self._naming.update((ref.id, frozenset()) for ref in made)
                 return await self._clear(msgspec.structs.replace(state, segments=segments), pages)
@@ -117,21 +117,21 @@ class Reindexer:
         try:
             entries = await self._read(ref)
         except (Damaged, ObjectMissing):
-            return  # a check's to report
+            return  # 'check' reports it
         made = await asyncio.to_thread(make_filter, ref, entries, self._repository.keys.segment)
         try:
             await session.create(filter_name(ref.id), [made])
         except ObjectExists:
             pass  # another collector did it
 
-    async def _clear(self, state: State, pages: Pages) -> State:
-        await self._look(state.segments)  # those that came since
+    async def _clear(self, state: LogState, pages: Pages) -> LogState:
+        await self._look(state.segments)  # those added since
         named = {shard for ref in state.segments for shard in self._naming.get(ref.id, ())}
         cleared = {name for name in self._gone if name[0] != "shard" or name[1] not in named}
         return await catalog.pardon(state, cleared, pages)
 
     async def _look(self, segments: list[SegmentRef]) -> None:
-        """Find out which of the shards that are gone each segment names."""
+        """Find out which of the deleted shards each segment refers to."""
         if self._shards:
             await each(
                 [ref for ref in segments if ref.id not in self._naming], self._look_at, at_once=4
@@ -141,7 +141,7 @@ class Reindexer:
         try:
             entries = await self._read(ref)
         except (Damaged, ObjectMissing) as error:
-            # Whatever it names stays marked; writers pass over it as well.
+            # Whatever it refers to stays marked; writers skip it as well.
             self._naming[ref.id] = self._shards
             self._damaged.add(ref.id)
             name = object_name("segment", ref.id)

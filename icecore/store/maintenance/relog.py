@@ -1,9 +1,9 @@
 """Continues a log whose newest entries are lost: finds the newest intact entry and the snapshots
 with surviving manifests; plans, then writes one entry.
 
-The rule: nothing is overwritten or deleted. The new entry comes after every generation that is
-known to have existed. It records the lost ones (`icecore.store.format.gaps`), and their names stay
-taken, so that no suspended writer creates one.
+Nothing is overwritten or deleted. The new entry comes after every generation known to have existed.
+It records the lost ones (`icecore.store.format.gaps`), and their names stay taken, so that no
+suspended writer creates one.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from icecore.store.format.names import (
 from icecore.store.format.state import (
     REMEMBERED,
     Gap,
+    LogState,
     PageRef,
     SessionRecord,
     SnapshotRecord,
-    State,
     Written,
     encode_entry,
 )
@@ -52,15 +52,14 @@ from icecore.store.log.repository import Repository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
 from icecore.store.runtime.parallel import each
 
-#: The label of snapshots that are listed because their manifests were found.
+#: The label of snapshots that are listed again because their manifests were found.
 RECOVERED = "recovered"
-#: Purpose of the session that a continued log begins with: it keeps what was condemned from being
-#: deleted while lost sessions may still be open.
+#: Purpose of the session that a continued log begins with: it prevents the deletion of what was
+#: condemned while lost sessions may still be open.
 GUARD = "repair"
-#: Where nothing tells which generations there were, the log goes on so far behind those that are
-#: known.
+#: If nothing tells which generations existed, the log continues this far beyond the known ones.
 _FAR = 1 << 32
-#: More names than that are not filled.
+#: More names than that are not taken.
 _FILLED = 4096
 _PAGE_AT = 128
 _PAGE_RECORDS = 2048
@@ -71,17 +70,17 @@ _LOST_KIND = ObjectKind("lost log entry", b"ICELOST", 1, 1 << 10, None)
 
 @dataclass(frozen=True)
 class Condition:
-    """The newest part of a log.
+    """The condition of a log's newest part.
 
     Attributes:
-        base: The newest entry that can be read, or None.
-        top: The newest generation that is known to have existed; 0 for none.
-        damaged: Entries above ``base`` that cannot be read, and why.
-        missing: Runs of generations above ``base`` that have no entry; empty where they are too
-            many to name.
-        absent: How many generations above ``base`` have no entry. Without ``base``, of the newest
-            that a log keeps: older ones may have been trimmed.
-        planted: Names beyond ``top`` that cannot be read and that no log entry can have.
+        base: The newest readable entry, or None.
+        top: The newest generation known to have existed; 0 if none is known.
+        damaged: Unreadable entries above ``base``, and why.
+        missing: Runs of generations above ``base`` without an entry; empty if they are too many to
+            name.
+        absent: Number of generations above ``base`` without an entry. Without ``base``, among the
+            newest ones that a log keeps: older ones may have been trimmed.
+        planted: Unreadable names beyond ``top`` that no log entry can have.
     """
 
     base: Entry | None
@@ -93,12 +92,12 @@ class Condition:
 
     @property
     def whole(self) -> bool:
-        """Whether the newest entry is there."""
+        """Whether the newest entry is intact."""
         return self.base is not None and self.base.generation == self.top
 
 
 async def look(log: Log) -> Condition:
-    """Look for the newest entry that can be read.
+    """Look for the newest readable entry.
 
     Raises:
         FormatTooNew: A later version wrote the newest entry.
@@ -145,8 +144,8 @@ class Relogging:
     """What continuing the log would do.
 
     Attributes:
-        condition: What was found of it.
-        generation: Of the entry to write.
+        condition: The condition of the log.
+        generation: The generation of the entry to write.
         recovered: Snapshots whose manifests were found.
         unlisted: Manifests that are not listed, and why.
         unreadable: Manifests whose snapshot is unknown, and why.
@@ -177,9 +176,9 @@ class Relogger:
     """One attempt. ``plan`` changes nothing; ``apply`` plans again and writes.
 
     Args:
-        accept_rollback: Go on even if this client has seen newer entries that are absent, or other
-            ones: only a person can tell whether storage has lost them, or somebody has put back an
-            older copy.
+        accept_rollback: Continue even if this client has seen newer entries that are absent, or
+            different ones. Only a person can tell whether storage has lost them or somebody has put
+            back an older copy.
     """
 
     def __init__(self, repository: Repository, *, accept_rollback: bool = False) -> None:
@@ -204,8 +203,8 @@ class Relogger:
         return None if condition.whole else await self._found(condition)
 
     async def _verify(self, condition: Condition, error: Damaged) -> None:
-        """Check that what is left continues what this client has seen, and that entries are damaged
-        only: absent ones may be an older copy's.
+        """Check that what is left continues what this client has seen, and that lost entries are
+        damaged: absent ones may indicate an older copy.
         """
         if condition.absent:
             ends = (
@@ -239,12 +238,12 @@ class Relogger:
             try:
                 await self._write(plan)
             except ObjectExists:
-                continue  # another continued it
+                continue  # another process continued it
             return plan
         raise StoreError("other clients keep adding to the log", cure="try again")
 
     async def _settle(self) -> None:
-        """Accept the newest entry if it differs from the one that was seen, or if that is unknown."""
+        """Accept the newest entry if it differs from the one seen before, or if that is unknown."""
         try:
             await self._log.newest()
         except (RollbackDetected, Damaged):
@@ -266,7 +265,7 @@ class Relogger:
         if plan.generation > LAST_GENERATION - FAR:
             raise StoreError(
                 f"the log in {self._backend.where} has hardly any generations left after {plan.generation - 1}",
-                cure="'icecore copy' brings its snapshots to a new repository",
+                cure="'icecore copy' copies its snapshots to a new repository",
             )
         listed: list[SnapshotRecord] = []
         condemned: set[str] = set()
@@ -280,7 +279,7 @@ class Relogger:
                         for name in await self._log.pages.read_names(batch, cached=False)
                     }
                 except _UNREADABLE:
-                    pass  # the repair that follows leaves the list out
+                    pass  # the repair that follows omits the list
             plan.pins = [pin for session in base.state.sessions for pin in session.pins]
             plan.began = min(
                 (session.began for session in base.state.sessions), default=plan.generation
@@ -363,7 +362,7 @@ class Relogger:
 
     async def _write(self, plan: Relogging) -> None:
         base, generation, pages = plan.condition.base, plan.generation, self._log.pages
-        before = base.state if base is not None else State(generation, bytes(32), 0)
+        before = base.state if base is not None else LogState(generation, bytes(32), 0)
         first = base.generation + 1 if base is not None else 1
         tail, refs = [*before.tail, *plan.recovered], list(before.pages)
         while len(tail) >= _PAGE_AT:
@@ -398,8 +397,8 @@ class Relogger:
             pages=refs,
             tail=tail,
             sessions=[guard],
-            # What the lost entries condemned is not known: only what snapshots reach may be found
-            # in the index, which is made anew.
+            # What the lost entries condemned is unknown, so the index may contain only what
+            # snapshots reach; it is rebuilt.
             segments=[],
             anchor=None,
             gaps=gaps.joined([*before.gaps, Gap(first, generation - 1, digest)]),
@@ -433,7 +432,7 @@ async def complete(
     """Return whether everything that a manifest refers to exists.
 
     Args:
-        shards: Those that are listed.
+        shards: The listed shards.
     """
     failed: list[int] = []
     try:
@@ -449,7 +448,7 @@ async def complete(
 
 
 def named_shards(cells: Records) -> set[bytes]:
-    """Return the shards that records name."""
+    """Return the shards that records refer to."""
     found: set[bytes] = set()
     for field_ in ("place", "base_place"):
         places = cells[field_][cells[field_]["length"] > 0]

@@ -1,9 +1,9 @@
-"""Puts a damaged repository right: plans, then applies in one transaction; nothing that still reads
-is destroyed, and no snapshot goes without a word.
+"""Repairs a damaged repository: plans, then applies in one transaction. Nothing that can still be
+read is destroyed, and no snapshot disappears silently.
 
-What is damaged is looked for in a second source (a replica), then elsewhere in the repository, and
-stored anew under new names; the old objects are the collector's once nothing reaches them.
-Snapshots that lost data for good stay listed with the reason, quarantined.
+What is damaged is searched in a second source (a replica), then elsewhere in the repository, and
+stored again under new names; the collector deletes the old objects once nothing reaches them.
+Snapshots that lost data for good stay listed, quarantined with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from icecore.store.format.manifest import MANIFEST_KIND
 from icecore.store.format.names import log_name, random_id
 from icecore.store.format.rows import Place, Stored
 from icecore.store.format.segment import sort_entries
-from icecore.store.format.state import ENTRY_KIND, PageRef, SegmentRef, SnapshotRecord, State
+from icecore.store.format.state import ENTRY_KIND, LogState, PageRef, SegmentRef, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.identity import inspect, mend
@@ -40,18 +40,18 @@ _ROUNDS = 4
 
 
 class Repairer:
-    """One repair. ``plan`` looks and changes nothing; ``apply`` looks again and does it.
+    """One repair. ``plan`` changes nothing; ``apply`` plans again and executes it.
 
     Args:
-        repository: Which.
-        source: A replica of it, opened: the place where what is damaged here is looked for first.
-            They must share a master secret.
-        read_data: Share of the chunks that is read, 0 to 1; damage to data that is not read is not
+        repository: The repository.
+        source: An open replica of it, which is searched first for what is damaged here. They must
+            share a master secret.
+        read_data: Share of the chunks to read, 0 to 1; damage to data that is not read is not
             found.
-        accept_rollback: As of `icecore.store.maintenance.relog.Relogger`.
+        accept_rollback: As in `icecore.store.maintenance.relog.Relogger`.
 
     Raises:
-        UsageError: ``source`` is no replica.
+        UsageError: ``source`` is not a replica.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Repairer:
     ) -> None:
         if source is not None and not _same_secret(source.keys, repository.keys):
             raise UsageError(
-                f"{source.backend.where} is no replica of {repository.backend.where}",
+                f"{source.backend.where} is not a replica of {repository.backend.where}",
                 cure="name one with the same master secret",
             )
         self._repository = repository
@@ -73,13 +73,13 @@ class Repairer:
         self._relogger = Relogger(repository, accept_rollback=accept_rollback)
 
     async def plan(self) -> Plan:
-        """What there is to do. Where the newest log entry is lost, what else is damaged is found
-        once the log goes on.
+        """Return what there is to do. If the newest log entry is lost, other damage is found once
+        the log continues.
 
         Raises:
-            RollbackDetected: This client has seen a newer entry than there is, or another, and that
-                is not accepted.
-            StoreError: The store failed; what it failed to give is not taken for damaged.
+            RollbackDetected: This client has seen a newer entry, or a different one, and that is
+                not accepted.
+            StoreError: The store failed; what it failed to return does not count as damaged.
         """
         relogging = await self._relogger.plan()
         if relogging is not None:
@@ -88,10 +88,10 @@ class Repairer:
             return (await self._survey(session)).plan
 
     async def apply(self) -> Plan:
-        """Do it; safe to stop anywhere. Returns what was done; raises as ``plan``.
+        """Repair; safe to stop anywhere. Return what was done; raise as ``plan`` does.
 
-        Maps that came from the replica may lead to more that is damaged: then there is another
-        round, each one transaction.
+        Maps taken from the replica may lead to more damage, which takes another round. Each round
+        is one transaction.
         """
         done = Plan()
         relogging = await self._relogger.apply()
@@ -136,7 +136,7 @@ class Repairer:
         if report.failed:
             failed = report.failed[0]
             raise StoreError(
-                f"{failed.kind} {failed.name} may be well, but the store failed to give it: {failed.why}",
+                f"{failed.kind} {failed.name} may be intact, but the store failed to return it: {failed.why}",
                 cure="try again; if the storage itself has lost it (a bad disk), delete the object and repair again",
             )
         survey = Survey(Plan(report.damages))
@@ -168,14 +168,14 @@ def _continued(relogging: Relogging) -> Plan:
 
 
 def _same_secret(one: Keys, other: Keys) -> bool:
-    """Whether two repositories are replicas; an encrypted one has a few keys of its own all the
-    same.
+    """Return whether two repositories are replicas. Encrypted ones still have a few keys of their
+    own each.
     """
     return one.secret == other.secret and one.encrypted == other.encrypted
 
 
 class _Apply:
-    """Stores what is new, and swaps it in."""
+    """Stores the new objects, and replaces the old ones."""
 
     def __init__(self, repository: Repository, session: Session, survey: Survey) -> None:
         self._repository = repository
@@ -184,7 +184,7 @@ class _Apply:
         self._entries: list[Records] = []
 
     async def run(self) -> None:
-        """All of it, with one transaction at the end."""
+        """Apply everything, with one transaction at the end."""
         survey = self._survey
         moved = await self._pieces()
         rewriter = MapRewriter(
@@ -207,7 +207,9 @@ class _Apply:
 
         def edit(record: SnapshotRecord) -> SnapshotRecord:
             if record.manifest != survey.records[record.snapshot].manifest:
-                return record  # another has swapped it meanwhile: what was found out is not of this one
+                return (
+                    record  # another process has replaced it: the findings are not about this one
+                )
             if record.snapshot in swaps:
                 record = swaps[record.snapshot][1](record)
             why = (
@@ -217,7 +219,7 @@ class _Apply:
             )
             return msgspec.structs.replace(record, quarantined=why)
 
-        async def change(state: State, pages: Pages) -> State:
+        async def change(state: LogState, pages: Pages) -> LogState:
             refs = list[PageRef]()
             for ref in state.pages:
                 found = survey.pages.get(ref.id)
@@ -246,7 +248,7 @@ class _Apply:
         )
 
     async def _pieces(self) -> dict[Key, Place | Stored]:
-        """Store what was saved; where everything is now that was in damaged shards."""
+        """Store what was saved; return where everything from damaged shards is now."""
         salvage = self._survey.salvage
         moved: dict[Key, Place | Stored] = {}
         async with ShardWriter(self._repository, self._session) as writer:

@@ -1,8 +1,8 @@
-"""Maps that name the new places of moved chunks (`shard_writer`) in new nodes and manifests: what
-compaction and repair share.
+"""Writes new nodes and manifests that refer to the new places of moved chunks (`shard_writer`), for
+compaction and repair.
 
-Nothing old is changed or deleted: the session that wrote the new objects swaps the manifests in,
-and the collector takes what is unreached then.
+Nothing old is changed or deleted: the session that wrote the new objects replaces the manifests,
+and the collector deletes what is then unreached.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from icecore.store.maintenance.reach import Refs, read_nodes, space_refs
 
 _PACK_BYTES = 64 << 20
 
-#: Where a stored chunk lay (shard, offset) -> where its bytes lie now; or how else it is stored
-#: now, its base included.
+#: Old place of a stored chunk (shard, offset) → its new place, or the other form in which it is now
+#: stored, including its base.
 Moved = Mapping[tuple[bytes, int], Place | Stored]
 ReadNodes = Callable[[Refs], Awaitable[tuple[Records, npt.NDArray[np.int64]]]]
 
 
 @dataclass(frozen=True)
 class NewManifest:
-    """What changes in a snapshot's record."""
+    """The changes in a snapshot's record."""
 
     name: str
     length: int
@@ -52,10 +52,10 @@ class MapRewriter:
     """Writes nodes and manifests in which moved chunks have their new places.
 
     Args:
-        moved: What was moved.
+        moved: The moved chunks.
         read: Reads nodes.
-        again: Ids of nodes that are stored anew though nothing in them changes.
-        skip: Ids of nodes that cannot be read; references to them stay as they are.
+        again: Ids of nodes to store again although they do not change.
+        skip: Ids of nodes that cannot be read; references to them do not change.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class MapRewriter:
     async def manifest(
         self, manifest: Manifest, name: str, *, store: bool = False
     ) -> NewManifest | None:
-        """Rewrite one snapshot; None if nothing of it changes.
+        """Rewrite one snapshot; return None if nothing changes.
 
         Args:
             name: The manifest's object, for errors.
-            store: Store the manifest anew in any case.
+            store: Store the manifest again in any case.
         """
         changed = await self._changed(manifest, name)
         if changed is None and not store:
@@ -118,9 +118,7 @@ class MapRewriter:
         return msgspec.structs.replace(manifest, spaces=spaces) if touched else None
 
     async def _look(self, refs: Refs) -> None:
-        """Read the nodes that were not seen before, and rewrite those that have a chunk that was
-        moved.
-        """
+        """Read nodes not seen before, and rewrite those with a moved chunk."""
         identities = np.ascontiguousarray(refs["node"]).tobytes()
         names = [identities[32 * at : 32 * at + 32] for at in range(len(refs))]
         fresh = [
@@ -142,7 +140,7 @@ class MapRewriter:
                 self._untouched.add(names[at])
 
     def _move(self, records: Records) -> npt.NDArray[np.bool_]:
-        """Give records their chunks' new places; which of them changed."""
+        """Give records their chunks' new places; return which of them changed."""
         touched = np.zeros(len(records), np.bool_)
         for field in ("place", "base_place"):
             places = records[field]
@@ -172,7 +170,7 @@ class MapRewriter:
         self._used += len(stored)
 
     async def flush(self) -> None:
-        """Store the nodes that are gathered; to be called at the end."""
+        """Store the collected nodes; call it at the end."""
         if self._nodes:
             lengths = [len(node) for node in self._nodes]
             footer = pack_footer(self._repository.keys.shard, self._pack, self._ids, lengths)

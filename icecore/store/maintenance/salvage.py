@@ -1,5 +1,5 @@
 """What can be saved of damaged shards: every stored chunk that is reached is read and verified by
-itself, then looked for elsewhere.
+itself, then searched elsewhere.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import CELL_BYTES, PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import opened_piece
 from icecore.store.format.names import object_name
@@ -26,14 +27,14 @@ _OTHERS = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A stored chunk that maps refer to.
 
     Attributes:
         chunk: Its id.
         place: Where it should be.
-        bitmap: Its data bitmap; None for a base that no map names as a chunk of its own: then
-            ``delta``, the row of one of its deltas, knows.
+        bitmap: Its data bitmap; None for a base that no map refers to as a chunk of its own: then
+            ``delta``, the row of one of its deltas, has it.
         base: Its base's id, if it is a delta.
     """
 
@@ -45,7 +46,7 @@ class Piece:
 
     @property
     def key(self) -> Key:
-        """What tells it from others."""
+        """What identifies it: shard and offset."""
         return self.place.shard, self.place.offset
 
 
@@ -53,7 +54,7 @@ class Piece:
 class Saved:
     """Verified stored bytes of a piece, and whether they came from the second source."""
 
-    piece: Piece
+    piece: ShardPiece
     bitmap: bytes
     stored: bytes
     elsewhere: bool
@@ -61,26 +62,26 @@ class Saved:
 
 @dataclass
 class Salvage:
-    """What became of the pieces of damaged shards.
+    """The outcome for the pieces of damaged shards.
 
     Attributes:
-        saved: Bytes to store anew.
+        saved: Bytes to store again.
         found: Another place that holds the same chunk.
         twins: Another piece that was saved and is the same chunk.
-        lost: What is nowhere.
-        places: What can stay where it is.
-        instead: Deltas whose base is lost -> another place that holds the same chunk in full.
+        lost: Pieces that are nowhere.
+        places: Pieces that can stay where they are.
+        instead: Deltas whose base is lost → another place that holds the same chunk in full.
     """
 
     saved: dict[Key, Saved] = field(default_factory=dict)
     found: dict[Key, Place] = field(default_factory=dict)
     twins: dict[Key, Key] = field(default_factory=dict)
-    lost: dict[Key, Piece] = field(default_factory=dict)
+    lost: dict[Key, ShardPiece] = field(default_factory=dict)
     places: dict[Key, Place] = field(default_factory=dict)
     instead: dict[Key, Place] = field(default_factory=dict)
 
     def replaced(self, key: Key) -> bool:
-        """Whether the chunk is to be had in full at another place."""
+        """Return whether another place holds the chunk in full."""
         return key in self.found or key in self.twins or key in self.instead
 
     @property
@@ -92,21 +93,21 @@ class Salvage:
         }
 
 
-def pieces_in(records: Records, shards: frozenset[bytes]) -> list[Piece]:
-    """The different pieces in ``shards`` to which CELL records refer, bases included."""
-    pieces: dict[Key, Piece] = {}
+def pieces_in(records: Records, shards: frozenset[bytes]) -> list[ShardPiece]:
+    """Return the distinct pieces in ``shards`` that CELL records refer to, including bases."""
+    pieces: dict[Key, ShardPiece] = {}
     for row in _rows(records, "place", shards):
         pieces.setdefault((row.stored.place.shard, row.stored.place.offset), _own(row))
     for row in _rows(records, "base_place", shards):
         place = row.stored.base_place
         pieces.setdefault(
-            (place.shard, place.offset), Piece(row.stored.base, place, None, NO_CHUNK, row)
+            (place.shard, place.offset), ShardPiece(row.stored.base, place, None, NO_CHUNK, row)
         )
     return list(pieces.values())
 
 
-def _own(row: Row) -> Piece:
-    return Piece(row.chunk, row.stored.place, row.data, row.stored.base)
+def _own(row: Row) -> ShardPiece:
+    return ShardPiece(row.chunk, row.stored.place, row.data, row.stored.base)
 
 
 def _rows(records: Records, field: str, shards: frozenset[bytes]) -> Iterable[Row]:
@@ -117,14 +118,14 @@ def _rows(records: Records, field: str, shards: frozenset[bytes]) -> Iterable[Ro
 
 
 class Salvager:
-    """Looks for pieces in the repository, then in ``source``, then as the same chunk at another
+    """Looks for pieces in the repository, then in ``source``, then for the same chunk at another
     place.
 
     Args:
         source: A replica of the repository, with the same keys.
-        records: All CELL records that can be read.
+        records: All readable CELL records.
         doubtful: Shards that hold something damaged.
-        index: The repository's, loaded.
+        index: The repository's index, loaded.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Salvager:
         self._index = index
 
     async def run(self) -> Salvage:
-        """Look at everything that is reached in the doubtful shards.
+        """Check everything that is reached in the doubtful shards.
 
         Raises:
             StoreError: The store could not be reached.
@@ -174,8 +175,8 @@ class Salvager:
                 salvage.instead[piece.key] = found
         return salvage
 
-    def _based(self, bases: frozenset[Key]) -> list[Piece]:
-        """Deltas on pieces that are lost."""
+    def _based(self, bases: frozenset[Key]) -> list[ShardPiece]:
+        """Return the deltas of lost pieces."""
         rows = _rows(self._records, "base_place", frozenset(shard for shard, _ in bases))
         pieces = (
             _own(row)
@@ -184,7 +185,7 @@ class Salvager:
         )
         return list({piece.key: piece for piece in pieces}.values())
 
-    async def _look(self, piece: Piece) -> Saved | None:
+    async def _look(self, piece: ShardPiece) -> Saved | None:
         bitmap = piece.bitmap if piece.bitmap is not None else await self._bitmap(piece)
         if bitmap is None:
             return None
@@ -194,8 +195,8 @@ class Salvager:
                 return Saved(piece, bitmap, stored, elsewhere)
         return None
 
-    async def _bitmap(self, piece: Piece) -> bytes | None:
-        """A base's data bitmap, which its deltas begin with."""
+    async def _bitmap(self, piece: ShardPiece) -> bytes | None:
+        """Return a base's data bitmap, with which its deltas begin."""
         assert piece.delta is not None
         for repository, _ in self._places:
             stored = await _read(repository, piece.delta.chunk, piece.delta.stored.place)
@@ -203,7 +204,7 @@ class Salvager:
                 return delta.base_bitmap(stored)
         return None
 
-    def _good(self, piece: Piece, bitmap: bytes, stored: bytes) -> bool:
+    def _good(self, piece: ShardPiece, bitmap: bytes, stored: bytes) -> bool:
         number, size = piece.place.codec, pages_of(bitmap) * PAGE
         if number & codec.DELTA:
             return _sealed(stored)  # the base is a piece of its own
@@ -216,19 +217,19 @@ class Salvager:
                 return False
         return len(content) == size and chunk_id(self._keys.chunk, bitmap, content) == piece.chunk
 
-    async def _another(self, piece: Piece) -> Place | None:
-        """Another place that holds the same chunk in full, verified."""
+    async def _another(self, piece: ShardPiece) -> Place | None:
+        """Return another place that holds the same chunk in full, verified."""
         bitmap = piece.bitmap if piece.bitmap is not None else await self._bitmap(piece)
         if bitmap is None:
             return None
         for place in await asyncio.to_thread(self._candidates, piece):
-            other = Piece(piece.chunk, place, bitmap)
+            other = ShardPiece(piece.chunk, place, bitmap)
             stored = await _read(self._places[0][0], piece.chunk, place)
             if stored is not None and await asyncio.to_thread(self._good, other, bitmap, stored):
                 return place
         return None
 
-    def _candidates(self, piece: Piece) -> Sequence[Place]:
+    def _candidates(self, piece: ShardPiece) -> Sequence[Place]:
         wanted = np.frombuffer(piece.chunk, np.uint8)
         places = []
         for chunk, place in (("chunk", "place"), ("base", "base_place")):
@@ -264,7 +265,7 @@ class Salvager:
         ]
 
 
-def _is_delta(piece: Piece) -> bool:
+def _is_delta(piece: ShardPiece) -> bool:
     return piece.place.codec & codec.DELTA != 0
 
 
@@ -276,7 +277,7 @@ def _sealed(stored: bytes) -> bool:
 
 
 async def _read(repository: Repository, chunk: bytes, place: Place) -> bytes | None:
-    """What is stored of a chunk at a place, decrypted; None if there is no such thing."""
+    """Return what is stored of a chunk at a place, decrypted; None if there is nothing."""
     if not 0 < place.length <= CELL_BYTES + codec.MAX_OVERHEAD:
         return None
     out = bytearray(place.length)

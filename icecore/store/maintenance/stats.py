@@ -1,5 +1,5 @@
-"""What a repository holds: bytes by job, lineage and codec, live and dead, from the maps alone;
-every place counts once, however many snapshots share it.
+"""What a repository holds: live and dead bytes by job, lineage and codec, from the maps alone.
+Every place counts once, regardless of how many snapshots share it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import phase
+from icecore.sizes import PAGE
 from icecore.store.backend.base import READERS_LEAVE
 from icecore.store.format import codec
-from icecore.store.format.cell import PAGE, Records, data_pages
+from icecore.store.format.cell import Records, data_pages
 from icecore.store.format.names import KINDS, PREFIX, parse_name
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.repository import Repository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
 
-#: A reached piece of a shard. ``key``: shard number << 40 | offset; ``pages`` is 0 for a base that
-#: no map names as a chunk of its own.
+#: A reached piece of a shard. ``key`` is shard number << 40 | offset; ``pages`` is 0 for a base
+#: that no map refers to as a chunk of its own.
 _PIECE = np.dtype([("key", "<u8"), ("length", "<u4"), ("codec", "u1"), ("pages", "<u2")])
 _OFFSET_BITS = 40
 
@@ -35,11 +36,11 @@ class Group:
     """The snapshots of one job or lineage.
 
     Attributes:
-        name: The job's or lineage's.
-        snapshots: How many.
+        name: The name of the job or lineage.
+        snapshots: Number of snapshots.
         logical: Bytes of data pages in all of them together.
         reached: Stored bytes that they reach.
-        own: Of those, what nobody else reaches.
+        own: Stored bytes that only they reach.
     """
 
     name: str
@@ -51,9 +52,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Form:
-    """The chunks that are stored under one codec: their number, stored bytes, and bytes before
-    coding.
-    """
+    """The chunks stored with one codec: their number, stored bytes, and uncompressed bytes."""
 
     codec: str
     chunks: int
@@ -63,16 +62,16 @@ class Form:
 
 @dataclass(frozen=True)
 class Stats:
-    """What there is.
+    """The statistics of a repository.
 
     Attributes:
-        snapshots: Number of snapshots; ``quarantined``: of those, how many lost data.
+        snapshots: Number of snapshots; ``quarantined``: how many of them lost data.
         logical: Bytes of data pages in all snapshots together.
-        chunks: Different chunks that they reach.
-        chunk_bytes: Those chunks' bytes before coding.
-        live: Those chunks' stored bytes.
-        dead: Bytes of chunks that nothing reaches, in shards of which other parts are reached or
-            that wait for the collector.
+        chunks: Distinct chunks that they reach.
+        chunk_bytes: Uncompressed bytes of those chunks.
+        live: Stored bytes of those chunks.
+        dead: Bytes of chunks that nothing reaches, in shards that are partly reached or that wait
+            for the collector.
         objects: Number of objects by kind; ``object_bytes``: their bytes.
         jobs, lineages: Largest first.
         forms: By codec, largest first.
@@ -93,21 +92,21 @@ class Stats:
 
     @property
     def dedup_ratio(self) -> float:
-        """Bytes in all snapshots for each byte of different chunks."""
+        """Bytes in all snapshots per byte of distinct chunks."""
         return self.logical / self.chunk_bytes if self.chunk_bytes else 1.0
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of different chunks for each byte that is stored of them."""
+        """Bytes of distinct chunks per stored byte."""
         return self.chunk_bytes / self.live if self.live else 1.0
 
 
 async def stats(repository: Repository, *, register: bool = True) -> Stats:
-    """Count everything; what cannot be read of maps is left out ('check' names it).
+    """Count everything; unreadable parts of maps are left out ('check' names them).
 
     Args:
-        register: Open a session meanwhile, so that no collector deletes what is being read;
-            without, for a place that cannot be written to.
+        register: Open a session meanwhile, so that no collector deletes what is being read; not for
+            a place that cannot be written to.
 
     Raises:
         Damaged: The snapshot list cannot be read.
@@ -126,8 +125,8 @@ class _Counter:
         self._repository = repository
         self._numbers: dict[bytes, int] = {}
 
-    async def run(self, state: State) -> Stats:
-        """All of it."""
+    async def run(self, state: LogState) -> Stats:
+        """Count everything."""
         objects: Counter[str] = Counter()
         object_bytes: Counter[str] = Counter()
         for kind in KINDS:
@@ -159,7 +158,7 @@ class _Counter:
         )
 
     async def _reached(self, records: Iterable[SnapshotRecord]) -> Pieces:
-        """The different pieces that some snapshots reach."""
+        """Return the distinct pieces that some snapshots reach."""
         seen: set[bytes] = set()
         gathered: list[Pieces] = []
         for record in records:
@@ -202,7 +201,7 @@ class _Counter:
 
 
 def _different(parts: Iterable[Pieces]) -> Pieces:
-    """Each place once; where one of several tells the pages, that one."""
+    """Return each place once, preferring an item that has the pages."""
     every = np.concatenate([np.zeros(0, _PIECE), *parts])
     order = np.lexsort((-every["pages"].astype(np.int32), every["key"]))
     every = every[order]

@@ -1,8 +1,8 @@
-"""What a sync has to do, from two replicas' snapshot lists: snapshots to bring, marks to carry,
-and, where that is asked for, forgets to follow.
+"""Plans a sync from two replicas' snapshot lists: which snapshots to copy, which marks to carry
+over and, on request, which deletions to follow.
 
-The rule for forgets: only what came from this very source by a sync follows it, so that a region
-never loses what was taken there, or came from elsewhere.
+A deletion is followed only for a snapshot that a sync brought from this very source, so a region
+never loses snapshots that were taken there or came from elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from icecore.errors import UsageError
 from icecore.store.format.marks import joined
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import Repository
@@ -20,13 +20,14 @@ from icecore.store.log.repository import Repository
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sync would do, as things are now.
+    """What a sync would do at present.
 
     Attributes:
-        bring: Snapshots that the target does not list, in order of their commits.
-        mark: The source's records of those that it lists with other, older pins or tags.
-        forget: The target's records of those that came from the source, which has forgotten them
-            since.
+        bring: Snapshots that the target does not list, in commit order.
+        mark: The source's records of snapshots that the target lists with other, older pins or
+            tags.
+        forget: The target's records of snapshots that came from the source, which has forgotten
+            them since.
     """
 
     bring: list[SnapshotRecord] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Plan:
 
     @property
     def keep(self) -> list[SnapshotRecord]:
-        """Those of ``forget`` that stay, because they are pinned in the target."""
+        """Snapshots of ``forget`` that stay, because they are pinned in the target."""
         return [record for record in self.forget if record.pinned]
 
 
@@ -47,19 +48,19 @@ async def plan(
     forget: bool = False,
     job: str = "",
 ) -> Plan:
-    """Compare the lists; nothing is changed.
+    """Compare the lists without changing anything.
 
     Args:
-        records: The snapshots of the source that are meant; None: all.
-        forget: Also what the source has forgotten.
-        job: Of that, and where ``records`` is None, only this job's.
+        records: The snapshots of the source to consider; None: all.
+        forget: Include what the source has forgotten.
+        job: Restrict that, and all snapshots where ``records`` is None, to this job.
 
     Raises:
-        UsageError: The two do not share a master secret, or forgets are asked for of a source that
-            lists nothing.
+        UsageError: The two do not share a master secret, or deletions are requested from a source
+            that lists nothing.
     """
     require_replica(source, target)
-    # In this order: what the target has from the source and the source does not list now, it has
+    # In this order, what the target has from the source and the source does not list now has been
     # forgotten.
     there = {record.snapshot: record for record in await target.snapshots()}
     here = await source.snapshots()
@@ -77,8 +78,8 @@ async def plan(
         return Plan(bring, mark)
     if not here and there:
         raise UsageError(
-            f"{source.backend.where} lists no snapshot at all: its forgets are not carried",
-            cure="see whether it has lost its log; if it is meant to be empty, forget there yourself what shall go",
+            f"{source.backend.where} lists no snapshots: its deletions are not followed",
+            cure="check whether it has lost its log; if it is meant to be empty, run 'icecore forget' in the replica",
         )
     listed = {record.snapshot for record in here}
     gone = [
@@ -95,10 +96,10 @@ async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> 
     """Give the target's snapshots the newer of both replicas' marks, in one transaction.
 
     Args:
-        records: The source's.
+        records: The source's records.
 
     Returns:
-        Ids of those that changed.
+        Ids of the snapshots that changed.
     """
     if not records:
         return []
@@ -111,7 +112,7 @@ async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> 
             changed.append(record.snapshot)
         return after
 
-    async def change(state: State, pages: Pages) -> State:
+    async def change(state: LogState, pages: Pages) -> LogState:
         changed.clear()
         edited = await catalog.edit(state, theirs, carry, pages)
         return edited if changed else state
@@ -121,13 +122,13 @@ async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> 
 
 
 def require_replica(source: Repository, target: Repository) -> None:
-    """Refuse two that share no master secret.
+    """Refuse two repositories that do not share a master secret.
 
     Raises:
         UsageError: They do not.
     """
     if source.keys.secret != target.keys.secret or source.keys.encrypted != target.keys.encrypted:
         raise UsageError(
-            f"{target.backend.where} is no replica of {source.backend.where}",
-            cure="'icecore copy' brings snapshots to any other repository; 'icecore init --replica-of' makes a replica",
+            f"{target.backend.where} is not a replica of {source.backend.where}",
+            cure="'icecore copy' copies snapshots to any other repository; 'icecore init --replica-of' makes a replica",
         )

@@ -1,18 +1,18 @@
-"""Replicas: snapshots brought from a repository to another that shares its master secret; objects
-move as they are, and only what is missing travels.
+"""Replicas: copies snapshots between repositories that share a master secret. Objects move as they
+are, and only missing ones are transferred.
 
 A replica is a repository of its own (configuration, passphrases, log, sessions, index) whose
-shards, node packs, manifests and hints have the names and bytes that they have elsewhere, so that a
-restore can read each from wherever it is. It is the one place where a name may be created again
-that was deleted before. Why the replica's collector loses nothing by that:
+shards, node packs, manifests and hints have the same names and bytes as elsewhere, so that a
+restore can read each from wherever it is. Only here may a name be created again after it was
+deleted. The replica's collector loses nothing by that:
 
-1. What is needed is neither condemned in the state in which the sync's session began, nor can it be
-   deleted by a collector that decided before: none was at work in that state (each has a session
-   while it deletes), or the sync waits.
+1. What is needed is not condemned in the state in which the sync's session began, and no collector
+   that decided before can delete it: none was at work in that state (each has a session while it
+   deletes), or else the sync waits.
 2. A collector that begins later deletes only what was condemned before the oldest session, so
-   nothing that this one needs, created anew or found.
-3. A sync never deletes what it stored, as another may have come to use it; what a broken-off one
-   leaves is the collector's, or the next sync's to use.
+   nothing that this session needs, created again or found.
+3. A sync never deletes what it stored, as others may have come to use it. What an interrupted sync
+   leaves is for the collector, or for the next sync to use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from icecore.store.format.keys import Keys
 from icecore.store.format.manifest import NODE_REF, decode_manifest
 from icecore.store.format.names import object_name, parse_name
 from icecore.store.format.shard import SHARD, parse_footer
-from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.lookup import Index
@@ -63,7 +63,7 @@ from icecore.store.replication.reconcile import Plan
 from icecore.store.runtime.parallel import each
 
 PURPOSE = "sync"
-#: Objects that travel at once; each is held in memory as a whole.
+#: Objects in transfer at once; each is held in memory whole.
 AT_ONCE = 4
 #: The longest object: shards of 1 GiB and their footers.
 _LIMIT = 2 << 30
@@ -74,7 +74,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Lost:
-    """A snapshot that could not be brought over, and why."""
+    """A snapshot that could not be copied, and why."""
 
     snapshot: str
     error: IcecoreError
@@ -85,15 +85,14 @@ class Synced:
     """What a sync did.
 
     Attributes:
-        snapshots: Ids of those that were brought over.
-        objects, bytes: What travelled.
-        present: Objects that were there already.
-        marked: Ids of snapshots that were there, and got the source's pins or tags.
-        forgotten: Ids of snapshots that were forgotten in the target, because the source has
-            forgotten them.
-        kept: Ids of those that were not, as they are pinned in the target.
-        lost: Snapshots that were left out because the source has something damaged or missing of
-            them.
+        snapshots: Ids of the copied snapshots.
+        objects, bytes: What was transferred.
+        present: Objects that the target had already.
+        marked: Ids of existing snapshots that got the source's pins or tags.
+        forgotten: Ids of snapshots forgotten in the target because the source has forgotten them.
+        kept: Ids of snapshots not forgotten because they are pinned in the target.
+        lost: Snapshots that were left out because objects of theirs are damaged or missing in the
+            source.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -114,18 +113,18 @@ async def sync(
     patience: float = 60.0,
     register: bool = True,
 ) -> Synced:
-    """Do what `icecore.store.replication.reconcile.plan` found: marks first, as a pin protects;
-    then the snapshots, each with all that it reaches first and its place in the replica's log last;
-    then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with
-    a new plan.
+    """Execute the plan of `icecore.store.replication.reconcile.plan`: marks first, as a pin
+    protects; then the snapshots, each with its objects first and its entry in the replica's log
+    last; then, if no snapshot was left out, the deletions. Safe to stop anywhere and to restart
+    with a new plan.
 
     Args:
-        source: Where the snapshots are; lives in the same event loop as ``target``. Reads from
-            other replicas too, if its back end does.
-        todo: What to do; what has been done meanwhile is passed over.
-        patience: Seconds to wait for collectors that are at work in the target.
-        register: Keep what is read from being collected meanwhile; without, for a source that
-            cannot be written to: what is then missing is told of and left out.
+        source: Where the snapshots are, in the same event loop as ``target``. Reads from other
+            replicas as well, if its back end does.
+        todo: What to do; what has been done meanwhile is skipped.
+        patience: Seconds to wait for collectors at work in the target.
+        register: Protect what is read from collection. Not for a source that cannot be written to:
+            what is then missing is reported and left out.
 
     Raises:
         UsageError: The two do not share a master secret.
@@ -145,7 +144,7 @@ async def sync(
             continue  # forgotten meanwhile
         async with reading or nullcontext():
             await run.bring(reading.base or record if reading is not None else record)
-    # Who could not be brought over is a reason to be careful with what only the target has.
+    # A snapshot that could not be copied is a reason to keep what only the target has.
     if todo.forget and not run.done.lost:
         run.done.forgotten = [
             record.snapshot for record in await target.forget([one.snapshot for one in todo.forget])
@@ -165,7 +164,7 @@ class _Sync:
         self._index: Index | None = None
 
     async def bring(self, record: SnapshotRecord) -> None:
-        """One snapshot."""
+        """Copy one snapshot."""
         if record.quarantined:
             self._lose(record, Damaged("snapshot", record.snapshot, record.quarantined))
             return
@@ -179,7 +178,7 @@ class _Sync:
                 return
             names = sorted(object_name(*name) for name in reach.names)
             session = await self._begin(names)
-            # Not "async with": on failure what was stored stays, for the next attempt or the
+            # Not "async with": on failure, what was stored stays for the next attempt or the
             # collector.
             try:
                 if (
@@ -205,8 +204,8 @@ class _Sync:
         self._target.emit(Event("sync.lost", {"snapshot": record.snapshot, "error": str(error)}))
 
     async def _begin(self, names: Collection[str]) -> Session:
-        """A session in whose first state nothing that is needed is condemned, and no collector is
-        at work.
+        """Begin a session in whose first state nothing needed is condemned, and no collector is at
+        work.
         """
         wanted = {parsed for parsed in map(parse_name, names) if parsed is not None}
         waited, collected = 0.0, False
@@ -224,8 +223,8 @@ class _Sync:
                 return session
             await session.abort()
             if marks and not busy and not collected:
-                # It was here before, and forgotten: its old self has to be gone before it can come
-                # again.
+                # It was here before, and forgotten: its old objects must be gone before they can be
+                # created again.
                 await Collector(self._target).collect()
                 collected = True
                 continue
@@ -243,7 +242,7 @@ class _Sync:
     async def _objects(
         self, session: Session, record: SnapshotRecord, names: Sequence[str], hints: Sequence[str]
     ) -> Records | None:
-        """Store what is missing; index entries of shards that the target's index does not know."""
+        """Store missing objects; return index entries of shards that the target's index lacks."""
         entries: list[Records] = []
 
         async def one(name: str) -> None:
@@ -263,7 +262,7 @@ class _Sync:
             try:
                 await one(name)
             except (Damaged, ObjectMissing) as error:
-                # Advice: a snapshot is whole without it.
+                # Advice: a snapshot is complete without it.
                 self._target.emit(
                     Event("sync.hints_missing", {"object": name, "error": str(error)})
                 )
@@ -275,11 +274,11 @@ class _Sync:
         return np.concatenate(entries) if entries else None
 
     async def _fetch(self, name: str, record: SnapshotRecord) -> tuple[bytes, Records | None]:
-        """A whole object, sound, and what `verify` tells of it; from another replica of the source
-        if its own is not.
+        """Return a whole, verified object and the result of `verify`; from another replica of the
+        source if its own copy is damaged.
 
         Raises:
-            Damaged, ObjectMissing: It is nowhere sound.
+            Damaged, ObjectMissing: No replica has it intact.
         """
         first: IcecoreError | None = None
         for backend in (self._source.backend, *self._source.backend.replicas):
@@ -292,8 +291,8 @@ class _Sync:
         raise first
 
     async def _table(self, name: str) -> Records | None:
-        """Index entries of a shard that the target has, if its index does not have them: it came
-        with a sync that broke off.
+        """Return index entries of a shard that the target has, if its index lacks them: an
+        interrupted sync stored it.
         """
         parsed = parse_name(name)
         if parsed is None or parsed[0] != "shard" or parsed[1] in self._looked_at:
@@ -307,15 +306,15 @@ class _Sync:
 
     async def _knows(self, entries: Records) -> bool:
         if self._index is None:
-            # Loaded once: what it misses of this run's own shards is never asked.
+            # Loaded once: it is never asked about shards of this run, which it misses.
             async with await self._target.begin(None, PURPOSE, beat_seconds=None) as session:
                 self._index = session.index
         found, _ = await asyncio.to_thread(self._index.lookup, entries["chunk"])
         return bool(found.all())
 
 
-async def _list(record: SnapshotRecord, state: State, pages: Pages) -> State:
-    """List a snapshot, unless another sync was faster."""
+async def _list(record: SnapshotRecord, state: LogState, pages: Pages) -> LogState:
+    """List a snapshot, unless another sync has listed it."""
     if await catalog.find(state, record.snapshot, pages) is not None:
         return state
     return await catalog.add(state, [record], pages)
@@ -325,7 +324,7 @@ def verify(keys: Keys, name: str, data: bytes, record: SnapshotRecord) -> Record
     """Check every byte of an object on its way to a replica.
 
     Args:
-        record: The snapshot whose manifest it is, if it is one.
+        record: The snapshot whose manifest it is, for a manifest.
 
     Returns:
         A shard's index entries.
@@ -381,7 +380,7 @@ def _verify_chunk(keys: Keys, name: str, entry: np.void, stored: memoryview) -> 
         if entry["codec"] != codec.RAW:
             codec.unseal(plain)
         elif chunk_id(keys.chunk, entry["data"].tobytes(), plain) != chunk:
-            raise ValueError("its bytes do not have its id")
+            raise ValueError("its bytes do not match its id")
     except ValueError as error:
         raise Damaged("chunk", chunk.hex(), f"{error} (at {entry['offset']} of {name})") from error
 
@@ -395,8 +394,8 @@ async def _exists(backend: Backend, name: str) -> bool:
 
 
 async def store(backend: Backend, name: str, data: bytes) -> None:
-    """Create an object whose bytes are the same whoever creates it: that another was faster, or
-    that a reply was lost, is no failure.
+    """Create an object whose bytes are the same no matter who creates it: an existing object, or a
+    lost reply, is not a failure.
     """
     tries = 0
     while True:

@@ -1,9 +1,9 @@
-"""Copies snapshots between repositories that have nothing in common: every cell is read, verified,
-and stored anew under the other's keys and codecs.
+"""Copies snapshots between unrelated repositories: every cell is read, verified, and stored again
+under the other repository's keys and codecs.
 
-A snapshot keeps its id, so a copy that broke off goes on where it was, and a copied parent serves
-its children: a cell that the source's child has from its parent is not read again, and one that
-differs a little is a delta again. Synchronous; threads read and store cells at the same time.
+A snapshot keeps its id, so an interrupted copy resumes. A copied parent serves its children: a cell
+that the source's child shares with its parent is not read again, and one that differs a little
+becomes a delta again. Synchronous; threads read and store cells at the same time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import numpy as np
 
 from icecore.errors import Damaged, NotFound, ObjectMissing, UsageError
 from icecore.events import Event, phase
+from icecore.sizes import CELL_BYTES
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL, CELL_BYTES, Records
+from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import Manifest, Region, Sizes, Space
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import UNREGISTERED, Repository
@@ -41,12 +42,12 @@ class Copied:
     """What a copy did.
 
     Attributes:
-        snapshots: Ids of those that were copied.
-        logical: Bytes of their data pages, deduplicated or not.
-        read: Of these, bytes that were read from the source; the others a copied parent had.
+        snapshots: Ids of the copied snapshots.
+        logical: Bytes of their data pages, before deduplication.
+        read: Bytes of these that were read from the source; a copied parent had the others.
         stored: New bytes in shards.
-        lost: Snapshots that were left out because the source has something damaged or missing of
-            them.
+        lost: Snapshots that were left out because objects of theirs are damaged or missing in the
+            source.
     """
 
     snapshots: list[str] = field(default_factory=list)
@@ -70,11 +71,11 @@ def copy(
 
     Args:
         source, target: Both live in ``loop``.
-        records: Which; those that the target lists are passed over. In order of their commits.
-        threads: That read and store; 0: one a core.
-        objective: What the target's codecs are to save.
-        register: Keep what is read from being collected meanwhile; without, for a source that
-            cannot be written to: what is then missing is told of and left out.
+        records: The snapshots, in commit order; those that the target lists are skipped.
+        threads: Threads that read and store; 0: one per core.
+        objective: What the target's codecs should save.
+        register: Protect what is read from collection. Not for a source that cannot be written to:
+            what is then missing is reported and left out.
 
     Raises:
         UsageError: Source and target are the same.
@@ -89,7 +90,7 @@ def copy(
     done = Copied()
     there = loop.run(target.snapshots())
     listed = {record.snapshot for record in there}
-    # What both have, in order of commits, to build on. Chunks of those that lost data may be the
+    # What both have, in commit order, as bases. Chunks of snapshots that lost data may be the
     # damaged ones.
     here = {record.snapshot: record for record in loop.run(source.snapshots())}
     sound = {record.snapshot for record in there if not record.quarantined}
@@ -125,8 +126,8 @@ def copy(
 
 
 def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
-    """What a copy is built on: the parent, or where one of the two repositories has forgotten it,
-    the lineage's newest before it.
+    """Return the base of a copy: the parent or, if one of the two repositories has forgotten it,
+    the newest snapshot of the lineage before it.
     """
     if any(one.snapshot == record.parent for one in both):
         return record.parent
@@ -138,7 +139,7 @@ def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
 
 @dataclass(frozen=True)
 class _Before:
-    """A region of the parent: its cells' records in the source and in the target, by cell."""
+    """A region of the parent: the records of its cells in source and target, by cell."""
 
     theirs: dict[int, np.void]
     ours: dict[int, np.void]
@@ -166,7 +167,7 @@ class _Copy:
         self._count = threading.Lock()
 
     def run(self, record: SnapshotRecord, parent: str | None) -> None:
-        """Copy it and commit it."""
+        """Copy and commit the snapshot."""
         manifest = self._loop.run(self._source.manifest(record))
         reader = SnapshotReader(self._source, manifest, self._loop.loop)
         session = self._loop.run(self._target.begin(parent, PURPOSE))
@@ -186,7 +187,7 @@ class _Copy:
                 spaces.append(self._space(reader, writer, space, stream, before))
             statistics = writer.statistics
             sizes: Sizes = msgspec.structs.replace(manifest.sizes, stored=statistics.stored)
-            # Fingerprints are made with the source's keys: the next dump makes new ones.
+            # Fingerprints depend on the source's keys; the next dump creates new ones.
             whole: Manifest = msgspec.structs.replace(
                 manifest, spaces=spaces, sizes=sizes, hints="", hints_digest=""
             )
@@ -279,7 +280,7 @@ class _Parents:
     def load(
         cls, source: Repository, target: Repository, loop: LoopThread, parent: str | None
     ) -> _Parents:
-        """Read the parent; where it cannot be read, it is done without."""
+        """Read the parent; proceed without one if it cannot be read."""
         made = cls()
         if parent is None:
             return made
@@ -293,11 +294,11 @@ class _Parents:
         return made
 
     def space(self, space: Space) -> Space | None:
-        """The target's space of that kind and key."""
+        """Return the target's space with that kind and key."""
         return self._spaces.get((space.kind, space.key))
 
     def region(self, space: Space, region: Region) -> _Before:
-        """The cells of the region that has the same origin."""
+        """Return the cells of the region with the same origin."""
         key = (space.kind, space.key, region.origin)
         return _Before(_by_cell(self._theirs.get(key)), _by_cell(self._ours.get(key)))
 

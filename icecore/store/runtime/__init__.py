@@ -1,1 +1,1 @@
-"""Threads and event loops that the store runs on."""
+"""The threads, event loops and buffers that the store runs on: `loop`, `parallel`, `pool`."""

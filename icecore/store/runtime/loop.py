@@ -1,5 +1,5 @@
-"""One event loop in one thread, for callers that are threads themselves: everything of a repository
-that waits runs there.
+"""One event loop in one thread, for callers that are threads themselves: all asynchronous work of a
+repository runs there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for other threads; a context manager. All methods may be called from any
-    thread but the loop's own.
+    """Runs coroutines for other threads; a context manager. Call its methods from any thread except
+    the loop's own.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class LoopThread:
         self.loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start ``work``; its future."""
+        """Start ``work``; return its future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do ``work`` and return what it returns, or raise what it raises."""
+        """Run ``work`` and return its result, or raise its error."""
         return self.submit(work).result()
 
     def close(self) -> None:

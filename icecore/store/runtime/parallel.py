@@ -1,4 +1,4 @@
-"""Many small waits at once: bounded, and after the first failure nothing of it runs on."""
+"""Many small waits at once: bounded, and nothing keeps running after the first failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ R = TypeVar("R")
 async def each(
     items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int = 16
 ) -> None:
-    """Do ``work`` for each of ``items``, ``at_once`` of them at a time.
+    """Do ``work`` for each of ``items``, at most ``at_once`` at a time.
 
     Raises:
-        BaseException: The first that ``work`` raised, once all the others have ended or been
-            cancelled.
+        BaseException: The first error of ``work``, after all others have ended or been cancelled.
     """
     left: Iterator[T] = iter(items)
 
@@ -39,14 +38,13 @@ async def each(
 async def in_order(
     items: Iterable[T], work: Callable[[T], Awaitable[R]], *, ahead: int
 ) -> AsyncGenerator[R, None]:
-    """What ``work`` makes of ``items``, in their order; ``ahead`` of them are begun before it is
-    their turn.
+    """Yield the results of ``work`` for ``items``, in their order; start ``ahead`` of them in
+    advance.
 
-    To be closed (``contextlib.aclosing``) where it may not be read to its end: what was begun is
-    then cancelled.
+    Close it (``contextlib.aclosing``) if it may not be read to its end, to cancel what was started.
 
     Raises:
-        BaseException: What ``work`` raised, when it is that item's turn.
+        BaseException: An error of ``work``, when it is that item's turn.
     """
     begun: deque[asyncio.Future[R]] = deque()
     try:

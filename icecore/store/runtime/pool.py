@@ -1,8 +1,7 @@
-"""Reused memory: shard buffers behind one bound, and each worker thread's scratch; nothing large is
-allocated while bytes move.
+"""Reused memory: a bounded pool of shard buffers, and the scratch of each worker thread. Nothing
+large is allocated while bytes move.
 
-The first touch of fresh 4 KiB pages costs more than a codec does, hence huge pages, and the same
-buffers again and again.
+The first touch of new 4 KiB pages costs more than a codec, hence huge pages and reused buffers.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import threading
 from collections.abc import Callable
 
 from icecore.errors import StoreError
-from icecore.store.format.cell import CELL_BYTES
+from icecore.sizes import CELL_BYTES, HUGE_PAGE
 from icecore.store.format.codec import MAX_OVERHEAD, Encoder
 
-_HUGE = 2 << 20
 _STORED_ROOM = CELL_BYTES + mmap.PAGESIZE
 _STORED_BYTES = CELL_BYTES + MAX_OVERHEAD
 
@@ -24,10 +22,10 @@ SAMPLE_BYTES = 64 << 10
 
 
 def huge_buffer(length: int) -> memoryview:
-    """Anonymous memory of at least ``length`` bytes, advised to be of huge pages; zeroed, touched
-    on first use.
+    """Return anonymous memory of at least ``length`` bytes, advised to use huge pages; zeroed, and
+    allocated on first touch.
     """
-    rounded = -(-length // _HUGE) * _HUGE
+    rounded = -(-length // HUGE_PAGE) * HUGE_PAGE
     region = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         region.madvise(mmap.MADV_HUGEPAGE)
@@ -37,7 +35,7 @@ def huge_buffer(length: int) -> memoryview:
 
 
 class BufferPool:
-    """At most ``count`` buffers of ``length`` bytes, made when first needed and handed round.
+    """At most ``count`` buffers of ``length`` bytes, created when first needed and reused.
     Thread-safe.
     """
 
@@ -49,14 +47,14 @@ class BufferPool:
         self._change = threading.Condition()
 
     def acquire(self, check: Callable[[], None], timeout: float) -> memoryview:
-        """A buffer; waits while all are out.
+        """Return a buffer; wait while all are in use.
 
         Args:
             check: Called now and then while waiting; raises when waiting has become pointless.
-            timeout: Seconds after which waiting is given up.
+            timeout: Seconds after which to give up.
 
         Raises:
-            StoreError: None came back in time.
+            StoreError: No buffer was released in time.
         """
         waited = 0.0
         with self._change:
@@ -70,21 +68,21 @@ class BufferPool:
                 if waited >= timeout:
                     raise StoreError(
                         f"no upload finished for {timeout:.0f} s",
-                        cure="see whether the storage still answers",
+                        cure="check that the storage still answers",
                     )
                 self._change.wait(0.5)
                 waited += 0.5
 
     def release(self, buffer: memoryview) -> None:
-        """Give a buffer back; its bytes may be overwritten at once."""
+        """Release a buffer; its bytes may be overwritten at once."""
         with self._change:
             self._free.append(buffer)
             self._change.notify()
 
 
 class Scratch:
-    """What one thread needs to decode or encode one cell at a time, about 7 MiB, and 2 more where
-    something is encrypted. Not thread-safe.
+    """What one thread needs to decode or encode one cell at a time: about 7 MiB, and 2 MiB more for
+    an encrypted repository. Not thread-safe.
 
     Attributes:
         stored, base_stored: Stored bytes of one chunk, and of its base.
@@ -94,7 +92,7 @@ class Scratch:
         own: The changed pages' own bytes.
         residual: Their xor with the base's.
         sample: Room for decoding a trial's sample.
-        encoder: What is costly to make for encoding.
+        encoder: Encoders, which are expensive to create.
     """
 
     def __init__(self) -> None:
@@ -111,7 +109,7 @@ class Scratch:
 
 
 class ScratchPerThread:
-    """Gives each thread that asks its own :class:`Scratch`."""
+    """Gives each thread a :class:`Scratch` of its own."""
 
     def __init__(self) -> None:
         self._local = threading.local()

@@ -1,8 +1,8 @@
-"""Reads on where reads follow each other: chunks that are asked for one by one (bases of deltas, a
-check) mostly lie in shards in that order.
+"""Reads ahead: chunks that are requested one by one (bases of deltas, a check) mostly lie in shards
+in that order.
 
-For storage that is far away and for threads that need one chunk at a time. The rule: what is read
-ahead is bounded, and never needed: whatever is wrong with it, the chunk is read by itself.
+For remote storage and for threads that need one chunk at a time. What is read ahead is bounded and
+optional: whatever is wrong with it, the chunk is read separately.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from icecore.store.backend.base import Backend
 T = TypeVar("T")
 
 _WINDOW = 4 << 20
-#: Windows in flight or waiting in front of the last read, and bytes kept behind it: threads do not
-#: come in order.
+#: Windows in flight or waiting ahead of the last read, and bytes kept behind it, as the reads of
+#: several threads are not in order.
 _AHEAD = 4
 _BEHIND = 4 << 20
-#: A read that begins within so many bytes of the furthest end follows it; so many in a row are a
-#: sequence, until one is far from it.
+#: A read that begins within this many bytes of the furthest end follows it; this many in a row are
+#: a sequence, until a read is far from it.
 _NEAR = 2 << 20
 _FAR = 16 << 20
 _IN_A_ROW = 2
@@ -33,8 +33,8 @@ _OBJECTS = 4
 
 
 class _Sequence:
-    """Reads of one object: where the last ended, how many followed each other, and what is read
-    ahead, by offset.
+    """Reads of one object: where the last one ended, how many followed each other, and the windows
+    read ahead, by offset.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class ReadAhead:
     """Thread-safe; holds at most 80 MiB.
 
     Args:
-        backend: Is read.
-        loop: Where it lives; runs in another thread than the callers'.
+        backend: The storage to read.
+        loop: Its event loop, in another thread than the callers'.
     """
 
     def __init__(self, backend: Backend, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,7 +66,7 @@ class ReadAhead:
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
 
     def fetch(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from an object; raises what ``Backend.get_into`` does."""
+        """Fill ``out`` from an object; raise as ``Backend.get_into`` does."""
         with self._lock:
             sequence = self._sequences.pop(name, None) or _Sequence()
             self._sequences[name] = sequence
@@ -79,7 +79,7 @@ class ReadAhead:
     def _follow(
         self, name: str, sequence: _Sequence, offset: int, length: int
     ) -> list[tuple[int, concurrent.futures.Future[memoryview]]]:
-        """Note a read and read on behind it; the windows in which it lies."""
+        """Record a read and read ahead behind it; return the windows in which it lies."""
         if sequence.end and -_BEHIND <= offset - sequence.end <= _NEAR:
             sequence.count += 1
         elif not sequence.end or abs(offset - sequence.end) > _FAR:
@@ -124,7 +124,7 @@ class ReadAhead:
         offset: int,
         out: memoryview,
     ) -> bool:
-        """Copy what lies in ``windows``; whether that was all."""
+        """Copy what lies in ``windows``; return whether that was everything."""
         filled = 0
         for start, window in windows:
             try:
@@ -141,7 +141,7 @@ class ReadAhead:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Give up what is still being read."""
+        """Cancel what is still being read."""
         with self._lock:
             for sequence in self._sequences.values():
                 sequence.drop()

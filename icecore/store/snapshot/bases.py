@@ -1,5 +1,5 @@
 """Deltas for the writer: finds a chunk's base in the parent's record, reads and verifies it, and
-says whether a delta pays.
+decides whether a delta pays off.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from functools import partial
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import Event, Sink
+from icecore.sizes import BITMAP_BYTES, PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import BITMAP_BYTES, PAGE
 from icecore.store.format.chunk import align, chunk_id, pages_of
 from icecore.store.format.cipher import open_piece, overhead, peek_piece
 from icecore.store.format.codec import Buffer
@@ -32,16 +32,16 @@ from icecore.store.snapshot.trial import (
 #: Fills a buffer from a shard (16-byte name) at an offset.
 Fetch = Callable[[bytes, int, memoryview], None]
 
-#: A delta is taken when it is shorter than this share of the best full form. A half would cost a
-#: restore no more bytes than the full form does; above that the repository still grows less, and
-#: measured on a key-value cache by a third.
+#: A delta is used if it is shorter than this share of the best full form. With a half, a restore
+#: would read no more bytes than for the full form; above that, the repository still grows less, by
+#: a third for a key-value cache.
 WORTH = 0.75
-#: A delta of less than one in this many pages is small.
+#: A delta of fewer than one in this many pages is small.
 _SMALL = 4
-#: Estimates off by less than this are tried.
+#: Estimates that are off by less than this are tried.
 _DOUBT = 1.1
-#: A chunk whose full form is shorter than one in this many of its bytes is not worth reading a base
-#: for.
+#: If a chunk's full form is shorter than one in this many of its bytes, reading a base does not pay
+#: off.
 _LITTLE = 16
 _LONGEST_PAUSE = 16
 
@@ -69,8 +69,8 @@ class Base:
 
 @dataclass
 class _Luck:
-    """How deltas fared in one region, for bases that can not be looked at cheaply: after losses
-    some are not even read.
+    """The success of deltas in one region, for bases that cannot be sampled cheaply: after
+    failures, some bases are not even read.
     """
 
     losses: int = 0
@@ -78,17 +78,17 @@ class _Luck:
 
 
 class Deltas:
-    """Makes the deltas of one stream. Threads may share it: a lost update costs one needless or one
-    missed delta.
+    """Creates the deltas of one stream. Threads may share it: a lost update costs one needless or
+    one missed delta.
 
     Args:
         fetch: Reads shards.
         usable: Whether a shard may be referred to.
         key: The repository's chunk key.
-        objective: As for full forms.
-        emit: Told when a base turns out damaged (``store.base_damaged``); the chunk is then stored
-            in full.
-        peek: Whether small reads are cheap, so that a look at some pages pays.
+        objective: The same as for full forms.
+        emit: Gets ``store.base_damaged`` if a base proves damaged; the chunk is then stored in
+            full.
+        peek: Whether small reads are cheap, so that sampling some pages pays off.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Deltas:
         self._usable = usable
         self._key = key
         self._emit = emit
-        # Small deltas are made at every snapshot and cost little time whatever is done to them:
-        # there bytes are dearer.
+        # Small deltas are created at every snapshot and take little time in any form, so their
+        # bytes weigh more.
         self._small = Habit(), objective.for_small_deltas()
         self._large = Habit(), objective
         self._luck: dict[int, _Luck] = {}
-        # The bases' bitmaps of deltas made here: what pre-copy stored may change again before it
+        # The base bitmaps of deltas created here: what pre-copy stored may change again before it
         # can be read back.
         self._made: dict[bytes, bytes] = {}
 
@@ -125,18 +125,18 @@ class Deltas:
         full: float,
         scratch: Scratch,
     ) -> Delta | None:
-        """A delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the best full
-        form is expected to take ``full`` bytes.
+        """Return a delta of ``data`` (whose id is ``chunk``) if it pays off, given that the best
+        full form is expected to take ``full`` bytes.
 
-        The base is the parent's chunk, or the parent's base where that chunk is a delta itself.
+        The base is the parent's chunk or, if that chunk is a delta, its base.
 
         Raises:
-            StoreError: The base could not be read, for another reason than being damaged or gone.
+            StoreError: The base could not be read, for a reason other than damage or absence.
         """
         base, place = previous.chunk, previous.stored.place
         if place.codec & codec.DELTA:
-            # What its base's pages are is written at its head, which is out of reach while it is
-            # still on its way out.
+            # The base's bitmap is at the head of the delta, which cannot be read while it is being
+            # uploaded.
             if previous.chunk not in self._made and not self._usable(place.shard):
                 return None
             base, place = previous.stored.base, previous.stored.base_place
@@ -155,9 +155,9 @@ class Deltas:
             made = self._encode(
                 region, bitmap, data, Base(base, place, theirs, content), full, scratch
             )
-            # Only what is built upon has to be proven: most failed attempts end before this.
+            # Only a base that is used has to be verified: most failed attempts end before this.
             if made is not None and chunk_id(self._key, theirs, content) != base:
-                raise Damaged("chunk", base.hex(), "its bytes do not have its id")
+                raise Damaged("chunk", base.hex(), "its bytes do not match its id")
         except (Damaged, ObjectMissing) as error:
             self._emit(
                 Event(
@@ -208,7 +208,9 @@ class Deltas:
         )
 
     def _bitmap(self, previous: Row, scratch: Scratch) -> bytes:
-        """The base's data bitmap: the record's own, or from the header of the delta that it says."""
+        """Return the base's data bitmap: the record's own, or from the header of the delta that the
+        record names.
+        """
         own = previous.stored.place
         if not own.codec & codec.DELTA:
             return previous.data
@@ -220,13 +222,13 @@ class Deltas:
         return delta.base_bitmap(head)
 
     def _peek_at(self, place: Place, start: int, out: memoryview) -> None:
-        """Part of a stored chunk, from ``start`` on, unverified."""
+        """Read part of a stored chunk, from ``start`` on, unverified."""
         self._fetch(place.shard, place.offset + start, out)
         if overhead(self._key):
             peek_piece(self._key, object_name("shard", place.shard), place.offset, start, out, out)
 
     def _opened(self, chunk: bytes, place: Place, scratch: Scratch, out: memoryview) -> memoryview:
-        """The stored form of an encrypted chunk.
+        """Return an encrypted chunk's stored form, decrypted.
 
         Raises:
             Damaged: It is not what was encrypted for that place.
@@ -240,8 +242,8 @@ class Deltas:
             raise Damaged("chunk", chunk.hex(), f"{error} (in {name})") from error
 
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
-        """How long a delta would be, from a few of the base's pages; None where such a look is not
-        possible or not cheap.
+        """Estimate the length of a delta from a few of the base's pages; return None if such a
+        sample is impossible or not cheap.
         """
         pages = len(data) // PAGE
         if (
@@ -268,7 +270,7 @@ class Deltas:
         return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
 
     def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
-        """The base's bytes, as they were read."""
+        """Return the base's bytes, unverified."""
         content = scratch.base[: pages_of(theirs) * PAGE]
         try:
             if overhead(self._key):
@@ -298,7 +300,7 @@ class Deltas:
 
 
 def best_residual(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
-    """Which form suits what differs, tried on a sample: as residual or as it is."""
+    """Return the best form of the changed pages, tried on a sample: residual or unchanged."""
     by_xor = trial(sample(found.xor), scratch, objective, codec.XOR)
     if found.whole:
         return by_xor  # a patch of all pages is the full form

@@ -1,5 +1,5 @@
-"""A chunk's stored bytes become a cell's data pages; its rule: nothing is handed out that was not
-verified, but to who verifies it. No storage is asked.
+"""Decodes a chunk's stored bytes into a cell's data pages. Nothing unverified is handed out, except
+to a caller that verifies it. Reads no storage.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from icecore.errors import Damaged
+from icecore.sizes import PAGE
 from icecore.store.format import codec, delta
-from icecore.store.format.cell import PAGE
 from icecore.store.format.chunk import chunk_id, pages_of
 from icecore.store.format.cipher import encryption_of, open_piece
 from icecore.store.format.names import object_name
@@ -17,14 +17,14 @@ from icecore.store.runtime.pool import Scratch
 
 
 class ChunkDecoder:
-    """Turns stored bytes into a cell's verified data pages. Thread-safe; each thread brings its own
-    buffers.
+    """Decodes stored bytes into a cell's verified data pages. Thread-safe; each thread brings its
+    own buffers.
 
     Args:
         key: The repository's chunk key.
 
     Attributes:
-        encrypted: Whether stored bytes are.
+        encrypted: Whether stored bytes are encrypted.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -41,19 +41,20 @@ class ChunkDecoder:
         *,
         verified: bool = True,
     ) -> memoryview:
-        """The data pages' bytes of one cell, in address order. Releases the GIL while bytes move.
+        """Return the data pages' bytes of one cell, in address order. Releases the GIL while bytes
+        move.
 
         Args:
             record: Its CELL record.
             stored: The bytes at its ``place``; empty for a zero chunk.
             base_stored: The bytes at its ``base_place``, if its codec is a delta's.
             out: Room for a cell; must not overlap ``stored``.
-            scratch: The thread's own.
-            verified: Compare them with the chunk's id. Without, the caller must do so.
+            scratch: The thread's scratch.
+            verified: Compare the bytes with the chunk's id. Otherwise, the caller must do so.
 
         Returns:
             The bytes, verified unless that was declined: the beginning of ``out``, or ``stored``
-            itself where that is raw and not encrypted (then ``out`` is untouched).
+            itself if it is raw and not encrypted (then ``out`` is unchanged).
 
         Raises:
             Damaged: Names the chunk (the cell's or the base's) and its shard.
@@ -64,7 +65,7 @@ class ChunkDecoder:
         if not size:
             return out[:0]
         if self.encrypted and number != codec.ZERO:
-            # Raw bytes are decrypted to where they are wanted.
+            # Raw bytes are decrypted directly into place.
             stored = self._open(
                 row.chunk,
                 row.stored.place,
@@ -89,7 +90,7 @@ class ChunkDecoder:
             content = out[:size]
             _decode_full(row.chunk, row.stored.place, stored, content)
         if verified and chunk_id(self._key, row.data, content) != row.chunk:
-            raise damaged_chunk(row.chunk, row.stored.place, "its bytes do not have its id")
+            raise damaged_chunk(row.chunk, row.stored.place, "its bytes do not match its id")
         return content
 
     def _open(self, chunk: bytes, place: Place, stored: memoryview, out: memoryview) -> memoryview:
@@ -118,8 +119,8 @@ class ChunkDecoder:
             theirs = delta.base_bitmap(stored)
         except ValueError as error:
             raise damaged_chunk(row.chunk, place, str(error)) from error
-        # Where base and chunk have the same pages, the base is decoded to where the chunk is
-        # wanted.
+        # If base and chunk have the same pages, the base is decoded directly into the chunk's
+        # place.
         content = out[:size]
         room = content if theirs == row.data else scratch.base[: pages_of(theirs) * PAGE]
         try:
@@ -132,12 +133,12 @@ class ChunkDecoder:
         except ValueError as error:
             raise damaged_chunk(row.chunk, place, str(error)) from error
         if verified and chunk_id(self._key, row.data, content) != row.chunk:
-            # Whose fault is it? The base has an id of its own.
+            # Find out which is damaged: the base has an id of its own.
             room = scratch.base[: pages_of(theirs) * PAGE]
             _decode_full(base, base_place, base_stored, room)
             if chunk_id(self._key, theirs, room) != base:
-                raise damaged_chunk(base, base_place, "its bytes do not have its id")
-            raise damaged_chunk(row.chunk, place, "its bytes do not have its id")
+                raise damaged_chunk(base, base_place, "its bytes do not match its id")
+            raise damaged_chunk(row.chunk, place, "its bytes do not match its id")
         return content
 
 
@@ -149,7 +150,7 @@ def _decode_full(chunk: bytes, place: Place, stored: memoryview, out: memoryview
 
 
 def damaged_chunk(chunk: bytes, place: Place, why: str) -> Damaged:
-    """What is wrong with a chunk, and where it lies."""
+    """Return the error for a chunk, with its place."""
     where = (
         ""
         if place.codec == codec.ZERO

@@ -1,5 +1,5 @@
 """The maps of one snapshot on their way into storage: nodes that the parent has are referred to,
-new ones gathered in one pack.
+new ones are collected in one pack.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Refs = npt.NDArray[np.void]
 
 
 class MapWriter:
-    """Gathers the nodes of one snapshot. Thread-safe.
+    """Collects the nodes of one snapshot. Thread-safe.
 
     Args:
-        keys: The repository's.
+        keys: The repository's keys.
 
     Attributes:
-        name: The random name (16 bytes) of the pack that is being gathered.
+        name: The random name (16 bytes) of the pack being filled.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -54,7 +54,7 @@ class MapWriter:
 
     @property
     def stored(self) -> int:
-        """Stored bytes of the nodes gathered so far."""
+        """Stored bytes of the nodes collected so far."""
         return self._used
 
     def add(self, records: Sequence[Records], parent: Space | None) -> bytes:
@@ -85,7 +85,7 @@ class MapWriter:
         return refs.tobytes()
 
     def finish(self) -> list[Buffer] | None:
-        """The pack as buffers to write one after the other; None if no node is new."""
+        """Return the pack as buffers to write in order; None if no node is new."""
         if not self._nodes:
             return None
         lengths = [len(node) for node in self._nodes]
@@ -108,7 +108,7 @@ class MapWriter:
     def _reuse(
         self, refs: Refs, ids: Sequence[bytes], parent: Space | None
     ) -> npt.NDArray[np.bool_]:
-        """Fill in the places of nodes that the parent has in a pack worth keeping; which those are."""
+        """Fill in the places of nodes that a pack worth keeping has; return which these are."""
         reused = np.zeros(len(refs), np.bool_)
         if parent is None or not parent.nodes:
             return reused
@@ -131,8 +131,8 @@ class MapWriter:
         return reused
 
     def _keep(self, use: Counter[bytes]) -> set[bytes]:
-        """Of the parent's packs, those with most of the nodes, so that with the new one there are
-        at most MAX_PACKS in this snapshot.
+        """Choose those of the parent's packs that have most of the nodes, so that this snapshot,
+        with the new one, has at most MAX_PACKS.
         """
         for pack, _ in use.most_common():
             if len(self._kept_packs) < MAX_PACKS - 1:

@@ -1,5 +1,5 @@
-"""Reads one snapshot: maps from few ranges, cells from at most two chunks; nothing is handed out
-that was not verified.
+"""Reads one snapshot: maps from few ranges, cells from at most two chunks. Nothing unverified is
+handed out.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged, ObjectMissing, StoreError
+from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format import codec
-from icecore.store.format.cell import PAGE, Records
+from icecore.store.format.cell import Records
 from icecore.store.format.cellmap import NodeDecoder, check_regions, parse_refs
 from icecore.store.format.chunk import chunk_id, pages_of
 from icecore.store.format.keys import Keys
@@ -31,10 +32,10 @@ from icecore.store.snapshot.decoder import ChunkDecoder, damaged_chunk
 
 T = TypeVar("T")
 
-#: Nodes of a pack that lie closer than this are read together, up to ``_READ_BYTES`` at once.
+#: Nodes of a pack that are closer than this are read together, up to ``_READ_BYTES`` at a time.
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: Records of a snapshot's cells take at most an eighth of the memory: they are a 5000th of what
+#: Records of a snapshot's cells take at most an eighth of the memory; they take a 5000th of what
 #: they describe.
 _MAP_BYTES = max(256 << 20, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
 
@@ -49,11 +50,11 @@ class Read(NamedTuple):
 
 
 def plan_nodes(refs: npt.NDArray[np.void], *, gap: int, read_size: int) -> list[Read]:
-    """Ranges of packs that cover all ``refs`` (NODE_REF records).
+    """Return ranges of packs that cover all ``refs`` (NODE_REF records).
 
     Args:
-        gap: Unwanted bytes that are read along rather than asking twice.
-        read_size: No range is longer, except for one node alone.
+        gap: Unneeded bytes to read rather than send another request.
+        read_size: Longest range, except for a single node.
     """
     if not len(refs):
         return []
@@ -78,7 +79,7 @@ def plan_nodes(refs: npt.NDArray[np.void], *, gap: int, read_size: int) -> list[
     for run in np.split(order, breaks):
         first = 0
         while first < len(run):
-            # Equal nodes are stored once, so that offsets may repeat; ends ascend all the same.
+            # Equal nodes are stored once, so offsets may repeat; ends ascend nevertheless.
             ends = offset[run[first:]] + length[run[first:]]
             count = max(1, int(np.searchsorted(ends, offset[run[first]] + read_size, side="right")))
             part = run[first : first + count]
@@ -92,13 +93,13 @@ class SnapshotReader:
     """One snapshot of a repository. Synchronous and thread-safe.
 
     Args:
-        repository: Where it is.
-        manifest: Its manifest (``Repository.manifest``).
-        loop: The event loop in which the repository lives; it runs in another thread than the
-            callers'. Needed unless the back end reads directly.
+        repository: The repository.
+        manifest: The snapshot's manifest (``Repository.manifest``).
+        loop: The repository's event loop, in another thread than the callers'. Needed unless the
+            back end has direct reads.
 
     Attributes:
-        manifest: The snapshot's.
+        manifest: The snapshot's manifest.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class SnapshotReader:
         self._loop = loop
         self._decoder = ChunkDecoder(repository.keys.chunk)
         self._scratch = ScratchPerThread()
-        #: Bytes of the records that each space was found to have.
+        #: Bytes of records found for each space.
         self._map_bytes: dict[tuple[str, str], int] = {}
         self._ahead = (
             None
@@ -125,7 +126,7 @@ class SnapshotReader:
     def open(
         cls, repository: Repository, snapshot: str | SnapshotRecord, loop: asyncio.AbstractEventLoop
     ) -> SnapshotReader:
-        """The reader of a snapshot given by id or record.
+        """Return the reader of a snapshot given by id or record.
 
         Raises:
             NotFound: It is not listed.
@@ -138,11 +139,11 @@ class SnapshotReader:
         )
 
     def records(self, space: Space) -> list[Records]:
-        """The CELL records of a space: one array per region, ascending by cell. Nodes are read in
-        few large ranges and verified.
+        """Return the CELL records of a space: one array per region, ascending by cell. Nodes are
+        read in few large ranges and verified.
 
         Raises:
-            Damaged: Names the node, or the manifest if the references in it cannot be.
+            Damaged: The message names the node, or the manifest if its references are invalid.
             ObjectMissing: A pack is gone.
         """
         return self._sound(lambda backend: self._records(space, backend))
@@ -191,7 +192,7 @@ class SnapshotReader:
         out: memoryview,
         scratch: Scratch,
     ) -> memoryview:
-        """As :meth:`ChunkDecoder.decode`."""
+        """Do as :meth:`ChunkDecoder.decode`."""
         return self._decoder.decode(record, stored, base_stored, out, scratch)
 
     def read_cell(self, record: np.void, out: memoryview) -> memoryview:
@@ -205,13 +206,13 @@ class SnapshotReader:
             Its data pages' bytes: the beginning of ``out``.
 
         Raises:
-            Damaged: Names the chunk and its shard.
+            Damaged: The message names the chunk and its shard.
             ObjectMissing: A shard is gone.
         """
         return self._sound(lambda backend: self._cell(record, out, backend))
 
     def _sound(self, read: Callable[[Backend], T]) -> T:
-        """What ``read`` gives, from another replica where what the first gave is damaged."""
+        """Return the result of ``read``, from another replica if the first one's is damaged."""
         try:
             return read(self._backend)
         except (Damaged, ObjectMissing) as error:
@@ -234,7 +235,7 @@ class SnapshotReader:
             content = out[:size]
             self._fetch(backend, row.chunk, place, content)
             if chunk_id(self._keys.chunk, row.data, content) != row.chunk:
-                raise damaged_chunk(row.chunk, place, "its bytes do not have its id")
+                raise damaged_chunk(row.chunk, place, "its bytes do not match its id")
             return content
         stored = self._fetch(backend, row.chunk, place, scratch.stored)
         base_stored = None
@@ -243,7 +244,7 @@ class SnapshotReader:
         return self._decoder.decode(row, stored, base_stored, out, scratch)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from an object, without an event loop where the back end can."""
+        """Fill ``out`` from an object, without an event loop if the back end allows it."""
         self._read(self._backend, name, offset, out)
 
     def _read(self, backend: Backend, name: str, offset: int, out: memoryview) -> None:

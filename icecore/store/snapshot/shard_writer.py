@@ -1,5 +1,5 @@
-"""Stored chunks laid out in new shards, for whoever moves them; rule: what is stored and what comes
-next are under way at the same time, and nothing else.
+"""Lays stored chunks out in new shards, for code that moves chunks. One piece is stored while the
+next one is filled; nothing more is in flight.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from icecore.store.log.session import Session
 from icecore.store.log.tables import index_entries
 from icecore.store.runtime.pool import huge_buffer
 
-#: Pieces are appended to a draft so many bytes at a time.
+#: Pieces of this many bytes are appended to a draft.
 _APPENDED_BYTES = 4 << 20
 
 
 class _Filling(ABC):
-    """A shard that is being filled."""
+    """A shard being filled."""
 
     table: ShardTable
 
@@ -42,23 +42,23 @@ class _Filling(ABC):
         parts: Sequence[codec.Buffer],
         length: int,
     ) -> int:
-        """Enter a chunk of ``length`` stored bytes; its offset."""
+        """Add a chunk of ``length`` stored bytes; return its offset."""
 
     def due(self) -> Coroutine[Any, Any, object] | None:
-        """What is to be done before the shard is full, if it is time for that."""
+        """Return work that is due before the shard is full, if any."""
         return None
 
     @abstractmethod
     async def store(self) -> None:
-        """Make it an object."""
+        """Publish it."""
 
     def discard(self) -> None:
-        """Forget what is not an object yet. May be called more than once."""
+        """Discard what is not published. May be called more than once."""
         return None
 
 
 class _Buffered(_Filling):
-    """In memory; created as a whole."""
+    """A shard in memory, created in one call."""
 
     def __init__(self, repository: Repository, session: Session, room: memoryview) -> None:
         self.room = room
@@ -86,8 +86,8 @@ class _Buffered(_Filling):
 
 
 class _Drafted(_Filling):
-    """In a draft, to which pieces are appended as they come: their bytes are not copied before, and
-    no shard is in memory.
+    """A shard in a draft, to which pieces are appended as they come: their bytes are not copied
+    before, and no shard is in memory.
     """
 
     def __init__(self, repository: Repository, session: Session, limit: int) -> None:
@@ -142,8 +142,8 @@ class _Drafted(_Filling):
 class ShardWriter:
     """Lays stored chunks out in new shards of one session.
 
-    An async context manager: at its end nothing is under way any more, so that the session can
-    delete what it stored.
+    An async context manager: on exit nothing is in flight any more, so that the session can delete
+    what it stored.
 
     Attributes:
         bytes: Stored bytes so far.
@@ -154,16 +154,16 @@ class ShardWriter:
         self._repository = repository
         self._session = session
         self._filling: _Filling | None = None
-        #: The shard of which something is stored now, and what does that.
+        #: The shard of which a piece is being stored, and the task that does so.
         self._storing: tuple[_Filling, asyncio.Task[object]] | None = None
-        #: Used again: the first touch of memory takes longer than copying.
+        #: Reused: the first touch of memory takes longer than copying.
         self._spare: list[memoryview] = []
         self._tables: list[tuple[bytes, Records]] = []
 
     async def put(
         self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]
     ) -> Place:
-        """Store a chunk's stored form (decrypted: in its new place it is another ciphertext).
+        """Store a chunk's stored form, decrypted, as its ciphertext differs in its new place.
 
         Args:
             chunk: Its id.
@@ -186,12 +186,12 @@ class ShardWriter:
         return Place(filling.table.name, offset, length, number)
 
     async def flush(self) -> None:
-        """Store the shard that is being filled, and wait until all are stored."""
+        """Store the shard being filled, and wait until all shards are stored."""
         await self._close()
         await self._settle()
 
     def entries(self) -> Records | None:
-        """Index entries of the full chunks that were stored."""
+        """Return index entries of the full chunks that were stored."""
         made = [index_entries(shard, table) for shard, table in self._tables]
         return np.concatenate(made) if made else None
 
@@ -206,7 +206,7 @@ class ShardWriter:
         )
 
     async def _close(self) -> None:
-        """Begin to store the shard that is being filled."""
+        """Start storing the shard being filled."""
         filling = self._filling
         if filling is not None:
             await self._start(filling, filling.store())
@@ -214,7 +214,7 @@ class ShardWriter:
             self._tables.append((filling.table.name, filling.table.entries()))
 
     async def _start(self, filling: _Filling, work: Coroutine[Any, Any, object]) -> None:
-        """Do ``work`` once what was begun before is done."""
+        """Start ``work`` once the previous work has finished."""
         try:
             await self._settle()
         except BaseException:
@@ -223,7 +223,7 @@ class ShardWriter:
         self._storing = filling, asyncio.create_task(work)
 
     async def _settle(self) -> None:
-        """Wait for what was begun; raises what that did."""
+        """Wait for the work in flight; raise its error."""
         if self._storing is not None:
             filling, task = self._storing
             await task

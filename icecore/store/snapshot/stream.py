@@ -1,8 +1,8 @@
-"""Streams of shards: the chunks of one process, in the order in which they come, go into one open
-shard after the other; full ones are stored.
+"""Streams of shards: the chunks of one process, in the order in which they arrive, go into one open
+shard after the other; full shards are stored.
 
-Storage into which threads can write takes each chunk at once from where it was encoded
-(:class:`DraftStream`); other storage takes whole shards out of a bounded number of buffers
+If threads can write to the storage, each chunk is written directly from where it was encoded
+(:class:`DraftStream`). Otherwise, whole shards are stored from a bounded number of buffers
 (:class:`BufferedStream`).
 """
 
@@ -13,8 +13,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import Draft
-from icecore.store.format.cell import CELL_BYTES
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import MAX_OVERHEAD, Buffer
 from icecore.store.format.keys import Keys
@@ -23,15 +23,15 @@ from icecore.store.format.shard import ShardBuilder, ShardTable, place_chunk
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.pool import BufferPool, huge_buffer
 
-#: Bytes of a shard that are worth a request of their own while there is none.
+#: Bytes of a shard that are worth a request while none is in flight.
 _WORTH_SENDING = 4 << 20
 
-#: Told of every shard once no chunk is added to it any more.
+#: Called with every shard once no chunk is added to it any more.
 Closed = Callable[[ShardTable], None]
 
 
 class ShardStream(ABC):
-    """Thread-safe; the threads of one process share one."""
+    """Thread-safe; the threads of one process share one stream."""
 
     @abstractmethod
     def put(
@@ -46,28 +46,28 @@ class ShardStream(ABC):
         """Store one chunk.
 
         Args:
-            chunk, data, base, number: As for :meth:`ShardTable.add`.
-            parts: Its stored bytes, not referred to after the call; ``length`` in all.
+            chunk, data, base, number: As in :meth:`ShardTable.add`.
+            parts: Its stored bytes, ``length`` in all; not used after the call.
 
         Returns:
-            The name of its shard, its offset there, and how many bytes it has there: more than
-            ``length`` if it is encrypted.
+            The name of its shard, its offset, and its bytes there: more than ``length`` if it is
+            encrypted.
 
         Raises:
-            StoreError: It, or one before it, could not be stored.
+            StoreError: It, or an earlier one, could not be stored.
         """
 
     @abstractmethod
     def flush(self) -> None:
-        """Close what is open; no other thread may be putting."""
+        """Close the open shard; no other thread may call ``put`` meanwhile."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop what is open."""
+        """Drop the open shard."""
 
 
 class _Lane:
-    """A shard that is being written; ``taken`` while a thread writes."""
+    """A shard being written; ``taken`` while a thread writes."""
 
     def __init__(self) -> None:
         self.taken = threading.Lock()
@@ -78,15 +78,15 @@ class _Lane:
 
 
 class DraftStream(ShardStream):
-    """Writes each chunk into a draft as it comes.
+    """Writes each chunk into a draft as it arrives.
 
-    Writing to one file from two threads makes one of them wait, so there are several lanes, each
-    with a shard of its own; the later ones are only used when the earlier ones are taken, so that
-    little data makes one shard.
+    Two threads that write to one file wait for each other, so there are several lanes, each with a
+    shard of its own. A later lane is used only while the earlier ones are taken, so that little
+    data makes one shard.
 
     Args:
-        uploads: Makes and publishes the drafts.
-        keys: The repository's.
+        uploads: Creates and publishes the drafts.
+        keys: The repository's keys.
         closed: Called once for each shard.
         shard_bytes: Size at which a shard is closed.
     """
@@ -122,8 +122,8 @@ class DraftStream(ShardStream):
             self._uploads.append(draft, parts)
             return table.name, table.add(chunk, data, base, number, stored), stored
         except BaseException:
-            # Part of the chunk may have been written: nothing else may go to its place, least of
-            # all under the same key and nonce.
+            # Part of the chunk may have been written: nothing else may take its place, above all
+            # not under the same key and nonce.
             if lane.draft is not None:
                 lane.draft.discard()
             lane.table = lane.draft = None
@@ -134,7 +134,7 @@ class DraftStream(ShardStream):
     def _encrypted(
         self, lane: _Lane, table: ShardTable, chunk: bytes, parts: Sequence[Buffer], stored: int
     ) -> Sequence[Buffer]:
-        """A chunk as it goes to the end of the lane's shard, in the lane's own memory."""
+        """Return a chunk encrypted for the end of the lane's shard, in the lane's own memory."""
         if lane.room is None:
             lane.room = huge_buffer(CELL_BYTES + MAX_OVERHEAD)
         room = lane.room[:stored]
@@ -176,8 +176,8 @@ class DraftStream(ShardStream):
 
 
 class _OpenShard:
-    """A shard being filled: ``filling`` threads are copying into it; it may be uploaded when it is
-    closed and none is.
+    """A shard being filled: ``filling`` threads are copying into it. It may be uploaded once it is
+    closed and no thread copies.
     """
 
     def __init__(self, builder: ShardBuilder) -> None:
@@ -187,13 +187,12 @@ class _OpenShard:
 
 
 class BufferedStream(ShardStream):
-    """Gathers shards in memory.
+    """Collects shards in memory.
 
     Args:
-        pool: Where shard buffers come from and go back to; its bound is what slows the threads down
-            to the storage's pace.
+        pool: Source of shard buffers; its bound slows the threads down to the storage's pace.
         uploads: Stores the closed shards.
-        keys: The repository's.
+        keys: The repository's keys.
         closed: Called once for each shard.
         patience: Seconds to wait for a buffer.
     """
@@ -207,8 +206,8 @@ class BufferedStream(ShardStream):
         self._closed = closed
         self._patience = patience
         self._order = threading.Lock()
-        # Apart from the lock above, under which a thread may wait for a buffer: who finishes
-        # copying must never wait for that.
+        # Separate from the lock above, under which a thread may wait for a buffer: a thread that
+        # finishes copying must never wait for that.
         self._count = threading.Lock()
         self._open: _OpenShard | None = None
         self._begun = False
@@ -246,8 +245,8 @@ class BufferedStream(ShardStream):
         return shard.builder.name, offset, stored
 
     def _due(self, shard: _OpenShard) -> bool:
-        """Whether it goes out although there is room: the first one, while nothing is on its way,
-        or the link would wait until a shard is full.
+        """Return whether to close a shard early: the first one, while no upload is in flight,
+        because the link would otherwise idle until a shard is full.
         """
         return not self._begun and shard.builder.used >= _WORTH_SENDING and self._uploads.idle
 

@@ -1,9 +1,9 @@
-"""Which full form suits a chunk: tried on a sample, measured in bytes and CPU time, kept for its
-neighbours until the data looks different.
+"""Chooses the full form of a chunk: tried on a sample, measured in bytes and CPU time, and kept for
+neighbouring chunks until the data looks different.
 
-The cost of a form is the time that one byte of the job needs on its way in and out again: its
-stored bytes cross the link twice (written once, read once), it is encoded and decoded once on one
-of the cores. The form of least cost wins.
+The cost of a form is the time that one byte of the job takes on its way in and out: its stored
+bytes cross the link twice (written once, read once), and it is encoded and decoded once on one of
+the cores. The form of least cost wins.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from icecore.sizes import PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import PAGE
 from icecore.store.format.chunk import as_pages
 from icecore.store.format.codec import Choice
 from icecore.store.runtime.pool import SAMPLE_BYTES, Scratch
 
-#: Forms that are tried; the slow ones only where bytes are dear (see Objective.candidates).
+#: Forms to try; the slow ones only where bytes are expensive (see Objective.candidates).
 _QUICK = (
     Choice(codec.LZ4),
     Choice(codec.BITSHUFFLE2_LZ4, 1),
@@ -50,15 +50,14 @@ _BUCKETS = 8
 _FIRST_INTERVAL = 8
 _LAST_INTERVAL = 128
 _TOLERANCE = 0.15
-#: Seconds of trials per byte of data: 5 % of what hashing, copying and writing a byte takes at the
-#: least.
+#: Seconds of trials per byte of data: 5 % of the minimum time to hash, copy and write a byte.
 _CREDIT_PER_BYTE = 0.05 * 0.7e-9
 _FIRST_CREDIT = 0.006
 _LARGEST_CREDIT = 0.1
-#: Except on a slow link, a form that saves less of the bytes than this is not taken: the gain is
-#: within what a busy machine makes of the times.
+#: Except on a slow link, a form that saves less than this share of the bytes is not used: the gain
+#: is within the timing noise of a busy machine.
 _LEAST_GAIN = 0.15
-#: A form must be cheaper by this than one that was tried before it: measuring is no more exact.
+#: A form must be cheaper by this factor than one tried before it: timings are no more precise.
 _MARGIN = 0.97
 _RAW = Choice(codec.RAW)
 _PROBE = Choice(codec.LZ4)
@@ -66,44 +65,44 @@ _PROBE = Choice(codec.LZ4)
 
 @dataclass(frozen=True)
 class Objective:
-    """What is to be saved, bytes or time.
+    """What to save, bytes or time.
 
     Attributes:
-        link: Assumed rate in bytes per second at which stored bytes are written and read back. Low:
-            fewer bytes, at more CPU time.
-        cores: How many threads encode or decode at the same time.
+        link: Assumed rate in bytes per second at which stored bytes are written and read back. A
+            low rate means fewer bytes at more CPU time.
+        cores: Number of threads that encode or decode at the same time.
     """
 
     link: float = 0.7e9
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def cost(self, ratio: float, cpu: float) -> float:
-        """Seconds per byte of a form that stores ``ratio`` of the bytes and takes ``cpu`` seconds
-        per byte to encode and decode.
+        """Return the seconds per byte of a form that stores ``ratio`` of the bytes and takes
+        ``cpu`` seconds per byte to encode and decode.
         """
         return 2 * ratio / self.link + cpu / self.cores
 
     @property
     def candidates(self) -> tuple[Choice, ...]:
-        """The forms worth trying at this link rate."""
+        """Return the forms worth trying at this link rate."""
         return _QUICK + _SLOW if self.slow else _QUICK
 
     @property
     def slow(self) -> bool:
-        """Whether bytes are dear enough for slow codecs and small gains."""
+        """Whether bytes are expensive enough for slow codecs and small gains."""
         return self.link < _SLOW_LINK
 
     def for_small_deltas(self) -> Objective:
-        """The same with bytes four times as dear."""
+        """Return the same with bytes four times as expensive."""
         return Objective(self.link / 4, self.cores)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The outcome of a trial: the winner, the share of the bytes that it stores and its cost as
+    """The outcome of a trial: the winner, the share of the bytes that it stores, and its cost as
     measured on the sample.
 
-    ``kind`` is 0, or the delta bit (icecore.store.format.codec) whose data was tried.
+    ``kind`` is 0, or the delta bit (icecore.store.format.codec) of the data.
     """
 
     choice: Choice
@@ -113,13 +112,13 @@ class Estimate:
 
 
 def sample_starts(pages: int) -> list[int]:
-    """The first page of each run of a sample of a chunk of so many pages."""
+    """Return the first page of each run of a sample of a chunk of ``pages`` pages."""
     return [run * (pages - _SAMPLE_RUN_PAGES) // (SAMPLE_RUNS - 1) for run in range(SAMPLE_RUNS)]
 
 
 def sample(data: memoryview) -> memoryview:
-    """At most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is no longer
-    than that.
+    """Return at most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is
+    not longer.
     """
     pages = len(data) // PAGE
     if pages <= SAMPLE_PAGES:
@@ -130,8 +129,8 @@ def sample(data: memoryview) -> memoryview:
 
 
 def trial(data: memoryview, scratch: Scratch, objective: Objective, kind: int = 0) -> Estimate:
-    """Try every candidate on ``data`` (a sample) and return the cheapest; CPU time, not wall time,
-    so that other threads do not count.
+    """Try every candidate on ``data`` (a sample) and return the cheapest. CPU time counts, not wall
+    time, so that other threads do not affect it.
     """
     length = len(data)
     best, ratio, least = _RAW, 1.0, objective.cost(1.0, 0.0)
@@ -159,12 +158,12 @@ class _Kept:
 
 
 class Habit:
-    """What was chosen lately in one stream, by region and by how the data looks. Threads may share
-    it: a lost update only costs a trial.
+    """Recent choices in one stream, by region and by how the data looks. Threads may share it: a
+    lost update only costs a trial.
 
-    Trials may take 5 % of the time that the data takes anyway; what they have left over is saved
-    up. With nothing left, a region that was never tried takes what suited alike data elsewhere in
-    the stream.
+    Trials may take 5 % of the time that the data takes anyway; unused time accumulates. With none
+    left, a region that was never tried takes the form that suited similar data elsewhere in the
+    stream.
     """
 
     def __init__(self) -> None:
@@ -179,11 +178,11 @@ class Habit:
         scratch: Scratch,
         measure: Callable[[Scratch], Estimate],
     ) -> Estimate:
-        """The form for a chunk of ``region``.
+        """Return the form for a chunk of ``region``.
 
-        That of lately if the data looks as it did then, else by ``measure`` (a trial); that follows
-        at the latest after 8 chunks, later and later (up to 128) while it keeps confirming the
-        choice.
+        The recent choice if the data looks as it did then, otherwise a trial by ``measure``. A
+        trial follows after at most 8 chunks, and after more and more (up to 128) while trials
+        confirm the choice.
         """
         self._credit = min(self._credit + len(data) * _CREDIT_PER_BYTE, _LARGEST_CREDIT)
         bucket = _probe(data, scratch)
@@ -211,8 +210,8 @@ class Habit:
         return estimate
 
     def surprised(self, region: int) -> None:
-        """A chunk of ``region`` became much longer or shorter than estimated: look again at the
-        next one.
+        """Record that a chunk of ``region`` became much longer or shorter than estimated, so that
+        the next one is tried.
         """
         for bucket in range(_BUCKETS + 2):
             kept = self._kept.get((region, bucket))
@@ -221,13 +220,13 @@ class Habit:
 
 
 def surprising(estimate: Estimate, length: int, stored: int) -> bool:
-    """Whether ``stored`` bytes for ``length`` are far from what the sample promised."""
+    """Return whether ``stored`` bytes for ``length`` differ much from the sample's estimate."""
     return abs(stored / length - estimate.ratio) > _TOLERANCE
 
 
 def _probe(data: memoryview, scratch: Scratch) -> int:
-    """How well a few kilobytes of ``data`` compress with the quickest form, in eighths: alike for
-    alike data, at 1 % of a codec's time.
+    """Return how well a few kilobytes of ``data`` compress with the fastest form, in eighths:
+    similar for similar data, at 1 % of a codec's time.
     """
     pages = len(data) // PAGE
     step = max(1, pages // _PROBE_PAGES)

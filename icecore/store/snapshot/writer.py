@@ -1,4 +1,4 @@
-"""Writes one snapshot: cells in, records out, everything else in the background; synchronous and
+"""Writes one snapshot: cells in, records out, everything else in the background. Synchronous and
 thread-safe, so that worker threads can share it.
 """
 
@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from icecore.errors import StoreError, UsageError
 from icecore.events import Event, Sink, discard, phase
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format import codec
-from icecore.store.format.cell import CELL_BYTES, PAGE, PLACE, Bytes, Records
+from icecore.store.format.cell import PLACE, Records
 from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import overhead
@@ -44,8 +44,8 @@ from icecore.store.snapshot.trial import Habit, Objective, sample, surprising, t
 
 T = TypeVar("T")
 
-#: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3
-#: carries 85 to 90 MB/s.
+#: Shard buffers in addition to the one that each stream fills, hence concurrent uploads: one upload
+#: to S3 carries 85 to 90 MB/s.
 IN_FLIGHT = 8
 _LEAST_SHARD_BYTES = 4 * CELL_BYTES
 _PATIENCE_SECONDS = 600.0
@@ -56,8 +56,8 @@ _ZEROS = bytes(64)
 
 @dataclass
 class Statistics:
-    """What was written so far. ``stored`` new bytes in shards, ``by_codec`` the same by codec name,
-    ``reused`` logical bytes found elsewhere.
+    """What was written so far. ``stored`` is new bytes in shards, ``by_codec`` the same by codec
+    name, ``reused`` logical bytes that were stored already.
 
     ``chunks`` and ``deltas`` count what was newly stored, ``reused_from`` the chunks found in the
     session, the parent, or the index.
@@ -73,23 +73,23 @@ class Statistics:
 
 
 class _Claim(threading.Event):
-    """Stands in the table of chunks while a thread stores one."""
+    """An entry in the table of chunks while a thread stores the chunk."""
 
 
 class SnapshotWriter:
     """Writes one snapshot in one session; a context manager that aborts unless it was committed.
 
     Args:
-        repository: Where to.
+        repository: The repository.
         session: An open session of it, begun in ``loop``.
-        loop: The event loop in which repository and session live; it runs in another thread than
-            those that call the writer.
-        streams: How many shard streams there are: one for each process whose restore should read
-            its own shards.
-        objective: What is to be saved, bytes or time.
+        loop: The event loop of repository and session, in another thread than those that call the
+            writer.
+        streams: Number of shard streams: one for each process whose restore should read shards of
+            its own.
+        objective: What to save, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
-        memory: Bound in bytes of the shard buffers, where the back end needs some; shards are then
-            as small as it demands. Each calling thread takes 7 to 9 MiB more.
+        memory: Bound in bytes of the shard buffers, used where the back end has no drafts; shards
+            are then as small as it requires. Each calling thread takes 7 to 9 MiB more.
     """
 
     def __init__(
@@ -130,7 +130,6 @@ class SnapshotWriter:
         self._maps = MapWriter(self._keys)
         self._lock = threading.Lock()
         self._chunks: dict[bytes, Stored | _Claim] = {}
-        self._looked_up: dict[bytes, Stored | None] = {}
         self._entries: list[Records] = []
         self._own_shards: set[bytes] = set()
         self._statistics = Statistics()
@@ -151,7 +150,7 @@ class SnapshotWriter:
 
     @property
     def statistics(self) -> Statistics:
-        """A copy of what was written so far."""
+        """A copy of the statistics so far."""
         with self._lock:
             now = self._statistics
             return Statistics(
@@ -164,27 +163,6 @@ class SnapshotWriter:
                 now.reused_from.copy(),
             )
 
-    def lookup_many(self, ids: Bytes) -> npt.NDArray[np.bool_]:
-        """Ask the index for many chunks at once, ahead of their :meth:`store_cell`, which then need
-        not.
-
-        Args:
-            ids: u1[n, 32].
-
-        Returns:
-            bool[n]: which are stored already, where they may be referred to.
-        """
-        found, places = self.session.index.lookup(ids)
-        answers: dict[bytes, Stored | None] = {}
-        usable = np.zeros(len(ids), np.bool_)
-        for at in range(len(ids)):
-            stored = self._from_index(places[at]) if found[at] else None
-            usable[at] = stored is not None
-            answers[ids[at].tobytes()] = stored
-        with self._lock:
-            self._looked_up.update(answers)
-        return usable
-
     def store_cell(
         self,
         stream: int,
@@ -195,21 +173,19 @@ class SnapshotWriter:
         previous: np.void | None,
         *,
         region: int = 0,
-        identity: bytes | None = None,
     ) -> np.void:
         """Store one cell, unless its bytes are stored already.
 
         Args:
-            stream: Which shard stream it belongs to.
+            stream: The shard stream it belongs to.
             cell: Its number, counted from its region's origin.
             data_bitmap: Its data pages, 32 bytes.
             zero_bitmap: Its zero pages, 32 bytes.
-            data: The data pages' bytes in address order; not referred to after the call.
-            previous: The parent's (or pre-copy's) record of the same cell: what it may be a delta
-                of.
-            region: Which region of the stream's process it is in; neighbours in a region are taken
-                to be alike. The region's index, or its start.
-            identity: The chunk's id where the caller has computed it.
+            data: The data pages' bytes in address order; not used after the call.
+            previous: The parent's (or pre-copy's) record of the same cell, which it may become a
+                delta of.
+            region: The region of the stream's process, by index or start; neighbours in a region
+                are assumed to be similar.
 
         Returns:
             The CELL record for :meth:`put_map`.
@@ -223,7 +199,7 @@ class SnapshotWriter:
             raise ValueError(f"{len(data)} bytes for {pages_of(data_bitmap)} data pages")
         if not len(data):
             return pack(Row(cell, data_bitmap, zero_bitmap, NO_CHUNK, _NOTHING_HERE))
-        chunk = identity or chunk_id(self._keys.chunk, data_bitmap, data)
+        chunk = chunk_id(self._keys.chunk, data_bitmap, data)
         before = unpack(previous) if previous is not None else None
         stored = self._claim(chunk, before, len(data))
         if stored is None:
@@ -249,8 +225,8 @@ class SnapshotWriter:
 
         Args:
             space_kind: As in :class:`Space`, like ``key``, ``size`` and ``regions``.
-            records: CELL records as :meth:`store_cell` (or the parent) gave them: one array per
-                region, ascending by cell.
+            records: CELL records from :meth:`store_cell` (or the parent): one array per region,
+                ascending by cell.
             parent: The same space in the session's base; its equal nodes are reused.
         """
         if len(records) != len(regions):
@@ -258,8 +234,8 @@ class SnapshotWriter:
         return Space(space_kind, key, size, regions, self._maps.add(records, parent))
 
     def put_hints(self, lineage: str, fingerprints: Buffer) -> tuple[str, bytes]:
-        """Store what may help the next snapshot or a restore of this lineage; advice, so its loss
-        costs time only.
+        """Store hints that may speed up the next snapshot or a restore of this lineage; their loss
+        only costs time.
 
         Returns:
             The object's name and digest, for :attr:`Manifest.hints` and
@@ -271,14 +247,14 @@ class SnapshotWriter:
         return name, sealed.digest
 
     def commit(self, manifest: Manifest) -> str:
-        """Store what is left, then the manifest, and list the snapshot. No other thread may still
-        be storing cells.
+        """Store what is left, then the manifest, and list the snapshot. No other thread may be
+        storing cells any more.
 
         Returns:
             The snapshot's id, ``manifest.snapshot``.
 
         Raises:
-            StoreError: Something could not be stored; nothing was committed unless the error says
+            StoreError: Something could not be stored. Nothing was committed, unless the error says
                 that this is unknown (:meth:`abort` finds out).
             SessionFenced: The session was declared dead.
         """
@@ -328,8 +304,7 @@ class SnapshotWriter:
         """End the session and delete what was stored; also after a failed :meth:`commit`.
 
         Returns:
-            False if it turned out that the commit had taken place, or that another process had
-            ended the session.
+            False if the commit had taken place after all, or another process had ended the session.
         """
         if self._over:
             return False
@@ -356,7 +331,7 @@ class SnapshotWriter:
             self.abort()
         except StoreError as failure:
             # The collector deletes what an unfinished session left; the first error is the one to
-            # be told.
+            # report.
             self._emit(Event("store.abort", {"error": str(failure)}))
             if error is None:
                 raise
@@ -365,7 +340,7 @@ class SnapshotWriter:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _claim(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
-        """How the chunk is stored already; or None: this thread must store it and then
+        """Return how the chunk is stored already; or None: then this thread must store it and call
         :meth:`_settle`.
         """
         while True:
@@ -422,8 +397,6 @@ class SnapshotWriter:
                 return "parent", was
             if delta and was.base == chunk and usable(was.base_place.shard):
                 return "parent", Stored(was.base_place)
-        if chunk in self._looked_up:
-            return "index", self._looked_up[chunk]
         if self.session.index.entries:
             place = self.session.index.find(chunk)
             if place is not None:
@@ -431,8 +404,8 @@ class SnapshotWriter:
         return "", None
 
     def _can_be(self, place: Place, length: int) -> bool:
-        """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's
-        record, only says so; a map with a place that cannot be would be refused as a whole.
+        """Return whether a full chunk of ``length`` bytes can have this place. The index, or a
+        delta's record, may be wrong, and a map with an impossible place is refused as a whole.
         """
         tag = overhead(self._keys.chunk)
         longest = (
@@ -496,7 +469,7 @@ class SnapshotWriter:
                 self._own_shards.add(place.shard)
 
     def _closed(self, shard: ShardTable) -> None:
-        """A shard is complete: its full chunks go into the index."""
+        """Add the full chunks of a complete shard to the new index entries."""
         table = shard.entries()
         full = table[table["codec"] & codec.DELTA == 0]
         places = np.zeros(len(full), PLACE)
@@ -508,8 +481,8 @@ class SnapshotWriter:
             self._entries.append(entries)
 
     def _usable_base(self, shard: bytes) -> bool:
-        """Whether a chunk in ``shard`` may be read and be a base: one that is still on its way out
-        can not be read back.
+        """Return whether a chunk in ``shard`` may be a base: one that is still being uploaded
+        cannot be read back.
         """
         if shard in self._own_shards:
             return self._uploads.stored(shard)
