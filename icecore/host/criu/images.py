@@ -4,22 +4,17 @@ keeps stable, so that images of any version from 4.0 on are understood.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged, MissingTool
+from icecore.errors import Damaged
 from icecore.host.criu.pagemap_image import read_whole
-from icecore.host.criu.program import Criu
 from icecore.host.criu.protobuf import Message, WireError, decode_columns, read_varint
 
 COMMON, SERVICE = 0x54564319, 0x55105940
@@ -458,50 +453,3 @@ def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
         elif number.startswith("shmem-"):
             shared.append(int(number.removeprefix("shmem-")))
     return sorted(processes), sorted(shared)
-
-
-def load_pycriu(criu: Criu) -> ModuleType:
-    """CRIU's own Python package, for reading and writing every kind of image as dicts
-    (``pycriu.images.load`` and ``dump``).
-
-    One version a process: what was imported first stays. Needs the protobuf package, older than 7.
-
-    Raises:
-        MissingTool: It is not there or does not import.
-    """
-    if "pycriu" in sys.modules:
-        return sys.modules["pycriu"]
-    cure = "run tools/install-criu"
-    if criu.pycriu is None:
-        raise MissingTool(f"{criu.path} came without pycriu", cure=cure)
-    # Found by its own path: the folder it lies in may be the system's, whose other packages must
-    # not become importable.
-    package = criu.pycriu / "pycriu"
-    spec = importlib.util.spec_from_file_location(
-        "pycriu", package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    if spec is None or spec.loader is None:
-        raise MissingTool(f"there is no pycriu in {criu.pycriu}", cure=cure)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pycriu"] = module
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, OSError, TypeError, AttributeError) as error:
-        del sys.modules["pycriu"]
-        raise MissingTool(
-            f"pycriu in {criu.pycriu} does not import: {error}", cure=cure + "; it needs protobuf<7"
-        ) from error
-    return module
-
-
-def image_as_dict(path: Path, criu: Criu) -> dict[str, Any]:
-    """Any image as a dict, through pycriu."""
-    with open(path, "rb") as file:
-        image: dict[str, Any] = load_pycriu(criu).images.load(file)
-    return image
-
-
-def write_dict(path: Path, image: dict[str, Any], criu: Criu) -> None:
-    """Write what `image_as_dict` gave, perhaps changed."""
-    with open(path, "wb") as file:
-        load_pycriu(criu).images.dump(image, file)

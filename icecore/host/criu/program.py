@@ -19,7 +19,6 @@ from icecore.host.kernel.limits import kernel_version
 
 LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
-_SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
 _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
 #: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no
 #: compiler.
@@ -34,13 +33,10 @@ Connections = Literal["refuse", "keep", "close"]
 
 @dataclass(frozen=True)
 class Criu:
-    """A CRIU that starts: its path, version, and the folder that holds its pycriu (None where it
-    has none).
-    """
+    """A CRIU that starts: its path and version."""
 
     path: Path
     version: Version
-    pycriu: Path | None
 
     def dumps_internet_sockets(self, kernel: tuple[int, int]) -> bool:
         """Whether it can dump any TCP or UDP socket, listening ones too, on a kernel of this
@@ -97,9 +93,9 @@ def _version(path: Path) -> Version | None:
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
-def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | None:
-    """The binary, the pycriu folder and the version that a prefix of tools/install-criu records: it
-    has started that CRIU, which takes a while.
+def _from_prefix(prefix: Path) -> tuple[Path, Version | None] | None:
+    """Return the binary and the version that a prefix of tools/install-criu records, which saves
+    starting that CRIU.
     """
     try:
         record = json.loads((prefix / "criu.json").read_text())
@@ -112,7 +108,7 @@ def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | Non
             if len(numbers) > 1
             else None
         )
-        return path, Path(record["pycriu_path"]), version
+        return path, version
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -138,14 +134,14 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
             another.
     """
     named = explicit or os.environ.get("ICECORE_CRIU")
-    candidates: list[tuple[Path, Path | None, Version | None]] = []
+    candidates: list[tuple[Path, Version | None]] = []
     if named:
         path = Path(named)
         recorded = _from_prefix(path) if path.is_dir() else _from_prefix(path.parent.parent)
         if path.is_dir() and recorded is None:
             raise MissingTool(f"{path} holds no criu.json", cure=_CURE)
         same = recorded if recorded and (path.is_dir() or path == recorded[0]) else None
-        candidates.append(same or (path, None, None))
+        candidates.append(same or (path, None))
     else:
         prefix = Path(os.environ.get("ICECORE_CRIU_PREFIX") or PREFIX)
         candidates += [
@@ -155,19 +151,17 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
             "criu", path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
         )
         if system:
-            candidates.append((Path(system), None, None))
+            candidates.append((Path(system), None))
     reasons = []
     usable: list[Criu] = []
-    for path, pycriu, recorded_version in candidates:
+    for path, recorded_version in candidates:
         version = recorded_version or _version(path)
         if version is None:
             reasons.append(f"{path} does not start")
         elif version[:2] < LEAST_VERSION:
             reasons.append(f"{path} is version {version[0]}.{version[1]}, older than 4.0")
         else:
-            if pycriu is None and (_SYSTEM_PYTHON / "pycriu").is_dir():
-                pycriu = _SYSTEM_PYTHON
-            criu = Criu(path, version, pycriu)
+            criu = Criu(path, version)
             kernel = kernel_version()
             if named or (criu.dumps_internet_sockets(kernel) and criu.keeps_guard_pages(kernel)):
                 return criu
