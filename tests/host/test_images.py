@@ -31,6 +31,9 @@ from icecore.host.kernel import procfs
 from tests.host.criu_harness import images_folder, parametrize, worker
 from tests.host.criu_run import LazyDump
 
+#: Magic of memfd.img: name 1, size 4, shared memory 5 (images/memfd.proto).
+MEMFD_INODE = 0x48453499
+
 TREE = """
 import tempfile
 m = os.memfd_create("a memfd"); os.ftruncate(m, 3 * 4096); os.pwrite(m, b"x" * 5000, 0)
@@ -115,8 +118,9 @@ def test_what_the_images_say_is_what_the_processes_are(criu):
         )
         assert (folder / f"ghost-file-{remap.target:x}.img").exists()
         # CRIU treats shared anonymous memory as memfds too
-        (memfd,) = (m for m in im.load_memfds(folder) if m.name.endswith("a memfd"))
-        assert memfd.size == 3 * 4096 and memfd.shmid in shared
+        memfds = im.read_image(folder / "memfd.img", MEMFD_INODE)
+        (memfd,) = (m for m in memfds if m.text(1).endswith("a memfd"))
+        assert memfd.integer(4) == 3 * 4096 and memfd.integer(5) in shared
         assert any(
             f.id == im.load_mm(folder, it.pid).executable and "python" in f.path for f in files
         )

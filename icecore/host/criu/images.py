@@ -26,28 +26,27 @@ INVENTORY, PSTREE, CORE, MM, FILES, FDINFO = (
     0x56303138,
     0x56213732,
 )
-REMAP_FPATH, GHOST_FILE, MEMFD_INODE, STATS = 0x59133954, 0x52583605, 0x48453499, 0x57093306
+REMAP_FPATH, GHOST_FILE, STATS = 0x59133954, 0x52583605, 0x57093306
 
 #: VmaEntry.status bits (criu/include/image.h).
-VMA_REGULAR, VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5
+VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 1, 1 << 2, 1 << 3, 1 << 5
 VMA_FILE_PRIVATE, VMA_FILE_SHARED, VMA_ANON_SHARED, VMA_ANON_PRIVATE = (
     1 << 6,
     1 << 7,
     1 << 8,
     1 << 9,
 )
-VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING, VMA_MEMFD = (
+VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING = (
     1 << 10,
     1 << 11,
     1 << 12,
     1 << 13,
-    1 << 14,
 )
 #: No mapping: guard pages (MADV_GUARD_INSTALL) within one. They come after all others.
 VMA_GUARD = 1 << 16
 
 MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 0x1, 0x2, 0x20
-MAP_GROWSDOWN, MAP_LOCKED, MAP_HUGETLB = 0x100, 0x2000, 0x40000
+MAP_LOCKED, MAP_HUGETLB = 0x2000, 0x40000
 
 #: One VMA of a mm image. ``shmid`` is the file's id for file mappings, the shared memory's for
 #: shared anonymous ones.
@@ -70,19 +69,12 @@ ALIVE, DEAD, STOPPED = 1, 2, 3
 _MM_HEAD, _MM_VMA = 12, 14
 _VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
 
-#: file_entry.type (images/fdinfo.proto).
-REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    11,
-    16,
-    18,
-)
+#: file_entry.type of a regular file (images/fdinfo.proto).
+REGULAR_FILE = 1
 
-LINKED, GHOST, PROCFS = 0, 1, 2
+#: How a file without a name comes back (images/remap-file-path.proto): from another file's name or
+#: from a copy of its content.
+LINKED, GHOST = 0, 1
 
 
 def read_image(path: Path, magic: int) -> list[Message]:
@@ -210,16 +202,6 @@ class Remap:
     original: int
     target: int
     kind: int
-
-
-@dataclass(frozen=True)
-class Memfd:
-    """A memfd: ``shmid`` names its pagemap image (pagemap-shmem-N.img)."""
-
-    name: str
-    size: int
-    shmid: int
-    inode: int
 
 
 def load_pstree(folder: Path) -> list[Task]:
@@ -428,17 +410,6 @@ def load_remaps(folder: Path) -> list[Remap]:
     if not path.exists():
         return []
     return [Remap(m.integer(1), m.integer(2), m.integer(3)) for m in read_image(path, REMAP_FPATH)]
-
-
-def load_memfds(folder: Path) -> list[Memfd]:
-    """The memfds; empty if there are none."""
-    path = folder / "memfd.img"
-    if not path.exists():
-        return []
-    return [
-        Memfd(m.text(1), m.integer(4), m.integer(5), m.integer(7))
-        for m in read_image(path, MEMFD_INODE)
-    ]
 
 
 def pagemaps(folder: Path) -> tuple[list[int], list[int]]:

@@ -14,12 +14,10 @@ from icecore.errors import DumpFailed
 PAGE = 4096
 
 ADD = 1
-HOLE = 2
 OPEN = 3
 OPEN2 = 4
 PARENT = 5
 ADD_FLAGS = 6
-GET = 7
 CLOSE = 0x1023
 FORCE_CLOSE = 0x1024
 
@@ -40,11 +38,6 @@ def page_server_record(version: tuple[int, ...]) -> struct.Struct:
     bytes up to 4.1, 32 from 4.2 on.
     """
     return _RECORD_42 if version[:2] >= (4, 2) else _RECORD_41
-
-
-def image_number(kind: int, number: int) -> int:
-    """How the protocol names an image: ``kind`` PROCESS or SHARED, and the number in its file name."""
-    return number << 8 | kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +88,6 @@ class Connection:
             raise DumpFailed(f"CRIU did not confirm the end of the dump: {error}") from error
         if status:
             raise DumpFailed(f"CRIU ended the dump with status {status}")
-
-    def serving(self) -> bool:
-        """As the client: whether the other end is still there."""
-        try:
-            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
 
     def confirm(self) -> None:
         """As the server of a dump: confirm the end that `extents` has left unanswered."""

@@ -22,18 +22,12 @@ PAGE = 4096
 
 PRESENT = np.uint64(1 << 63)
 SWAPPED = np.uint64(1 << 62)
-#: Set for pages of files and of shared memory, clear for the process's own.
-FILE_OR_SHARED = np.uint64(1 << 61)
 
 #: Categories of PAGEMAP_SCAN (linux/fs.h).
-SCAN_WRITE_PROTECTABLE = 1 << 0
-SCAN_WRITTEN = 1 << 1
 SCAN_FILE = 1 << 2
 SCAN_PRESENT = 1 << 3
 SCAN_SWAPPED = 1 << 4
 SCAN_ZERO_FRAME = 1 << 5
-SCAN_HUGE = 1 << 6
-SCAN_SOFT_DIRTY = 1 << 7
 #: From Linux 6.15 on; what madvise(MADV_GUARD_INSTALL) made counts as swapped, too.
 SCAN_GUARD = 1 << 8
 
@@ -288,12 +282,6 @@ def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     out = runs[first].copy()
     out["end"] = runs["end"][np.append(first[1:], len(runs)) - 1]
     return out
-
-
-def present_pages(pid: int, start: int, end: int) -> npt.NDArray[np.bool_]:
-    """`Pagemap.present` of a process, opened for one answer."""
-    with Pagemap(pid) as pagemap:
-        return pagemap.present(start, end)
 
 
 @functools.cache

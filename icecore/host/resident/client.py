@@ -268,16 +268,6 @@ class Agent(_Speaker):
         """Begin the lease anew, with this length in seconds."""
         self._ask(Message(Operation.AGENT_LEASE, lease=_ns(lease)))
 
-    def refresh(self) -> None:
-        """Hand every descriptor to the keeper anew: needed after the driver has checkpointed and
-        restored the process with its memory mapped, because it restores into other memory.
-        """
-        answer = self._ask(Message(Operation.AGENT_REFRESH), 60.0)
-        if answer.result:
-            raise ResidentFailed(
-                f"the keeper of process {self.pid} does not have its memory", answer.result
-            )
-
     def look(self, seconds: float) -> None:
         """For so long, 10 s at most, somebody will have parts of its memory mapped although it
         runs: what it frees meanwhile may not be free at once, and an allocation that finds none
@@ -458,10 +448,6 @@ class Keeper(_Speaker):
             ),
             descriptor,
         )
-
-    def retain(self, token: bytes, keep: bool = True) -> None:
-        """Have the memory of a process outlive it, or not. Ends when the process connects again."""
-        self._ask(Message(Operation.KEEPER_RETAIN, token=token, count=int(keep)))
 
     def forget(self, token: bytes) -> None:
         """Let go of all that it holds of a process; no error where that is nothing."""

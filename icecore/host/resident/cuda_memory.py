@@ -170,10 +170,6 @@ class CudaMemory:
         """See `DeviceMemory`."""
         self._cuda.call("cuMemHostRegister", address, size, _PORTABLE)
 
-    def unpin(self, address: int) -> None:
-        """See `DeviceMemory`."""
-        self._cuda.call("cuMemHostUnregister", address)
-
     def prepare(self) -> None:
         """See `DeviceMemory`."""
         if self._fingerprint is None:

@@ -85,9 +85,6 @@ class FakeMemory:
     def pin(self, address: int, size: int) -> None:
         """See `DeviceMemory`."""
 
-    def unpin(self, address: int) -> None:
-        """See `DeviceMemory`."""
-
     def prepare(self) -> None:
         """See `DeviceMemory`."""
 

@@ -61,9 +61,6 @@ class DeviceMemory(Protocol):
     def pin(self, address: int, size: int) -> None:
         """Make host memory fit for fast copies."""
 
-    def unpin(self, address: int) -> None:
-        """The reverse of `pin`."""
-
     def prepare(self) -> None:
         """Have all ready that `fingerprints` needs: it is quick then."""
 

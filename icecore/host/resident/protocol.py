@@ -198,11 +198,6 @@ class Counts:
         return cls(*struct.unpack_from(f"<{_COUNTS}Q", text))
 
     @property
-    def driver_bytes(self) -> int:
-        """What a window leaves for the driver to copy."""
-        return self.small_bytes + self.pool_bytes + self.managed_bytes + self.foreign_bytes
-
-    @property
     def left(self) -> dict[str, int]:
         """What stayed with the driver, by these names: bytes that are live, and how often it was
         for other reasons; without zeros.

@@ -65,13 +65,6 @@ class ResidentTree:
         """What a window does not move."""
         return sum(report.counts.resident_bytes for report in self.reports.values())
 
-    @property
-    def driver_bytes(self) -> int:
-        """What it leaves for the driver, of these processes and through these calls: contexts, code
-        and NCCL's own buffers are not seen here.
-        """
-        return sum(report.counts.driver_bytes for report in self.reports.values())
-
     def take_away(
         self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0
     ) -> int:
