@@ -15,7 +15,7 @@ from icecore.host.kernel import limits
 def test_capabilities_have_names():
     mine = limits.capabilities()
     assert mine == limits.capabilities(os.getpid())
-    code = "import sys; sys.path[:0] = sys.argv[1:]; from icecore.host import limits; print(*limits.capabilities())"
+    code = "import sys; sys.path[:0] = sys.argv[1:]; from icecore.host.kernel import limits; print(*limits.capabilities())"
     if "CAP_SETPCAP" in mine and shutil.which("setpriv"):
         drop = ["setpriv", "--inh-caps=-all", "--bounding-set=-sys_ptrace"]
         done = subprocess.run(

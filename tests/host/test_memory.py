@@ -35,7 +35,7 @@ def filled(pages):
 
 def extents(*pairs):
     """Return struct iovecs of (start, bytes)."""
-    return np.array(pairs, IOVEC)
+    return np.array(list(pairs), IOVEC)
 
 
 def test_many_extents_are_read_by_one_call():

@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 CHILD = f"""
 import hashlib, socket, threading
-from icecore.host import userfaultfd as uffd
+from icecore.host.kernel import userfaultfd as uffd
 u = uffd.create()
 a = anonymous({MIB})
 libc.madvise(a, {MIB}, 15)
