@@ -39,23 +39,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/proc.c",
 ]
 PRELOAD_SOURCES = [
-    f"{RESIDENT}{name}.c"
-    for name in (
-        *(
-            "interpose",
-            "allocate",
-            "spare",
-            "handles",
-            "contexts",
-            "table",
-            "holding",
-            "ipc",
-            "threads",
-            "stack",
-            "capture",
-        ),
-        *("local_memory", "window", "agent"),
-    )
+    str(path) for path in sorted(Path(RESIDENT).glob("*.c")) if path.name != "keeper.c"
 ]
 
 

@@ -5,13 +5,13 @@
  * the beginning and the end of a capture pass through here; what is launched in between does not.
  */
 #define _GNU_SOURCE
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "capture.h"
 #include "hooks.h"
-#include "resident.h"
+#include "table.h"
+#include "threads.h"
 
 #define STREAMS 1024
 
@@ -21,7 +21,8 @@ static struct {
 } capturing[STREAMS]; /* under table_lock */
 static int known;
 static int beginning; /* the driver may have begun them already, and nobody has noted them yet */
-static int unnamed; /* those for which there was no place: never forgotten, so that all is left to the driver from then on */
+/* those for which there was no place: never forgotten, so that all is left to the driver from then on */
+static int unnamed;
 
 bool capture_active(void)
 {
@@ -29,12 +30,12 @@ bool capture_active(void)
 	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) || __atomic_load_n(&known, __ATOMIC_ACQUIRE) || __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
 }
 
-CUresult wait_for_context(void)
+CUresult capture_wait_for_context(void)
 {
 	return capture_active() ? CUDA_ERROR_CAPTURE_FIRST : driver()->cuCtxSynchronize();
 }
 
-void captures_of_child(void)
+void capture_in_child(void)
 {
 	beginning = known = unnamed = 0;
 }
@@ -91,13 +92,13 @@ static void asked_to_end(CUstream stream, CUresult result)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		__atomic_fetch_add(&beginning, 1, __ATOMIC_SEQ_CST); \
 		CUresult result = driver()->name arguments; \
 		if (result == CUDA_SUCCESS) \
 			begun(stream); \
 		__atomic_fetch_sub(&beginning, 1, __ATOMIC_SEQ_CST); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
 #define END(name) \
@@ -105,10 +106,10 @@ static void asked_to_end(CUstream stream, CUresult result)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		CUresult result = driver()->name(stream, graph); \
 		asked_to_end(OWN(name, stream), result); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
 
@@ -130,11 +131,11 @@ CUresult resident_cuStreamDestroy_v2(CUstream stream)
 {
 	if (!driver() || !driver()->cuStreamDestroy_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	/* Before: its number may be another stream's right after. One that cannot be destroyed while it is captured stays destroyed to us: then a wait
 	 * fails, and is put off all the same. */
 	ended(stream);
 	CUresult result = driver()->cuStreamDestroy_v2(stream);
-	leave();
+	threads_leave();
 	return result;
 }

@@ -148,4 +148,11 @@ struct driver {
 /* NULL where there is no libcuda. */
 const struct driver *driver(void);
 
+typedef void *driver_lookup(void *, const char *);
+/* The C library's dlsym, which our own hides; found by the first of the other functions here. Assembly names it. */
+extern __attribute__((visibility("hidden"))) driver_lookup *driver_dlsym;
+void driver_find_dlsym(void);
+void *driver_symbol(const char *symbol); /* libcuda's own */
+void driver_in_child(void);
+
 #endif

@@ -2,20 +2,13 @@
  * unchanged, caller's address included (dlsym decides by it), and where there is no libcuda, nothing is different. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "driver.h"
+#include "holding.h"
 #include "hooks.h"
-#include "resident.h"
 
-typedef void *lookup(void *, const char *);
-
-__attribute__((visibility("hidden"))) lookup *real_dlsym;
-
-static struct driver calls;
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
-static int loaded; /* 1: found, -1: there is none */
-static void *libcuda;
+#define EXPORTED __attribute__((visibility("default")))
 
 static const struct hook {
 	const char *symbol; /* as libcuda exports it */
@@ -76,63 +69,23 @@ static const struct hook {
 	{"cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxReset", 7000, resident_cuDevicePrimaryCtxReset_v2, NULL},
 	{"cuDevicePrimaryCtxRelease", NULL, 0, resident_cuDevicePrimaryCtxRelease_v2, NULL},
 	{"cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxRelease", 7000, resident_cuDevicePrimaryCtxRelease_v2, NULL},
-	{"cuGetProcAddress_v2", "cuGetProcAddress", 12000, resident_cuGetProcAddress_v2, NULL}, /* before the older one: the newest that fits */
+	/* before the older one: the newest that fits */
+	{"cuGetProcAddress_v2", "cuGetProcAddress", 12000, resident_cuGetProcAddress_v2, NULL},
 	{"cuGetProcAddress", "cuGetProcAddress", 11030, resident_cuGetProcAddress, NULL},
 };
-
-static void find_real_dlsym(void)
-{
-	static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17"};
-
-	for (size_t i = 0; !real_dlsym && i < sizeof versions / sizeof *versions; i++)
-		real_dlsym = (lookup *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-	if (!real_dlsym)
-		abort(); /* a C library that is none of those that we know: nothing could be looked up by anybody */
-}
-
-const struct driver *driver(void)
-{
-	if (__atomic_load_n(&loaded, __ATOMIC_ACQUIRE) == 0) {
-		find_real_dlsym();
-		void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL); /* outside our lock: its constructors may call us */
-		pthread_mutex_lock(&load_lock);
-		if (library && !loaded) {
-			libcuda = library;
-			calls.usable = 1;
-#define CALL(call, arguments) \
-	calls.call = (CUresult(*) arguments)real_dlsym(library, #call); \
-	calls.usable = calls.usable && calls.call;
-#define HOOKED(call, arguments) calls.call = (CUresult(*) arguments)real_dlsym(library, #call);
-			DRIVER_CALLS(CALL, CALL, HOOKED)
-#undef CALL
-#undef HOOKED
-			calls.cuThreadExchangeStreamCaptureMode = (CUresult(*)(int *))real_dlsym(library, "cuThreadExchangeStreamCaptureMode");
-			calls.cuCtxGetLimit = (CUresult(*)(size_t *, int))real_dlsym(library, "cuCtxGetLimit");
-			calls.cuCtxSetLimit = (CUresult(*)(int, size_t))real_dlsym(library, "cuCtxSetLimit");
-		}
-		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
-		pthread_mutex_unlock(&load_lock);
-	}
-	return loaded > 0 ? &calls : NULL;
-}
-
-void interposition_of_child(void)
-{
-	pthread_mutex_init(&load_lock, NULL);
-}
 
 /* For the entry below: ours for a symbol of libcuda's, or NULL. */
 __attribute__((visibility("hidden"), used)) void *resident_lookup(void *library, const char *symbol)
 {
-	if (!real_dlsym)
-		find_real_dlsym();
-	if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || library == RTLD_NEXT || !resident_directory())
+	if (!driver_dlsym)
+		driver_find_dlsym();
+	if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || library == RTLD_NEXT || !holding_directory())
 		return NULL;
 	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++)
 		if (!strcmp(symbol, hooks[i].symbol)) {
 			/* Only the driver's own is replaced: another preload may come before ours. */
-			void *found = driver() ? real_dlsym(library, symbol) : NULL;
-			return found && found == real_dlsym(libcuda, symbol) ? hooks[i].ours : NULL;
+			void *found = driver() ? driver_dlsym(library, symbol) : NULL;
+			return found && found == driver_symbol(symbol) ? hooks[i].ours : NULL;
 		}
 	return NULL;
 }
@@ -140,11 +93,11 @@ __attribute__((visibility("hidden"), used)) void *resident_lookup(void *library,
 #if defined(__x86_64__)
 __asm__(".text\n.globl dlsym\n.type dlsym, @function\ndlsym:\n"
 	"\tpush %rdi\n\tpush %rsi\n\tsub $8, %rsp\n\tcall resident_lookup\n\tadd $8, %rsp\n\tpop %rsi\n\tpop %rdi\n"
-	"\ttest %rax, %rax\n\tjnz 1f\n\tjmp *real_dlsym(%rip)\n1:\tret\n.size dlsym, . - dlsym\n");
+	"\ttest %rax, %rax\n\tjnz 1f\n\tjmp *driver_dlsym(%rip)\n1:\tret\n.size dlsym, . - dlsym\n");
 #elif defined(__aarch64__)
 __asm__(".text\n.globl dlsym\n.type dlsym, %function\ndlsym:\n"
 	"\tstp x29, x30, [sp, #-32]!\n\tstp x0, x1, [sp, #16]\n\tmov x29, sp\n\tbl resident_lookup\n\tmov x9, x0\n"
-	"\tldp x0, x1, [sp, #16]\n\tldp x29, x30, [sp], #32\n\tcbnz x9, 1f\n\tadrp x9, real_dlsym\n\tldr x9, [x9, #:lo12:real_dlsym]\n\tbr x9\n"
+	"\tldp x0, x1, [sp, #16]\n\tldp x29, x30, [sp], #32\n\tcbnz x9, 1f\n\tadrp x9, driver_dlsym\n\tldr x9, [x9, #:lo12:driver_dlsym]\n\tbr x9\n"
 	"1:\tmov x0, x9\n\tret\n.size dlsym, . - dlsym\n");
 #else
 #error "the preload knows x86-64 and aarch64"
@@ -152,7 +105,7 @@ __asm__(".text\n.globl dlsym\n.type dlsym, %function\ndlsym:\n"
 
 static void replace(const char *name, void **found, int version, unsigned long long flags)
 {
-	if (!name || !found || !*found || !resident_directory())
+	if (!name || !found || !*found || !holding_directory())
 		return;
 	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++) {
 		const struct hook *hook = &hooks[i];

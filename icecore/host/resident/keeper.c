@@ -40,7 +40,8 @@ struct process {
 	struct process *next;
 	uint8_t token[16];
 	int pid, pidfd; /* pidfd: -1 once it has ended */
-	int image;      /* tells whether the program that said hello still is, which a process may replace by another (exec); -1: nothing does */
+	/* tells whether the program that said hello still is, which a process may replace by another (exec); -1: nothing does */
+	int image;
 	bool alive, retained;
 	bool kept;       /* once it has ended, unless its job ends well */
 	bool left;       /* it has ended, and is retained for that alone */
@@ -245,7 +246,8 @@ static int open_image(int pid)
 	char path[32], own[16] = "";
 	int image = -1;
 
-	if (readlink("/proc/self", own, sizeof own - 1) > 0 && atoi(own) == getpid()) { /* else its numbers are not those that we know */
+	/* else its numbers are not those that we know */
+	if (readlink("/proc/self", own, sizeof own - 1) > 0 && atoi(own) == getpid()) {
 		snprintf(path, sizeof path, "/proc/%d/pagemap", pid);
 		image = open(path, O_RDONLY | O_CLOEXEC);
 	}
@@ -335,7 +337,8 @@ static int hello(struct connection *connection, const struct resident_message *m
 		return EBUSY; /* two copies of one process need a keeper each */
 	for (struct process *other = processes; other; other = other->next)
 		if (other != process && other->alive && other->pid == peer.pid && peer.pid > 0 && !other->retained && !other->connection && other->image < 0)
-			ended(other); /* of the same process, and nothing else tells that it was replaced */
+			/* of the same process, and nothing else tells that it was replaced */
+			ended(other);
 	if (!process->kept)
 		yield(); /* the job goes on with others */
 	close_watches(process);
@@ -528,7 +531,8 @@ static void hang_up(struct connection *connection)
 		struct process *process = connection->process;
 		process->connection = NULL;
 		connection->process = NULL;
-		if (process->pidfd < 0) /* not visible from here: its connection is all that is known of it */
+		/* not visible from here: its connection is all that is known of it */
+		if (process->pidfd < 0)
 			ended(process);
 	}
 }
@@ -703,14 +707,16 @@ int main(int count, char **words)
 				continue;
 			}
 			if (what == &job) {
-				if (is_over(job.pidfd)) /* else the event was another's, before KEEPER_KEEP */
+				/* else the event was another's, before KEEPER_KEEP */
+				if (is_over(job.pidfd))
 					job_ended();
 				continue;
 			}
 			for (struct process *process = processes; process && !was_process; process = process->next)
 				if (process == what) {
 					was_process = true;
-					if (process->pidfd >= 0 && is_over(process->pidfd)) /* else the event was of what it was before it came back */
+					/* else the event was of what it was before it came back */
+					if (process->pidfd >= 0 && is_over(process->pidfd))
 						ended(process);
 				}
 			if (!was_process && !((struct connection *)what)->closed && serve(what))
@@ -725,7 +731,8 @@ int main(int count, char **words)
 			last_used = now();
 		if (now() - last_used > IDLE_NANOSECONDS) {
 			if (is_found(place, &ours)) /* else it is another's by now */
-				unlink(place); /* its job is over; one that is not gets another with its next dump */
+				/* its job is over; one that is not gets another with its next dump */
+				unlink(place);
 			return 0;
 		}
 		if (some == 0 && !is_used() && !is_found(place, &ours))

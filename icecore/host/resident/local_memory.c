@@ -5,9 +5,10 @@
  * on an H100. It holds nothing while no kernel runs, but the driver's checkpoint copies it out and in like the rest.
  */
 #define _GNU_SOURCE
+#include <stdbool.h>
 #include <stddef.h>
 
-#include "resident.h"
+#include "local_memory.h"
 
 #define CONTEXTS 64
 #define LIMIT_STACK_SIZE 0

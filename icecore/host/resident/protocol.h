@@ -10,36 +10,47 @@
 
 enum keeper_operation {
 	KEEPER_HELLO = 1,   /* token, pid -> result: these descriptors are mine */
-	KEEPER_HOLD = 2,    /* one allocation and its descriptor (none: the one that is held); no answer */
+	/* one allocation and its descriptor (none: the one that is held); no answer */
+	KEEPER_HOLD = 2,
 	KEEPER_FREE = 3,    /* identity -> result, once the descriptor is closed */
 	KEEPER_CONFIRM = 4, /* -> count, identity (sum of those held) */
-	KEEPER_RESYNC = 5,  /* what is not held again before KEEPER_RESYNCED is let go of; no answer */
+	/* what is not held again before KEEPER_RESYNCED is let go of; no answer */
+	KEEPER_RESYNC = 5,
 	KEEPER_RESYNCED = 6, /* -> count, identity, as KEEPER_CONFIRM */
-	KEEPER_PARKED = 7,   /* -> result: the descriptors are all there is of the memory now: kept although the process ends, until its next hello */
+	/* -> result: the descriptors are all there is of the memory now: kept although the process ends, until its next hello */
+	KEEPER_PARKED = 7,
 
 	KEEPER_PROCESSES = 16, /* -> for each process token, pid, count, size, flags; KEEPER_END */
 	KEEPER_LIST = 17,      /* token -> for each allocation a message; KEEPER_END */
 	KEEPER_TAKE = 18,      /* the same with the descriptors */
 	KEEPER_PUT = 19,       /* token and an allocation with its descriptor -> result */
-	KEEPER_RETAIN = 20,    /* token, count (0 or 1) -> result: kept although the process ends, as after KEEPER_PARKED */
+	/* token, count (0 or 1) -> result: kept although the process ends, as after KEEPER_PARKED */
+	KEEPER_RETAIN = 20,
 	KEEPER_FORGET = 21,    /* token -> result: let go of all of it */
 	KEEPER_FETCH = 22, /* token, identity -> result, and that allocation with its descriptor */
-	KEEPER_KEEP = 23,  /* token, pid (of the job's init), lease, and the init's status file -> result: kept where the job breaks off (docs/resident.md) */
-	KEEPER_YIELD = 24, /* -> count: of processes that ended while their job ran on, which was kept: the job needs the memory */
-	KEEPER_DROP = 25,  /* token, identity -> result: let go of that one, of a process that has ended */
+	/* token, pid (of the job's init), lease, and the init's status file -> result: kept where the job breaks off (docs/resident.md) */
+	KEEPER_KEEP = 23,
+	/* -> count: of processes that ended while their job ran on, which was kept: the job needs the memory */
+	KEEPER_YIELD = 24,
+	/* token, identity -> result: let go of that one, of a process that has ended */
+	KEEPER_DROP = 25,
 	KEEPER_END = 31,
 };
 
 enum agent_operation {
 	AGENT_STATUS = 64, /* -> struct resident_counts in text */
 	AGENT_LIST = 65,   /* -> for each allocation a message; AGENT_END */
-	AGENT_PARK = 66,   /* nanoseconds, lease, requested (nanoseconds for threads to come out of the driver; 0: wherever they are) -> result, count (parked), flags (not parked: in the driver), text (threads that block the signal) */
+	/* nanoseconds, lease, requested (nanoseconds for threads to come out of the driver; 0: wherever they are) -> result, count (parked), flags (not parked: in the driver), text (threads that block the signal) */
+	AGENT_PARK = 66,
 	AGENT_UNMAP = 67,  /* nanoseconds -> result, count, size */
-	AGENT_MAP = 68,    /* count of descriptors that follow, each in a message with its identity; 0: from the keeper -> result */
+	/* count of descriptors that follow, each in a message with its identity; 0: from the keeper -> result */
+	AGENT_MAP = 68,
 	AGENT_GO = 69,     /* -> result */
 	AGENT_LEASE = 70,  /* lease -> result */
-	AGENT_REFRESH = 71, /* -> result: every descriptor is exported anew and handed to the keeper */
-	AGENT_LOOK = 72, /* nanoseconds -> result: for so long (0: no more) a client has memory mapped at times: allocations that find none wait */
+	/* -> result: every descriptor is exported anew and handed to the keeper */
+	AGENT_REFRESH = 71,
+	/* nanoseconds -> result: for so long (0: no more) a client has memory mapped at times: allocations that find none wait */
+	AGENT_LOOK = 72,
 	AGENT_END = 95,
 };
 
@@ -61,7 +72,8 @@ struct resident_message {
 	uint64_t address, size, requested; /* bytes; size is what is mapped */
 	uint64_t nanoseconds, lease;
 	uint8_t device[16]; /* UUID */
-	uint8_t token[16];  /* of a process, drawn when it first allocates; survives checkpoint and restore */
+	/* of a process, drawn when it first allocates; survives checkpoint and restore */
+	uint8_t token[16];
 	int32_t pid, ordinal;
 	uint32_t flags, state;
 	char text[400];
@@ -73,15 +85,20 @@ struct resident_counts {
 	uint64_t pool, pool_bytes;       /* stream-ordered, live */
 	uint64_t managed, managed_bytes; /* live */
 	uint64_t foreign, foreign_bytes; /* large, but not possible as resident: live */
-	uint64_t deferred, deferred_bytes; /* freed, but released only when a stream capture is over */
-	uint64_t allocations, frees, out_of_memory, ipc_refused, unheld; /* unheld: not at the keeper now */
+	/* freed, but released only when a stream capture is over */
+	uint64_t deferred, deferred_bytes;
+	/* unheld: not at the keeper now */
+	uint64_t allocations, frees, out_of_memory, ipc_refused, unheld;
 	uint64_t windows, cancelled;
 	uint64_t captured; /* left to the driver because a stream was being captured */
-	uint64_t handles, imported; /* live: made by cuMemCreate (also among the resident), imported from others */
+	/* live: made by cuMemCreate (also among the resident), imported from others */
+	uint64_t handles, imported;
 	uint64_t exports;           /* by the application */
-	uint64_t unparkable;        /* what was shared with other processes in a way that no window can take away: ever */
+	/* what was shared with other processes in a way that no window can take away: ever */
+	uint64_t unparkable;
 	uint64_t multicast;         /* multicast objects: ever */
-	uint64_t ipc_exports;       /* by CUDA's legacy IPC, exported or opened, of what stayed with the driver: ever */
+	/* by CUDA's legacy IPC, exported or opened, of what stayed with the driver: ever */
+	uint64_t ipc_exports;
 	uint64_t spare, spare_bytes; /* released, and kept for the next who asks */
 	uint64_t recycled;           /* allocations that got such a one */
 };

@@ -13,9 +13,13 @@
 #include <time.h>
 
 #include "capture.h"
-#include "contexts.h"
+#include "clock.h"
+#include "devices.h"
+#include "holding.h"
 #include "hooks.h"
-#include "resident.h"
+#include "release.h"
+#include "spare.h"
+#include "threads.h"
 
 #define SPARES 32
 #define MOST_BYTES ((size_t)64 << 20) /* of each device */
@@ -31,7 +35,8 @@ static struct spare {
 	int64_t since;
 } spares[SPARES]; /* the last one last; changed under table_lock, as all that follows, and under spares_lock */
 static size_t some;
-static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER; /* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation */
+/* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation */
+static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER;
 static CUcontext users[DEVICES]; /* the one whose memory is on a device, as far as it is one */
 static bool several[DEVICES];
 static bool leaving;
@@ -44,13 +49,13 @@ static struct habit {
 static int64_t last_short = -SHORT_NANOSECONDS;
 static uint64_t given_back;
 
-/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken before table_lock, inside `enter` … `leave`. */
+/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken before table_lock, inside threads_enter … threads_leave. */
 static pthread_mutex_t giving_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Whether less time has passed; a restore may have set the clock back. */
 static bool within(int64_t nanoseconds, int64_t since)
 {
-	int64_t passed = now() - since;
+	int64_t passed = clock_now() - since;
 
 	return passed >= 0 && passed < nanoseconds;
 }
@@ -66,7 +71,7 @@ static struct habit *find_habit(CUcontext context, size_t size)
 static struct habit *make_habit(CUcontext context, size_t size)
 {
 	struct habit *oldest = habits;
-	int64_t time = now();
+	int64_t time = clock_now();
 
 	for (struct habit *at = habits; at < habits + SPARES; at++) {
 		if (at->released > time)
@@ -95,7 +100,7 @@ static void note_user(CUdevice device, CUcontext context)
 /* Whether only its own context can have used it, which has been waited for: another's kernels may still be at it. */
 static bool is_its_contexts_alone(const struct allocation *what)
 {
-	return !several[what->device] && !peers_of(what->device);
+	return !several[what->device] && !devices_peers(what->device);
 }
 
 static bool has_room(CUdevice device, size_t size)
@@ -112,8 +117,8 @@ bool spare_keep(struct allocation *what)
 	if (!habit)
 		habit = make_habit(what->context, what->size);
 	habit->again = habit->again && within(SOON_NANOSECONDS, habit->released);
-	habit->released = now();
-	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->altered || capture_active() || !is_its_contexts_alone(what) ||
+	habit->released = clock_now();
+	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->resident.altered || capture_active() || !is_its_contexts_alone(what) ||
 	    !has_room(what->device, what->size))
 		return false;
 	pthread_mutex_lock(&spares_lock);
@@ -137,10 +142,10 @@ bool spare_take(struct allocation *wanted)
 		}
 	if (found) {
 		table_change(found, KIND_RESIDENT);
-		found->freed = 0;
+		found->resident.freed = 0;
 		wanted->address = found->address;
-		counts.allocations++;
-		counts.recycled++;
+		table_counts.allocations++;
+		table_counts.recycled++;
 		if (found->requested != wanted->requested) {
 			found->requested = wanted->requested;
 			holding_add(found, -1);
@@ -174,9 +179,10 @@ static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 		struct spare what = spares[at];
 		take_out(at);
 		pthread_mutex_unlock(&table_lock);
-		bool entered = !gone && !driver()->cuCtxPushCurrent_v2(what.context); /* the agent has none */
+		/* the agent has none */
+		bool entered = !gone && !driver()->cuCtxPushCurrent_v2(what.context);
 		pthread_mutex_lock(&table_lock);
-		release(table_find(what.address));
+		release_now(table_find(what.address));
 		__atomic_store_n(&given_back, given_back + 1, __ATOMIC_RELEASE);
 		pthread_mutex_unlock(&table_lock);
 		if (entered)
@@ -186,7 +192,7 @@ static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 	pthread_mutex_unlock(&table_lock);
 }
 
-void spares_give_back(CUcontext context, bool gone)
+void spare_give_back(CUcontext context, bool gone)
 {
 	pthread_mutex_lock(&giving_lock);
 	give_back(context, 0, gone);
@@ -202,7 +208,7 @@ void spares_give_back(CUcontext context, bool gone)
 	pthread_mutex_unlock(&table_lock);
 }
 
-void spares_give_back_old(void)
+void spare_give_back_old(void)
 {
 	/* Whoever gives back may wait for the driver's lock, and the agent must not. */
 	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() || pthread_mutex_trylock(&giving_lock))
@@ -212,16 +218,16 @@ void spares_give_back_old(void)
 	pthread_mutex_unlock(&giving_lock);
 }
 
-uint64_t spares_given_back(void)
+uint64_t spare_given_back(void)
 {
 	return __atomic_load_n(&given_back, __ATOMIC_ACQUIRE);
 }
 
-bool spares_make_room(uint64_t before)
+bool spare_make_room(uint64_t before)
 {
 	pthread_mutex_lock(&giving_lock);
 	pthread_mutex_lock(&table_lock);
-	last_short = now(); /* what others release meanwhile is there for all */
+	last_short = clock_now(); /* what others release meanwhile is there for all */
 	pthread_mutex_unlock(&table_lock);
 	int mode = CAPTURE_MODE_RELAXED; /* somebody else's capture is not to fail by it */
 	bool exchanged = driver()->cuThreadExchangeStreamCaptureMode && !driver()->cuThreadExchangeStreamCaptureMode(&mode);
@@ -229,7 +235,7 @@ bool spares_make_room(uint64_t before)
 	if (exchanged)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
 	pthread_mutex_unlock(&giving_lock);
-	return spares_given_back() != before;
+	return spare_given_back() != before;
 }
 
 CUdeviceptr spare_hidden(CUdeviceptr address)
@@ -246,22 +252,22 @@ CUdeviceptr spare_hidden(CUdeviceptr address)
 	return asked;
 }
 
-void spares_at_exit(void)
+void spare_at_exit(void)
 {
 	struct timespec until;
 
 	/* Who gives back is let come to its end; it may be at the driver's door. */
 	clock_gettime(CLOCK_REALTIME, &until);
 	until.tv_sec++;
-	enter(); /* not parked with the lock */
+	threads_enter(); /* not parked with the lock */
 	bool alone = !pthread_mutex_timedlock(&giving_lock, &until);
 	leaving = true;
 	if (alone)
 		pthread_mutex_unlock(&giving_lock);
-	leave();
+	threads_leave();
 }
 
-void spares_of_child(void)
+void spare_in_child(void)
 {
 	pthread_mutex_init(&giving_lock, NULL);
 	pthread_mutex_init(&spares_lock, NULL);
@@ -277,12 +283,12 @@ void spares_of_child(void)
 
 static void note_altered(CUdeviceptr address)
 {
-	if (!resident_directory())
+	if (!holding_directory())
 		return;
 	pthread_mutex_lock(&table_lock);
-	struct allocation *found = containing(address);
+	struct allocation *found = table_containing(address);
 	if (found && found->kind == KIND_RESIDENT)
-		found->altered = true;
+		found->resident.altered = true;
 	pthread_mutex_unlock(&table_lock);
 }
 
@@ -291,12 +297,12 @@ static void note_altered(CUdeviceptr address)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		address = spare_hidden(address); \
 		CUresult result = driver()->name arguments; \
 		if (alters && !result) \
 			note_altered(address); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
 ASKED(false, cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address), (out, attribute, address))

@@ -13,7 +13,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "resident.h"
+#include "driver.h"
+#include "stack.h"
 
 #define RANGES 8
 #define PAGE ((uintptr_t)4096)
@@ -25,7 +26,7 @@ static struct range {
 static int ranges;
 
 /* The executable mappings of the file that has the driver's calls. Nobody is parked when this is called. */
-void find_driver(void)
+void stack_find_driver(void)
 {
 	char line[4096], path[4096] = "", found[4096], protection[8];
 	uintptr_t low, high, call = (uintptr_t)driver()->cuMemCreate;
@@ -55,7 +56,7 @@ static bool is_code(uintptr_t address)
 	return false;
 }
 
-bool in_driver(const ucontext_t *interrupted)
+bool stack_in_driver(const ucontext_t *interrupted)
 {
 #ifdef __x86_64__
 	uintptr_t at = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RIP], stack = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RSP];

@@ -3,35 +3,38 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "resident.h"
+#include "table.h"
 
 #define VACATED 1
 
 pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
-struct resident_counts counts;
+struct resident_counts table_counts;
+
+static uint64_t next_identity = 1;
 
 static struct allocation *places;
 static size_t room, used; /* used: with the vacated ones */
 
 static size_t start(CUdeviceptr address, size_t size)
 {
-	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 32) & (size - 1); /* the upper bits: handles are multiples of 2^40 */
+	/* the upper bits: handles are multiples of 2^40 */
+	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 32) & (size - 1);
 }
 
 static void count(const struct allocation *what, int by)
 {
 	static uint64_t *const of[][2] = {
-		[KIND_RESIDENT] = {&counts.resident, &counts.resident_bytes}, [KIND_SPARE] = {&counts.spare, &counts.spare_bytes},
-		[KIND_SMALL] = {&counts.small, &counts.small_bytes},          [KIND_POOL] = {&counts.pool, &counts.pool_bytes},
-		[KIND_MANAGED] = {&counts.managed, &counts.managed_bytes},    [KIND_FOREIGN] = {&counts.foreign, &counts.foreign_bytes},
+		[KIND_RESIDENT] = {&table_counts.resident, &table_counts.resident_bytes}, [KIND_SPARE] = {&table_counts.spare, &table_counts.spare_bytes},
+		[KIND_SMALL] = {&table_counts.small, &table_counts.small_bytes},          [KIND_POOL] = {&table_counts.pool, &table_counts.pool_bytes},
+		[KIND_MANAGED] = {&table_counts.managed, &table_counts.managed_bytes},    [KIND_FOREIGN] = {&table_counts.foreign, &table_counts.foreign_bytes},
 	};
 	enum kind kind = what->kind;
 
 	if (kind == KIND_MAPPING)
 		return;
 	if (kind == KIND_HANDLE) {
-		*(what->imported ? &counts.imported : &counts.handles) += (uint64_t)by;
-		if (what->imported)
+		*(what->made.imported ? &table_counts.imported : &table_counts.handles) += (uint64_t)by;
+		if (what->made.imported)
 			return; /* whoever allocated it counts it */
 		kind = KIND_RESIDENT;
 	}
@@ -87,7 +90,7 @@ struct allocation *table_find(CUdeviceptr address)
 	return NULL;
 }
 
-bool only_noted(const struct allocation *what)
+bool table_only_noted(const struct allocation *what)
 {
 	return what->kind == KIND_SMALL || what->kind == KIND_POOL || what->kind == KIND_MANAGED || what->kind == KIND_FOREIGN;
 }
@@ -98,7 +101,7 @@ struct allocation *table_add(const struct allocation *what)
 		return NULL;
 	/* Not every end of the driver's own memory is seen here (a pool's, a graph's), and addresses come again. */
 	struct allocation *ended = table_find(what->address);
-	if (ended && only_noted(ended))
+	if (ended && table_only_noted(ended))
 		table_remove(ended);
 	count(what, 1);
 	return insert(places, room, what);
@@ -133,9 +136,35 @@ struct allocation *table_next_held(struct allocation *after)
 	return NULL;
 }
 
-void table_clear(void)
+bool table_imported(const struct allocation *what)
 {
+	return what->kind == KIND_HANDLE && what->made.imported;
+}
+
+struct allocation *table_containing(CUdeviceptr address)
+{
+	static const enum kind kinds[] = {KIND_MAPPING, KIND_RESIDENT};
+	struct allocation *at = table_find(address);
+
+	if (at && (at->kind == KIND_MAPPING || at->kind == KIND_RESIDENT))
+		return at;
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+		for (at = NULL; (at = table_next(at, kinds[i]));)
+			if (address >= at->address && address - at->address < at->size)
+				return at;
+	return NULL;
+}
+
+uint64_t table_new_identity(void)
+{
+	return next_identity++;
+}
+
+void table_in_child(void)
+{
+	pthread_mutex_init(&table_lock, NULL);
+	next_identity = 1;
 	places = NULL; /* a copy that nobody writes costs nothing */
 	room = used = 0;
-	memset(&counts, 0, sizeof counts);
+	memset(&table_counts, 0, sizeof table_counts);
 }

@@ -25,7 +25,10 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,7 +39,10 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "resident.h"
+#include "clock.h"
+#include "directory.h"
+#include "stack.h"
+#include "threads.h"
 
 #define PARK_SIGNAL 33 /* SIGSETXID */
 #define PARK_VALUE 0x69636563
@@ -84,14 +90,6 @@ static struct kernel_sigaction librarys;
 /* The signal's handler reads them: static storage, no lazy allocation. */
 static __thread volatile sig_atomic_t inside __attribute__((tls_model("initial-exec")));
 static __thread volatile sig_atomic_t asked_inside __attribute__((tls_model("initial-exec")));
-
-int64_t now(void)
-{
-	struct timespec at;
-
-	clock_gettime(CLOCK_MONOTONIC, &at);
-	return at.tv_sec * 1000000000ll + at.tv_nsec;
-}
 
 static unsigned round_now(void)
 {
@@ -189,7 +187,8 @@ static void sit(const ucontext_t *interrupted)
 	struct seat *seat = round & 1 ? find_seat(self()) : NULL;
 
 	if (!seat || ROUND(atomic_load(&seat->state)) != round)
-		return; /* too late: the gate is open again, or closed anew and we are asked once more */
+		/* too late: the gate is open again, or closed anew and we are asked once more */
+		return;
 	atomic_store(&seat->interrupted, interrupted);
 	if (!arrive(seat, round, PARKED))
 		return;
@@ -224,13 +223,13 @@ static void on_signal(int number, siginfo_t *info, void *context)
 	errno = error;
 }
 
-void enter(void)
+void threads_enter(void)
 {
 	inside++;
 	atomic_signal_fence(memory_order_seq_cst);
 }
 
-void leave(void)
+void threads_leave(void)
 {
 	atomic_signal_fence(memory_order_seq_cst);
 	inside--;
@@ -364,9 +363,10 @@ static bool blocks_for_long(const struct seat *seat, int64_t at)
 static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 {
 	const unsigned state = state_of(seat);
-	const int64_t at = now();
+	const int64_t at = clock_now();
 
-	if (what == BLOCKS && state != LEAVING && state != INSIDE) { /* in the handler it is blocked, too */
+	/* in the handler it is blocked, too */
+	if (what == BLOCKS && state != LEAVING && state != INSIDE) {
 		if (!seat->blocked_since)
 			seat->blocked_since = at;
 		return ask && blocks_for_long(seat, at);
@@ -378,7 +378,8 @@ static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 		seat->asked = at;
 		/* One that is pending already brings it here. It may be one with a mask in which the signal is blocked: another behind it would stay pending for ever. */
 		if (!pending && ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
-			change(seat, ASKED, SEATED); /* too many signals pending: asked again in the next pass */
+			/* too many signals pending: asked again in the next pass */
+			change(seat, ASKED, SEATED);
 	}
 	return false;
 }
@@ -406,7 +407,8 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 			struct seat *seat = find_seat(thread);
 			bool pending = false, settled = thread == agent_thread || thread == probe_thread || (seat && state_of(seat) == PARKED);
 			int what = settled ? NOT_OURS : look_at(thread, &pending);
-			living += what != GONE || thread == getpid(); /* the first of a process is counted although it has ended */
+			/* the first of a process is counted although it has ended */
+			living += what != GONE || thread == getpid();
 			if (what == GONE || what == NOT_OURS)
 				continue;
 			waiting++;
@@ -414,7 +416,8 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 				close(tasks);
 				return -1;
 			}
-			if (seat && see_to(seat, what, pending, ask) && room - written > 12) /* else told of with the next answer */
+			/* else told of with the next answer */
+			if (seat && see_to(seat, what, pending, ask) && room - written > 12)
 				written += (size_t)snprintf(blocked + written, room - written, "%d ", thread);
 		}
 	}
@@ -424,7 +427,7 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 	return waiting;
 }
 
-unsigned park_count(void)
+static unsigned park_count(void)
 {
 	unsigned parked = 0;
 
@@ -433,7 +436,7 @@ unsigned park_count(void)
 	return parked;
 }
 
-void park_end(void)
+void threads_park_end(void)
 {
 	const unsigned round = round_now();
 
@@ -458,7 +461,7 @@ static unsigned let_busy_go(void)
 		const ucontext_t *interrupted = atomic_load(&seat->interrupted);
 		if (!interrupted || state_of(seat) != PARKED)
 			continue;
-		if (!in_driver(interrupted)) {
+		if (!stack_in_driver(interrupted)) {
 			atomic_store(&seat->interrupted, NULL);
 			continue;
 		}
@@ -495,7 +498,7 @@ static bool on_their_way(void)
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
 		unsigned state = state_of(seat);
-		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, now()))) && counts_still(seat))
+		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, clock_now()))) && counts_still(seat))
 			return true;
 	}
 	return false;
@@ -521,11 +524,11 @@ static void name_missing(char *text, size_t room)
 	}
 }
 
-int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer)
+int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer)
 {
 	bool begun = atomic_load(&gate) & 1;
-	int64_t brake_until = now() + patience_for_busy;
-	uint64_t random_state = (uint64_t)now();
+	int64_t brake_until = clock_now() + patience_for_busy;
+	uint64_t random_state = (uint64_t)clock_now();
 	int calm = 0, error = begun ? 0 : claim_signal();
 
 	if (error)
@@ -537,10 +540,10 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 	forget_blocked();
 	answer->ordinal = PARK_SIGNAL;
 	for (;;) {
-		bool asking = !patience_for_busy || now() < brake_until, complete;
+		bool asking = !patience_for_busy || clock_now() < brake_until, complete;
 		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, asking, &complete);
 		if (waiting < 0) {
-			park_end();
+			threads_park_end();
 			return ENOSPC;
 		}
 		if (answer->text[0])
@@ -552,7 +555,7 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 				answer->count = park_count();
 				return 0;
 			}
-			if (busy && now() < until) {
+			if (busy && clock_now() < until) {
 				/* Not woken by others' arrivals: those that were let go are to get out of the driver meanwhile. Each time another pause: at equal
 				 * ones a thread that goes round with them is met at the same point for ever. */
 				random_state = random_state * 6364136223846793005u + 1442695040888963407u;
@@ -566,9 +569,9 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 			answer->count = park_count();
 			return 0;
 		}
-		if (now() > until) {
+		if (clock_now() > until) {
 			name_missing(answer->text, sizeof answer->text);
-			park_end();
+			threads_park_end();
 			return ETIMEDOUT;
 		}
 		if (!calm)
@@ -578,7 +581,7 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 
 static bool allocator_is_free(void)
 {
-	int64_t until = now() + PROBE_NANOSECONDS;
+	int64_t until = clock_now() + PROBE_NANOSECONDS;
 	int wanted = atomic_fetch_add(&probes_wanted, 1) + 1;
 
 	wake(&probes_wanted);
@@ -586,20 +589,20 @@ static bool allocator_is_free(void)
 		int done = atomic_load(&probes_done);
 		if (done == wanted)
 			return true;
-		int64_t left = until - now();
+		int64_t left = until - clock_now();
 		if (left <= 0)
 			break;
 		sleep_until_changed(&probes_done, done, left);
 	}
-	park_end();
+	threads_park_end();
 	for (int done; (done = atomic_load(&probes_done)) != wanted;)
 		sleep_until_changed(&probes_done, done, -1);
 	return false;
 }
 
-int park_settle(int64_t until)
+int threads_park_settle(int64_t until)
 {
-	int64_t suspicious = now() + SETTLE_NANOSECONDS;
+	int64_t suspicious = clock_now() + SETTLE_NANOSECONDS;
 	int calm = 0;
 	bool is_free = false;
 
@@ -610,15 +613,15 @@ int park_settle(int64_t until)
 		int seen = atomic_load(&arrivals), waiting = pass(NULL, 0, false, &complete);
 		calm = waiting == 0 && complete ? calm + 1 : 0;
 		/* One that does not arrive may be waiting for what somebody who is parked holds. */
-		if (calm == 2 || (!is_free && now() > suspicious)) {
+		if (calm == 2 || (!is_free && clock_now() > suspicious)) {
 			is_free = allocator_is_free();
 			if (!is_free)
 				return EAGAIN;
 			if (calm == 2)
 				return 0;
 		}
-		if (waiting < 0 || now() > until) {
-			park_end();
+		if (waiting < 0 || clock_now() > until) {
+			threads_park_end();
 			return waiting < 0 ? ENOSPC : ETIMEDOUT;
 		}
 		if (!calm)
@@ -659,7 +662,8 @@ static void *probe(void *unused)
 			every_arena.newer();
 		else if (every_arena.found)
 			every_arena.older();
-		for (size_t size = 16; size <= (1 << 20); size *= 4) { /* where the allocator is another */
+		/* where the allocator is another */
+		for (size_t size = 16; size <= (1 << 20); size *= 4) {
 			void *volatile some = malloc(size);
 			free(some);
 		}
@@ -681,7 +685,7 @@ int threads_start(void)
 
 	agent_thread = self();
 	prctl(PR_SET_TIMERSLACK, 1ul); /* for pauses of a few microseconds */
-	find_driver();
+	stack_find_driver();
 	atomic_store(&probes_wanted, 1);
 	atomic_store(&probes_done, 0);
 	int error = claim_signal();
@@ -695,7 +699,7 @@ int threads_start(void)
 	return 0;
 }
 
-void threads_of_child(void)
+void threads_in_child(void)
 {
 	atomic_store(&gate, 0);
 	inside = asked_inside = 0;

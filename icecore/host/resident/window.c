@@ -15,7 +15,16 @@
 #include <unistd.h>
 
 #include "capture.h"
-#include "resident.h"
+#include "clock.h"
+#include "descriptors.h"
+#include "devices.h"
+#include "directory.h"
+#include "handles.h"
+#include "holding.h"
+#include "local_memory.h"
+#include "spare.h"
+#include "threads.h"
+#include "window.h"
 
 #define LEFT 64            /* descriptors that the application can have at least beside ours */
 #define HIGHEST_LIMIT 65536 /* the kernel's table reaches to the highest number, and each fork copies it */
@@ -28,7 +37,7 @@ static size_t given_count, given_room;
 static bool given_sorted;
 
 static rlim_t limit_before, limit_raised; /* of descriptors; raised: 0 where it was not */
-static int first_number = HIGH_DESCRIPTOR;
+static int first_number = DESCRIPTOR_HIGH;
 
 static bool raise_limit(const struct rlimit *now, rlim_t wanted)
 {
@@ -48,7 +57,7 @@ static void lower_limit(void)
 		setrlimit(RLIMIT_NOFILE, &found); /* what lies above stays open */
 	}
 	limit_raised = 0;
-	first_number = HIGH_DESCRIPTOR;
+	first_number = DESCRIPTOR_HIGH;
 }
 
 static size_t count_open(void)
@@ -82,7 +91,8 @@ static int make_room(struct resident_message *answer)
 		kept += holding_keeps(at);
 	}
 	if (found.rlim_cur <= HIGHEST_LIMIT && found.rlim_cur + ours + LEFT <= found.rlim_max) {
-		rlim_t twice = found.rlim_cur + 2 * ours + LEFT, wanted = twice < found.rlim_max ? twice : found.rlim_max; /* a second try takes all once more */
+		/* a second try takes all once more */
+		rlim_t twice = found.rlim_cur + 2 * ours + LEFT, wanted = twice < found.rlim_max ? twice : found.rlim_max;
 		if (raise_limit(&found, wanted)) {
 			limit_before = found.rlim_cur;
 			limit_raised = wanted;
@@ -226,15 +236,17 @@ int window_unmap(int64_t until, struct resident_message *answer)
 {
 	const struct driver *d = driver();
 	struct allocation *at;
-	int error = park_settle(until);
+	int error = threads_park_settle(until);
 
 	if (error)
 		return error;
 	if (capture_active())
-		return EAGAIN; /* it would fail when its context is synchronised; captures are short */
-	if (counts.multicast || counts.unparkable)
-		return EOPNOTSUPP; /* something shared would stay mapped: the driver's restore would fail */
-	spares_give_back(NULL, false); /* nobody's contents */
+		/* it would fail when its context is synchronised; captures are short */
+		return EAGAIN;
+	if (table_counts.multicast || table_counts.unparkable)
+		/* something shared would stay mapped: the driver's restore would fail */
+		return EOPNOTSUPP;
+	spare_give_back(NULL, false); /* nobody's contents */
 	pthread_mutex_lock(&table_lock);
 	error = synchronise_all();
 	if (!error)
@@ -243,13 +255,13 @@ int window_unmap(int64_t until, struct resident_message *answer)
 		error = ENOTCONN; /* nobody would have the memory when it is released here */
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
 		error = unmap_all(mapped_kinds[i]);
-	if (!error && now() > until)
+	if (!error && clock_now() > until)
 		error = ETIMEDOUT;
 	for (at = NULL; !error && (at = table_next_held(at));) {
 		error = failed(d->cuMemRelease(at->handle));
 		at->has_handle = error != 0;
 		answer->count++;
-		answer->size += at->imported ? 0 : at->size;
+		answer->size += table_imported(at) ? 0 : at->size;
 	}
 	if (!error)
 		shrink_all();
@@ -278,7 +290,8 @@ static int import_one(struct allocation *what)
 		return result ? failed(result) : errno;
 	}
 	what->has_handle = true;
-	what->descriptor = descriptor; /* an imported handle cannot be exported: what the next keeper gets */
+	/* an imported handle cannot be exported: what the next keeper gets */
+	what->descriptor = descriptor;
 	what->inode = found.st_ino;
 	return 0;
 }
@@ -287,15 +300,15 @@ static int import_one(struct allocation *what)
 static int map_one(struct allocation *what)
 {
 	const struct driver *d = driver();
-	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->of) : what;
+	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->mapping.of) : what;
 	CUresult result;
 
 	if (!of)
 		return ENOENT;
-	result = d->cuMemMap(what->address, what->size, what->offset, of->handle, 0);
+	result = d->cuMemMap(what->address, what->size, what->kind == KIND_MAPPING ? what->mapping.offset : 0, of->handle, 0);
 	if (result)
 		return failed(result);
-	result = what->kind == KIND_MAPPING ? set_access_again(what) : set_access(what);
+	result = what->kind == KIND_MAPPING ? handles_set_access(what) : devices_set_access(what);
 	if (result) {
 		d->cuMemUnmap(what->address, what->size);
 		return failed(result);
@@ -319,7 +332,7 @@ int window_map(void)
 	bool lacking = false, others = given_count > 0;
 
 	pthread_mutex_lock(&table_lock);
-	devices_again();
+	devices_refresh();
 	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		lacking = lacking || !at->has_handle;
 	if (lacking && !given_count)
