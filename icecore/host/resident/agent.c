@@ -1,8 +1,10 @@
-/* The agent: a thread that carries out what a client asks over this process's socket; rule: a process that it parked runs again, with its memory mapped,
- * whatever becomes of the client: each command renews a lease, and where it runs out, the agent goes back by itself.
+/* The agent: a thread that carries out what a client asks over this process's socket; rule: a
+ * process that it parked runs again, with its memory mapped, whatever becomes of the client: each
+ * command renews a lease, and where it runs out, the agent goes back by itself.
  *
- * One command a connection, which the client closes: an open one could not be restored by CRIU, and neither could that to the keeper, which a window
- * closes. A lease does not run while the process is frozen, and begins anew after a restore.
+ * One command a connection, which the client closes: an open one could not be restored by CRIU, and
+ * neither could that to the keeper, which a window closes. A lease does not run while the process
+ * is frozen, and begins anew after a restore.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -32,7 +34,9 @@
 #define FROZEN_NANOSECONDS 500000000ll
 #define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
 #define LONGEST_LOOK_NANOSECONDS 10000000000ull
-#define WINDOW_NANOSECONDS 90000000000ll /* for so long after the beginning of one, the driver's lock may be somebody's: a dumper tries for 60 s */
+#define WINDOW_NANOSECONDS \
+	90000000000ll /* for so long after the beginning of one, the driver's lock may be \
+			 somebody's: a dumper tries for 60 s */
 #define NEVER (-WINDOW_NANOSECONDS)
 #define STACK ((size_t)1 << 20)
 
@@ -47,11 +51,13 @@ static struct sockaddr_un own_address(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
 
-	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", holding_directory(), getpid());
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", holding_directory(),
+	    getpid());
 	return address;
 }
 
-/* After a restore it is another socket with the same name. Somebody may have connected to it before we ran again, and would wait for an answer. */
+/* After a restore it is another socket with the same name. Somebody may have connected to it before
+ * we ran again, and would wait for an answer. */
 static bool listens_at_our_address(int socket)
 {
 	struct sockaddr_un address = own_address(), found = {0};
@@ -59,8 +65,8 @@ static bool listens_at_our_address(int socket)
 	int accepts = 0;
 
 	return getsockopt(socket, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) == 0 && accepts &&
-	       getsockname(socket, (void *)&found, &length) == 0 && found.sun_family == AF_UNIX &&
-	       strncmp(found.sun_path, address.sun_path, sizeof found.sun_path) == 0;
+	    getsockname(socket, (void *)&found, &length) == 0 && found.sun_family == AF_UNIX &&
+	    strncmp(found.sun_path, address.sun_path, sizeof found.sun_path) == 0;
 }
 
 static bool listening(void)
@@ -87,7 +93,8 @@ static bool listen_again(void)
 	if (made < 0)
 		return false;
 	unlink(address.sun_path);
-	if (bind(made, (void *)&address, sizeof address) || chmod(address.sun_path, 0600) || listen(made, 16)) {
+	if (bind(made, (void *)&address, sizeof address) || chmod(address.sun_path, 0600) ||
+	    listen(made, 16)) {
 		close(made);
 		return false;
 	}
@@ -113,7 +120,8 @@ static int park(const struct resident_message *wanted, struct resident_message *
 		return EALREADY;
 	physical_looked_at(0);
 	last_parked = clock_now();
-	int error = threads_park_begin(clock_now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
+	int error = threads_park_begin(
+	    clock_now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
 	if (error == 0 || error == EAGAIN)
 		state = RESIDENT_PARKED;
 	else
@@ -189,10 +197,19 @@ static int list(int to)
 	for (struct allocation *at = NULL; !result && (at = table_next_held(at));) {
 		if (at->kind == KIND_SPARE)
 			continue;
-		struct resident_message one = {
-			.version = RESIDENT_VERSION, .operation = AGENT_LIST,    .identity = at->identity, .address = at->address,
-			.size = at->size,            .requested = at->requested, .ordinal = at->device,    .pid = getpid(),
-			.state = at->mapped,         .flags = (at->held ? RESIDENT_HELD : 0) | (table_imported(at) ? RESIDENT_IMPORTED : at->exported ? RESIDENT_EXPORTED : 0)};
+		struct resident_message one = {.version = RESIDENT_VERSION,
+		    .operation = AGENT_LIST,
+		    .identity = at->identity,
+		    .address = at->address,
+		    .size = at->size,
+		    .requested = at->requested,
+		    .ordinal = at->device,
+		    .pid = getpid(),
+		    .state = at->mapped,
+		    .flags = (at->held ? RESIDENT_HELD : 0) |
+			(table_imported(at)    ? RESIDENT_IMPORTED
+				: at->exported ? RESIDENT_EXPORTED
+					       : 0)};
 		memcpy(one.device, devices_uuid(at->device), 16);
 		memcpy(one.token, holding_process_token, 16);
 		result = packet_send(to, &one, -1);
@@ -217,7 +234,8 @@ static void serve(int from)
 	socklen_t length = sizeof peer;
 
 	packet_limit(from, LIMIT_SECONDS);
-	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()))
+	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) ||
+	    (peer.uid != 0 && peer.uid != geteuid()))
 		return;
 	if (packet_receive(from, &wanted, NULL, 0) != 1 || wanted.version != RESIDENT_VERSION)
 		return; /* an older client would store shared memory once for each process */
@@ -261,11 +279,15 @@ static void serve(int from)
 			answer.result = EBUSY;
 			break;
 		}
-		answer.result = state == RESIDENT_UNMAPPED ? EINVAL : holding_renew() ? 0 : ENOTCONN;
+		answer.result = state == RESIDENT_UNMAPPED ? EINVAL
+		    : holding_renew()                      ? 0
+							   : ENOTCONN;
 		pthread_mutex_unlock(&table_lock);
 		break;
 	case AGENT_LOOK:
-		physical_looked_at((int64_t)(wanted.nanoseconds < LONGEST_LOOK_NANOSECONDS ? wanted.nanoseconds : LONGEST_LOOK_NANOSECONDS));
+		physical_looked_at((int64_t)(wanted.nanoseconds < LONGEST_LOOK_NANOSECONDS
+			? wanted.nanoseconds
+			: LONGEST_LOOK_NANOSECONDS));
 		break;
 	default:
 		answer.result = EINVAL;
@@ -292,7 +314,8 @@ static void tend_keeper(bool lost)
 	pthread_mutex_lock(&table_lock);
 	if (lost)
 		holding_close();
-	if ((table_counts.resident || table_counts.spare || table_counts.imported) && (holding_socket() < 0 || count_unheld()))
+	if ((table_counts.resident || table_counts.spare || table_counts.imported) &&
+	    (holding_socket() < 0 || count_unheld()))
 		holding_complete();
 	pthread_mutex_unlock(&table_lock);
 }
@@ -324,12 +347,16 @@ static void *agent(void *unused)
 			keeper = holding_socket();
 			pthread_mutex_unlock(&table_lock);
 		}
-		struct pollfd ready[2] = {{.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
-		poll(ready, 2, state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
-		/* what is served below renews the lease by itself: a freeze right after that counts as one */
+		struct pollfd ready[2] = {
+		    {.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
+		poll(ready, 2,
+		    state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
+		/* what is served below renews the lease by itself: a freeze right after that counts
+		 * as one */
 		int64_t before = last;
 		last = clock_now();
-		if (state != RESIDENT_RUNNING && (last - before > FROZEN_NANOSECONDS || last < before))
+		if (state != RESIDENT_RUNNING &&
+		    (last - before > FROZEN_NANOSECONDS || last < before))
 			lease_end = last + lease; /* it was frozen, or is another instance */
 		if (ready[0].revents) {
 			int client = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
@@ -389,8 +416,10 @@ static bool start(void)
 		pthread_sigmask(SIG_SETMASK, &before, NULL);
 		pthread_attr_destroy(&attributes);
 	}
-	/* Whoever is to have resident memory has an agent first, also where another thread has started it: what is mapped and has none a dump takes for the driver's. */
-	for (int64_t until = clock_now() + START_NANOSECONDS; started && !waited && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && clock_now() < until;)
+	/* Whoever is to have resident memory has an agent first, also where another thread has
+	 * started it: what is mapped and has none a dump takes for the driver's. */
+	for (int64_t until = clock_now() + START_NANOSECONDS; started && !waited &&
+	    __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && clock_now() < until;)
 		poll(NULL, 0, 1);
 	waited = true;
 	bool listens = listener >= 0;

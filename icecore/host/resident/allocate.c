@@ -1,5 +1,6 @@
-/* Allocation and release: from `LEAST_SIZE` on as physical memory with an exportable handle, at an address of its own; rule: what cannot be had in this way
- * is left to the driver, whose answer the application gets, and every other answer is what the driver would have given. */
+/* Allocation and release: from `LEAST_SIZE` on as physical memory with an exportable handle, at an
+ * address of its own; rule: what cannot be had in this way is left to the driver, whose answer the
+ * application gets, and every other answer is what the driver would have given. */
 #define _GNU_SOURCE
 #include <unistd.h>
 
@@ -19,11 +20,16 @@
 static CUresult allocate(CUdeviceptr *out, size_t bytes)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.requested = bytes, .kind = KIND_RESIDENT, .descriptor = -1, .mapped = true, .has_handle = true};
+	struct allocation made = {.requested = bytes,
+	    .kind = KIND_RESIDENT,
+	    .descriptor = -1,
+	    .mapped = true,
+	    .has_handle = true};
 	int descriptor = -1;
 	CUresult result;
 
-	if (!d->usable || d->cuCtxGetCurrent(&made.context) || !made.context || d->cuCtxGetDevice(&made.device))
+	if (!d->usable || d->cuCtxGetCurrent(&made.context) || !made.context ||
+	    d->cuCtxGetDevice(&made.device))
 		return -1;
 	if (made.device < 0 || made.device >= DEVICES)
 		return -1;
@@ -58,7 +64,8 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	made.identity = table_new_identity();
 	struct allocation *added = table_add(&made);
 	if (added) {
-		/* who changed them meanwhile has not found this one; who does from now on finds it */
+		/* who changed them meanwhile has not found this one; who does from now on finds it
+		 */
 		uint64_t peers_now = devices_peers(made.device);
 		if (peers_now != peers)
 			devices_change_access(&made, peers_now & ~peers, peers & ~peers_now);
@@ -135,7 +142,8 @@ static CUresult allocate_noting(CUdeviceptr *out, size_t bytes)
 		if (!capture_active())
 			result = allocate(out, bytes);
 		else {
-			/* What is allowed then, and what fails a capture, depends on its mode: the driver knows. */
+			/* What is allowed then, and what fails a capture, depends on its mode: the
+			 * driver knows. */
 			pthread_mutex_lock(&table_lock);
 			table_counts.captured++;
 			pthread_mutex_unlock(&table_lock);
@@ -158,7 +166,8 @@ CUresult resident_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
 	return result;
 }
 
-CUresult resident_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+CUresult resident_cuMemAllocPitch_v2(
+    CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
 	const struct driver *d = driver();
 	CUdeviceptr row;
@@ -167,11 +176,13 @@ CUresult resident_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t wid
 	if (!d || !d->cuMemAllocPitch_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	if (!out || !pitch || !height || !holding_directory() || !width || width > SIZE_MAX / 2 / height || width * height < LEAST_SIZE ||
+	if (!out || !pitch || !height || !holding_directory() || !width ||
+	    width > SIZE_MAX / 2 / height || width * height < LEAST_SIZE ||
 	    d->cuMemAllocPitch_v2(&row, pitch, width, 1, element)) {
 		OR_WITH_ROOM(result, d->cuMemAllocPitch_v2(out, pitch, width, height, element));
 		if (!result)
-			note(result, out, *pitch * height, *pitch * height < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
+			note(result, out, *pitch * height,
+			    *pitch * height < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
 	} else {
 		/* the pitch is the driver's: that of one row */
 		d->cuMemFree_v2(row);
@@ -216,10 +227,12 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 	pthread_mutex_lock(&table_lock);
 	found = table_find(address);
 	if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST) {
-		/* nothing can be waited for in a stream capture: released with the next that is freed outside of one */
+		/* nothing can be waited for in a stream capture: released with the next that is
+		 * freed outside of one */
 		release_defer(found);
 		result = CUDA_SUCCESS;
-	} else if (wait && (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_HANDLE)) {
+	} else if (wait &&
+	    (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_HANDLE)) {
 		found->resident.freed = 0; /* no such stream: the driver would have refused it */
 		table_counts.frees--;
 	} else {
@@ -233,7 +246,8 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 	return result;
 }
 
-static CUresult free_noted(CUdeviceptr address, CUresult (*call)(CUdeviceptr, CUstream), CUstream stream)
+static CUresult free_noted(
+    CUdeviceptr address, CUresult (*call)(CUdeviceptr, CUstream), CUstream stream)
 {
 	struct allocation copy;
 	bool noted = address && forget(address, &copy);
@@ -263,7 +277,8 @@ CUresult resident_cuMemFree_v2(CUdeviceptr address)
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
 		threads_enter(); \
-		CUresult result = free_resident(address, driver()->cuStreamSynchronize, waited_for); \
+		CUresult result = \
+		    free_resident(address, driver()->cuStreamSynchronize, waited_for); \
 		if (result < 0) \
 			result = free_noted(address, driver()->name, stream); \
 		threads_leave(); \
@@ -284,8 +299,13 @@ FREE_ASYNC(cuMemFreeAsync_ptsz, OWN_OF_THREAD(stream))
 		threads_leave(); \
 		return result; \
 	}
-NOTED(cuMemAllocManaged, KIND_MANAGED, (CUdeviceptr * out, size_t bytes, unsigned flags), (out, bytes, flags))
-NOTED(cuMemAllocAsync, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstream stream), (out, bytes, stream))
-NOTED(cuMemAllocAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstream stream), (out, bytes, stream))
-NOTED(cuMemAllocFromPoolAsync, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
-NOTED(cuMemAllocFromPoolAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
+NOTED(cuMemAllocManaged, KIND_MANAGED, (CUdeviceptr * out, size_t bytes, unsigned flags),
+    (out, bytes, flags))
+NOTED(cuMemAllocAsync, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstream stream),
+    (out, bytes, stream))
+NOTED(cuMemAllocAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstream stream),
+    (out, bytes, stream))
+NOTED(cuMemAllocFromPoolAsync, KIND_POOL,
+    (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
+NOTED(cuMemAllocFromPoolAsync_ptsz, KIND_POOL,
+    (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))

@@ -1,8 +1,11 @@
-/* Streams that are being captured into graphs; rule: while one is, nothing of ours waits for a context, and allocation is left to the driver.
+/* Streams that are being captured into graphs; rule: while one is, nothing of ours waits for a
+ * context, and allocation is left to the driver.
  *
- * To synchronise a context in which a stream is captured makes that capture fail (cuStreamBeginCapture in the driver's reference: a broader handle that
- * encompasses an active capture), and none of the calls that ask (cuStreamIsCapturing, cuStreamGetCaptureInfo) can be asked of streams that nobody names. So
- * the beginning and the end of a capture pass through here; what is launched in between does not.
+ * To synchronise a context in which a stream is captured makes that capture fail
+ * (cuStreamBeginCapture in the driver's reference: a broader handle that encompasses an active
+ * capture), and none of the calls that ask (cuStreamIsCapturing, cuStreamGetCaptureInfo) can be
+ * asked of streams that nobody names. So the beginning and the end of a capture pass through here;
+ * what is launched in between does not.
  */
 #define _GNU_SOURCE
 #include <sys/syscall.h>
@@ -21,13 +24,16 @@ static struct {
 } capturing[STREAMS]; /* under table_lock */
 static int known;
 static int beginning; /* the driver may have begun them already, and nobody has noted them yet */
-/* those for which there was no place: never forgotten, so that all is left to the driver from then on */
+/* those for which there was no place: never forgotten, so that all is left to the driver from then
+ * on */
 static int unnamed;
 
 bool capture_active(void)
 {
 	/* In this order: one that has begun is known before it is not beginning any more. */
-	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) || __atomic_load_n(&known, __ATOMIC_ACQUIRE) || __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
+	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) ||
+	    __atomic_load_n(&known, __ATOMIC_ACQUIRE) ||
+	    __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
 }
 
 CUresult capture_wait_for_context(void)
@@ -80,7 +86,8 @@ static void ended(CUstream stream)
 	pthread_mutex_unlock(&table_lock);
 }
 
-/* A stream of another thread's capture, or none at all, goes on as it was; every other answer ends the capture, successful or not. */
+/* A stream of another thread's capture, or none at all, goes on as it was; every other answer ends
+ * the capture, successful or not. */
 static void asked_to_end(CUstream stream, CUresult result)
 {
 	if (result != CUDA_ERROR_CAPTURE_WRONG_THREAD && result != CUDA_ERROR_NOT_INITIALIZED)
@@ -116,11 +123,14 @@ static void asked_to_end(CUstream stream, CUresult result)
 BEGIN(cuStreamBeginCapture, (CUstream stream), (stream), stream)
 BEGIN(cuStreamBeginCapture_ptsz, (CUstream stream), (stream), OWN_OF_THREAD(stream))
 BEGIN(cuStreamBeginCapture_v2, (CUstream stream, int mode), (stream, mode), stream)
-BEGIN(cuStreamBeginCapture_v2_ptsz, (CUstream stream, int mode), (stream, mode), OWN_OF_THREAD(stream))
-BEGIN(cuStreamBeginCaptureToGraph, (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
-      (stream, graph, before, edges, some, mode), stream)
-BEGIN(cuStreamBeginCaptureToGraph_ptsz, (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
-      (stream, graph, before, edges, some, mode), OWN_OF_THREAD(stream))
+BEGIN(cuStreamBeginCapture_v2_ptsz, (CUstream stream, int mode), (stream, mode),
+    OWN_OF_THREAD(stream))
+BEGIN(cuStreamBeginCaptureToGraph,
+    (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
+    (stream, graph, before, edges, some, mode), stream)
+BEGIN(cuStreamBeginCaptureToGraph_ptsz,
+    (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
+    (stream, graph, before, edges, some, mode), OWN_OF_THREAD(stream))
 #define OWN(name, stream) stream
 END(cuStreamEndCapture)
 #undef OWN
@@ -132,8 +142,9 @@ CUresult resident_cuStreamDestroy_v2(CUstream stream)
 	if (!driver() || !driver()->cuStreamDestroy_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	/* Before: its number may be another stream's right after. One that cannot be destroyed while it is captured stays destroyed to us: then a wait
-	 * fails, and is put off all the same. */
+	/* Before: its number may be another stream's right after. One that cannot be destroyed
+	 * while it is captured stays destroyed to us: then a wait fails, and is put off all the
+	 * same. */
 	ended(stream);
 	CUresult result = driver()->cuStreamDestroy_v2(stream);
 	threads_leave();

@@ -1,5 +1,6 @@
-/* Contexts: memory made by cuMemCreate outlives them and is closed to other devices; rule: both are made as the application knows it of cuMemAlloc:
- * a destroyed or reset context takes its memory along, and a peer that was let in reaches all of it. */
+/* Contexts: memory made by cuMemCreate outlives them and is closed to other devices; rule: both are
+ * made as the application knows it of cuMemAlloc: a destroyed or reset context takes its memory
+ * along, and a peer that was let in reaches all of it. */
 #define _GNU_SOURCE
 #include <stddef.h>
 
@@ -21,7 +22,8 @@ static bool both_devices(CUcontext other, CUdevice *here, CUdevice *there)
 		return false;
 	bool found = !d->cuCtxGetDevice(there);
 	d->cuCtxPopCurrent_v2(&popped);
-	return found && *here >= 0 && *here < DEVICES && *there >= 0 && *there < DEVICES && *here != *there;
+	return found && *here >= 0 && *here < DEVICES && *there >= 0 && *there < DEVICES &&
+	    *here != *there;
 }
 
 CUresult resident_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
@@ -33,8 +35,8 @@ CUresult resident_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
 	CUresult result = d->cuCtxEnablePeerAccess(peer, flags);
-	if ((result == CUDA_SUCCESS || result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) && holding_directory() && d->usable &&
-	    both_devices(peer, &here, &there))
+	if ((result == CUDA_SUCCESS || result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) &&
+	    holding_directory() && d->usable && both_devices(peer, &here, &there))
 		devices_change_peer(here, there, true);
 	threads_leave();
 	return result;
@@ -49,13 +51,15 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
 	CUresult result = d->cuCtxDisablePeerAccess(peer);
-	if (result == CUDA_SUCCESS && holding_directory() && d->usable && both_devices(peer, &here, &there))
+	if (result == CUDA_SUCCESS && holding_directory() && d->usable &&
+	    both_devices(peer, &here, &there))
 		devices_change_peer(here, there, false);
 	threads_leave();
 	return result;
 }
 
-/* What the driver takes along with a context, of what it made itself: a pool's memory is its device's. */
+/* What the driver takes along with a context, of what it made itself: a pool's memory is its
+ * device's. */
 static const enum kind drivers_kinds[] = {KIND_SMALL, KIND_MANAGED, KIND_FOREIGN};
 
 /* After the context is gone, and with it whatever used the memory. */
@@ -81,7 +85,8 @@ static void release_of(CUcontext context)
 /* Of a context's, or what ends with it. */
 static bool has_memory(void)
 {
-	return table_counts.resident || table_counts.spare || table_counts.imported || table_counts.small || table_counts.managed || table_counts.foreign;
+	return table_counts.resident || table_counts.spare || table_counts.imported ||
+	    table_counts.small || table_counts.managed || table_counts.foreign;
 }
 
 static CUcontext primary(CUdevice device)
@@ -91,7 +96,8 @@ static CUcontext primary(CUdevice device)
 	unsigned flags;
 	int active = 0;
 
-	if (!d->usable || d->cuDevicePrimaryCtxGetState(device, &flags, &active) || !active || d->cuDevicePrimaryCtxRetain(&context, device))
+	if (!d->usable || d->cuDevicePrimaryCtxGetState(device, &flags, &active) || !active ||
+	    d->cuDevicePrimaryCtxRetain(&context, device))
 		return NULL;
 	d->cuDevicePrimaryCtxRelease_v2(device);
 	return context;
@@ -125,7 +131,8 @@ CUresult resident_cuCtxDetach(CUcontext context)
 	threads_enter();
 	spare_give_back(context, false);
 	CUresult result = d->cuCtxDetach(context);
-	if (result == CUDA_SUCCESS && d->usable && (d->cuCtxGetCurrent(&now) || now != context || d->cuCtxGetDevice(&device)))
+	if (result == CUDA_SUCCESS && d->usable &&
+	    (d->cuCtxGetCurrent(&now) || now != context || d->cuCtxGetDevice(&device)))
 		release_of(context);
 	threads_leave();
 	return result;
@@ -158,7 +165,8 @@ CUresult resident_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 	if (context)
 		spare_give_back(context, false);
 	CUresult result = driver()->cuDevicePrimaryCtxRelease_v2(device);
-	if (result == CUDA_SUCCESS && context && !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
+	if (result == CUDA_SUCCESS && context &&
+	    !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
 		release_of(context);
 	threads_leave();
 	return result;

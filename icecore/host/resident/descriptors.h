@@ -9,7 +9,7 @@
 
 /* moves it to a number from DESCRIPTOR_HIGH on, where one is free */
 int descriptor_high(int descriptor);
-int descriptor_duplicate(int descriptor);       /* the same, beside it; -1: no number is free */
+int descriptor_duplicate(int descriptor); /* the same, beside it; -1: no number is free */
 /* moves it to a number from `least` on, where one is free */
 int descriptor_from(int descriptor, int least);
 bool descriptor_is(int descriptor, ino_t inode); /* whether it is still open and the same file */

@@ -1,4 +1,5 @@
-/* The devices, and who may reach whose memory. Memory made by cuMemCreate is closed to other devices: a peer that was let in gets access to all of it, as to cuMemAlloc's. */
+/* The devices, and who may reach whose memory. Memory made by cuMemCreate is closed to other
+ * devices: a peer that was let in gets access to all of it, as to cuMemAlloc's. */
 #define _GNU_SOURCE
 #include <string.h>
 
@@ -14,8 +15,9 @@ uint64_t devices_peers(CUdevice owner)
 
 struct allocation_properties devices_properties(CUdevice device, bool rdma)
 {
-	struct allocation_properties properties = {
-		.type = ALLOCATION_PINNED, .handle_types = HANDLE_POSIX_DESCRIPTOR, .location = {LOCATION_DEVICE, device}};
+	struct allocation_properties properties = {.type = ALLOCATION_PINNED,
+	    .handle_types = HANDLE_POSIX_DESCRIPTOR,
+	    .location = {LOCATION_DEVICE, device}};
 
 	properties.flags.rdma = rdma;
 	return properties;
@@ -39,7 +41,9 @@ struct device devices_find(CUdevice number)
 	found.rdma = rdma;
 	struct allocation_properties properties = devices_properties(number, rdma);
 	found.usable = memory && descriptor && !d->cuDeviceGetUuid(found.uuid, number) &&
-		       !d->cuMemGetAllocationGranularity(&found.granularity, &properties, GRANULARITY_MINIMUM) && found.granularity;
+	    !d->cuMemGetAllocationGranularity(
+		&found.granularity, &properties, GRANULARITY_MINIMUM) &&
+	    found.granularity;
 	pthread_mutex_lock(&table_lock);
 	devices[number] = found;
 	pthread_mutex_unlock(&table_lock);
@@ -70,7 +74,8 @@ CUresult devices_change_access(const struct allocation *what, uint64_t opened, u
 
 	for (CUdevice device = 0; device < DEVICES; device++)
 		if ((opened | closed) >> device & 1)
-			access[some++] = (struct access){{LOCATION_DEVICE, device}, opened >> device & 1 ? ACCESS_READ_WRITE : 0};
+			access[some++] = (struct access){{LOCATION_DEVICE, device},
+			    opened >> device & 1 ? ACCESS_READ_WRITE : 0};
 	return driver()->cuMemSetAccess(what->address, what->size, access, some);
 }
 
@@ -87,7 +92,8 @@ void devices_change_peer(CUdevice accessing, CUdevice owner, bool to)
 
 	pthread_mutex_lock(&table_lock);
 	uint64_t bit = 1ull << accessing;
-	__atomic_store_n(&peers[owner], to ? peers[owner] | bit : peers[owner] & ~bit, __ATOMIC_RELEASE);
+	__atomic_store_n(
+	    &peers[owner], to ? peers[owner] | bit : peers[owner] & ~bit, __ATOMIC_RELEASE);
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		for (struct allocation *at = NULL; (at = table_next(at, kinds[i]));)
 			if (at->device == owner)

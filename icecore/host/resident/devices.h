@@ -31,7 +31,8 @@ CUresult devices_change_access(const struct allocation *what, uint64_t opened, u
 CUresult devices_set_access(const struct allocation *what);
 
 struct allocation_properties devices_properties(CUdevice device, bool rdma);
-/* that were given access to its memory (cuCtxEnablePeerAccess), as bits; they change under table_lock */
+/* that were given access to its memory (cuCtxEnablePeerAccess), as bits; they change under
+ * table_lock */
 uint64_t devices_peers(CUdevice owner);
 void devices_in_child(void);
 

@@ -1,4 +1,5 @@
-/* The real driver's functions, found when the first of them is needed. Where there is no libcuda, driver() is NULL. */
+/* The real driver's functions, found when the first of them is needed. Where there is no libcuda,
+ * driver() is NULL. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -20,7 +21,8 @@ void driver_find_dlsym(void)
 	for (size_t i = 0; !driver_dlsym && i < sizeof versions / sizeof *versions; i++)
 		driver_dlsym = (driver_lookup *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
 	if (!driver_dlsym)
-		/* a C library that is none of those that we know: nothing could be looked up by anybody */
+		/* a C library that is none of those that we know: nothing could be looked up by
+		 * anybody */
 		abort();
 }
 
@@ -41,9 +43,12 @@ const struct driver *driver(void)
 			DRIVER_CALLS(CALL, CALL, HOOKED)
 #undef CALL
 #undef HOOKED
-			calls.cuThreadExchangeStreamCaptureMode = (CUresult(*)(int *))driver_dlsym(library, "cuThreadExchangeStreamCaptureMode");
-			calls.cuCtxGetLimit = (CUresult(*)(size_t *, int))driver_dlsym(library, "cuCtxGetLimit");
-			calls.cuCtxSetLimit = (CUresult(*)(int, size_t))driver_dlsym(library, "cuCtxSetLimit");
+			calls.cuThreadExchangeStreamCaptureMode = (CUresult (*)(int *))driver_dlsym(
+			    library, "cuThreadExchangeStreamCaptureMode");
+			calls.cuCtxGetLimit =
+			    (CUresult (*)(size_t *, int))driver_dlsym(library, "cuCtxGetLimit");
+			calls.cuCtxSetLimit =
+			    (CUresult (*)(int, size_t))driver_dlsym(library, "cuCtxSetLimit");
 		}
 		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
 		pthread_mutex_unlock(&load_lock);

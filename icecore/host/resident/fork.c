@@ -1,5 +1,6 @@
-/* What happens in a forked child. It has none of the parent's device memory: CUDA itself does not work in it. It may begin anew. Nothing was locked before the fork (a
- * parked thread may hold what fork waits for), so whatever another thread was changing is dropped, not tidied up. */
+/* What happens in a forked child. It has none of the parent's device memory: CUDA itself does not
+ * work in it. It may begin anew. Nothing was locked before the fork (a parked thread may hold what
+ * fork waits for), so whatever another thread was changing is dropped, not tidied up. */
 #include <pthread.h>
 #include <stddef.h>
 

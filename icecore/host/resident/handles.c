@@ -1,13 +1,18 @@
-/* Memory that the application manages itself: physical allocations by cuMemCreate or from another process, and where it maps them (NCCL's buffers, PyTorch's
- * expandable segments); rule: handles that it has stay valid whatever the driver calls them now, and memory is free when the driver would have freed it.
+/* Memory that the application manages itself: physical allocations by cuMemCreate or from another
+ * process, and where it maps them (NCCL's buffers, PyTorch's expandable segments); rule: handles
+ * that it has stay valid whatever the driver calls them now, and memory is free when the driver
+ * would have freed it.
  *
- * A handle that passes through here is given to the application as a number of ours, above all addresses: after a window the driver's own is another one. An
- * allocation and its mappings are entries of the table, by that number and by address. The driver's handle is kept until the application has let go of
- * all of its own and of all mappings, because a window needs it. What cannot be taken over (other kinds of handles, memory of the host, multicast
- * objects) passes unchanged; where such memory is shared, it is counted, and no window is begun.
+ * A handle that passes through here is given to the application as a number of ours, above all
+ * addresses: after a window the driver's own is another one. An allocation and its mappings are
+ * entries of the table, by that number and by address. The driver's handle is kept until the
+ * application has let go of all of its own and of all mappings, because a window needs it. What
+ * cannot be taken over (other kinds of handles, memory of the host, multicast objects) passes
+ * unchanged; where such memory is shared, it is counted, and no window is begun.
  *
- * Ranks share memory by descriptors. One that an application asks for is a duplicate of one that is kept and that the keeper has: every process that imports
- * it has the same open file, which tells that the memory is the same (kcmp), and after a restore all get duplicates of one again.
+ * Ranks share memory by descriptors. One that an application asks for is a duplicate of one that is
+ * kept and that the keeper has: every process that imports it has the same open file, which tells
+ * that the memory is the same (kcmp), and after a restore all get duplicates of one again.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -24,11 +29,14 @@
 #include "start.h"
 #include "threads.h"
 
-/* Numbers never come again, and those of two allocations are further apart than their sizes: a snapshot has each as a region of this address. */
+/* Numbers never come again, and those of two allocations are further apart than their sizes: a
+ * snapshot has each as a region of this address. */
 #define FIRST_CREATED (1ull << 60)
 #define FIRST_IMPORTED (1ull << 61)
 #define END (1ull << 62)
-#define UNKNOWN_SIZE (1ull << 40) /* room for what was imported by the application, of which only its mappings tell how large it is */
+#define UNKNOWN_SIZE \
+	(1ull << 40) /* room for what was imported by the application, of which only its mappings \
+			tell how large it is */
 #define APART ((uint64_t)2 << 20)
 
 static uint64_t next_created = FIRST_CREATED, next_imported = FIRST_IMPORTED; /* under table_lock */
@@ -75,7 +83,8 @@ static bool add(struct allocation *made, CUhandle *out, int descriptor)
 	bool added = false;
 
 	pthread_mutex_lock(&table_lock);
-	uint64_t *next = made->made.imported ? &next_imported : &next_created, room = made->size ? made->size + APART : UNKNOWN_SIZE;
+	uint64_t *next = made->made.imported ? &next_imported : &next_created,
+		 room = made->size ? made->size + APART : UNKNOWN_SIZE;
 	if (*next + room < (made->made.imported ? END : FIRST_IMPORTED)) {
 		made->address = *next;
 		made->identity = table_new_identity();
@@ -91,7 +100,8 @@ static bool add(struct allocation *made, CUhandle *out, int descriptor)
 	return added;
 }
 
-/* Under table_lock, which it lets go of for a while: takes one that nobody refers to off the table, the driver and the keeper. */
+/* Under table_lock, which it lets go of for a while: takes one that nobody refers to off the table,
+ * the driver and the keeper. */
 static void destroy(struct allocation *at)
 {
 	struct allocation what = *at;
@@ -106,14 +116,21 @@ static void destroy(struct allocation *at)
 /* -- handles */
 
 /* -1: not possible here. */
-static CUresult create(CUhandle *out, size_t size, const struct allocation_properties *wanted, unsigned long long flags)
+static CUresult create(CUhandle *out, size_t size, const struct allocation_properties *wanted,
+    unsigned long long flags)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.kind = KIND_HANDLE, .size = size, .requested = size, .descriptor = -1, .has_handle = true, .made = {.references = 1}};
+	struct allocation made = {.kind = KIND_HANDLE,
+	    .size = size,
+	    .requested = size,
+	    .descriptor = -1,
+	    .has_handle = true,
+	    .made = {.references = 1}};
 	int descriptor = -1;
 
-	if (!out || !wanted || !size || flags || !holding_directory() || !d->usable || wanted->type != ALLOCATION_PINNED ||
-	    wanted->location.type != LOCATION_DEVICE || !devices_usable(wanted->location.id) || wanted->windows || wanted->flags.compression ||
+	if (!out || !wanted || !size || flags || !holding_directory() || !d->usable ||
+	    wanted->type != ALLOCATION_PINNED || wanted->location.type != LOCATION_DEVICE ||
+	    !devices_usable(wanted->location.id) || wanted->windows || wanted->flags.compression ||
 	    wanted->flags.usage)
 		return -1;
 	made.device = wanted->location.id;
@@ -134,7 +151,8 @@ static CUresult create(CUhandle *out, size_t size, const struct allocation_prope
 	return CUDA_SUCCESS;
 }
 
-CUresult resident_cuMemCreate(CUhandle *out, size_t size, const struct allocation_properties *properties, unsigned long long flags)
+CUresult resident_cuMemCreate(CUhandle *out, size_t size,
+    const struct allocation_properties *properties, unsigned long long flags)
 {
 	if (!driver() || !driver()->cuMemCreate)
 		return CUDA_ERROR_NOT_INITIALIZED;
@@ -162,9 +180,11 @@ static bool describe_import(struct allocation *made)
 {
 	const struct driver *d = driver();
 	struct allocation_properties properties = {0};
-	bool described = d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made->handle);
+	bool described = d->cuMemGetAllocationPropertiesFromHandle &&
+	    !d->cuMemGetAllocationPropertiesFromHandle(&properties, made->handle);
 
-	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process has let go of it. */
+	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process
+	 * has let go of it. */
 	if (described && devices_usable(properties.location.id))
 		made->device = properties.location.id;
 	else if (d->cuCtxGetDevice(&made->device) || !devices_usable(made->device))
@@ -176,7 +196,10 @@ static bool describe_import(struct allocation *made)
 static CUresult import(CUhandle *out, void *shared, int type)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.kind = KIND_HANDLE, .descriptor = -1, .has_handle = true, .made = {.references = 1, .imported = true}};
+	struct allocation made = {.kind = KIND_HANDLE,
+	    .descriptor = -1,
+	    .has_handle = true,
+	    .made = {.references = 1, .imported = true}};
 	/* what cannot be parked it tells of */
 	bool told = holding_directory() && d->usable && start_agent();
 	CUresult result = d->cuMemImportFromShareableHandle(&made.handle, shared, type);
@@ -203,8 +226,14 @@ unchanged:
 
 CUresult handles_import(CUhandle *out, int descriptor, size_t size)
 {
-	struct allocation made = {.kind = KIND_HANDLE, .size = size, .requested = size, .descriptor = -1, .has_handle = true, .made = {.references = 1, .imported = true}};
-	CUresult result = driver()->cuMemImportFromShareableHandle(&made.handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+	struct allocation made = {.kind = KIND_HANDLE,
+	    .size = size,
+	    .requested = size,
+	    .descriptor = -1,
+	    .has_handle = true,
+	    .made = {.references = 1, .imported = true}};
+	CUresult result = driver()->cuMemImportFromShareableHandle(
+	    &made.handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
 
 	if (result) {
 		close(descriptor);
@@ -238,11 +267,17 @@ static struct allocation *find_made(CUdeviceptr address)
 {
 	struct allocation *found = table_find(address);
 
-	return found && ((found->kind == KIND_HANDLE && !found->made.imported) || (found->kind == KIND_RESIDENT && !found->resident.freed)) ? found : NULL;
+	return found &&
+		((found->kind == KIND_HANDLE && !found->made.imported) ||
+		    (found->kind == KIND_RESIDENT && !found->resident.freed))
+	    ? found
+	    : NULL;
 }
 
-/* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this process made ready to be duplicated. Another export would not be
- * known to be the same memory: once one was given away, it stays that, and where the application closed it the keeper still has it. */
+/* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this
+ * process made ready to be duplicated. Another export would not be known to be the same memory:
+ * once one was given away, it stays that, and where the application closed it the keeper still has
+ * it. */
 static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 {
 	struct allocation *found = find_made(address);
@@ -253,7 +288,8 @@ static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 	if (!found->exported) {
 		CUhandle handle = found->handle;
 		pthread_mutex_unlock(&table_lock);
-		*result = driver()->cuMemExportToShareableHandle(&made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
+		*result = driver()->cuMemExportToShareableHandle(
+		    &made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
 		pthread_mutex_lock(&table_lock);
 		found = find_made(address);
 	}
@@ -301,7 +337,8 @@ static CUresult give_descriptor(int *out, CUhandle value)
 	return result;
 }
 
-CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int type, unsigned long long flags)
+CUresult resident_cuMemExportToShareableHandle(
+    void *out, CUhandle value, int type, unsigned long long flags)
 {
 	const struct driver *d = driver();
 	CUhandle handle = value;
@@ -313,7 +350,8 @@ CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int ty
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = find(value);
 	/* as the driver would, which now may be asked for it in any case */
-	bool refused = is_ours(value) && (!found || !out || flags || !(found->made.handle_types & type));
+	bool refused =
+	    is_ours(value) && (!found || !out || flags || !(found->made.handle_types & type));
 	bool own = found && type == HANDLE_POSIX_DESCRIPTOR && !found->made.imported;
 	if (found)
 		handle = found->handle;
@@ -355,7 +393,8 @@ CUresult resident_cuMemRelease(CUhandle value)
 	return result;
 }
 
-CUresult resident_cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *out, CUhandle value)
+CUresult resident_cuMemGetAllocationPropertiesFromHandle(
+    struct allocation_properties *out, CUhandle value)
 {
 	const struct driver *d = driver();
 	CUhandle handle;
@@ -363,7 +402,9 @@ CUresult resident_cuMemGetAllocationPropertiesFromHandle(struct allocation_prope
 	if (!d || !d->cuMemGetAllocationPropertiesFromHandle)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	CUresult result = translate(value, &handle) ? d->cuMemGetAllocationPropertiesFromHandle(out, handle) : CUDA_ERROR_INVALID_VALUE;
+	CUresult result = translate(value, &handle)
+	    ? d->cuMemGetAllocationPropertiesFromHandle(out, handle)
+	    : CUDA_ERROR_INVALID_VALUE;
 	if (!result && out && is_ours(value)) {
 		pthread_mutex_lock(&table_lock);
 		struct allocation *found = find(value);
@@ -382,7 +423,8 @@ static bool lies_in(const struct allocation *what, CUdeviceptr address, size_t s
 	return what->address >= address && what->address + what->size <= address + size;
 }
 
-/* The mappings of a range, from NULL on until NULL: ranges consist of whole mappings, mostly of one. */
+/* The mappings of a range, from NULL on until NULL: ranges consist of whole mappings, mostly of
+ * one. */
 static struct allocation *next_in(struct allocation *after, CUdeviceptr address, size_t size)
 {
 	struct allocation *at;
@@ -404,7 +446,9 @@ static bool mapped_by_us(CUdeviceptr address)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	bool is = found && (found->kind == KIND_RESIDENT || found->kind == KIND_SPARE || (found->kind == KIND_MAPPING && found->mapping.opened));
+	bool is = found &&
+	    (found->kind == KIND_RESIDENT || found->kind == KIND_SPARE ||
+		(found->kind == KIND_MAPPING && found->mapping.opened));
 	pthread_mutex_unlock(&table_lock);
 	return is;
 }
@@ -430,16 +474,23 @@ CUresult handles_note_mapping(struct allocation *made, CUhandle value)
 	return result;
 }
 
-CUresult resident_cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUhandle value, unsigned long long flags)
+CUresult resident_cuMemMap(
+    CUdeviceptr address, size_t size, size_t offset, CUhandle value, unsigned long long flags)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.address = address, .size = size, .kind = KIND_MAPPING, .mapped = true, .mapping = {.of = value, .offset = offset}};
+	struct allocation made = {.address = address,
+	    .size = size,
+	    .kind = KIND_MAPPING,
+	    .mapped = true,
+	    .mapping = {.of = value, .offset = offset}};
 	CUhandle handle;
 
 	if (!d || !d->cuMemMap)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	CUresult result = translate(value, &handle) ? d->cuMemMap(address, size, offset, handle, flags) : CUDA_ERROR_INVALID_VALUE;
+	CUresult result = translate(value, &handle)
+	    ? d->cuMemMap(address, size, offset, handle, flags)
+	    : CUDA_ERROR_INVALID_VALUE;
 	if (!result && is_ours(value)) {
 		d->cuCtxGetCurrent(&made.context); /* to be waited for before it is unmapped */
 		result = handles_note_mapping(&made, value);
@@ -472,7 +523,8 @@ CUresult resident_cuMemUnmap(CUdeviceptr address, size_t size)
 	if (!driver() || !driver()->cuMemUnmap)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	CUresult result = mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
+	CUresult result =
+	    mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
 	if (!result)
 		handles_forget_mappings(address, size);
 	threads_leave();
@@ -481,21 +533,28 @@ CUresult resident_cuMemUnmap(CUdeviceptr address, size_t size)
 
 static void note_access(struct allocation *what, const struct access *access)
 {
-	if (access->location.type == LOCATION_DEVICE && access->location.id >= 0 && access->location.id < DEVICES) {
+	if (access->location.type == LOCATION_DEVICE && access->location.id >= 0 &&
+	    access->location.id < DEVICES) {
 		uint64_t bit = 1ull << access->location.id;
-		what->mapping.reads = access->flags ? what->mapping.reads | bit : what->mapping.reads & ~bit;
-		what->mapping.writes = access->flags == ACCESS_READ_WRITE ? what->mapping.writes | bit : what->mapping.writes & ~bit;
+		what->mapping.reads =
+		    access->flags ? what->mapping.reads | bit : what->mapping.reads & ~bit;
+		what->mapping.writes = access->flags == ACCESS_READ_WRITE
+		    ? what->mapping.writes | bit
+		    : what->mapping.writes & ~bit;
 	} else
 		/* device memory that a processor reaches: one place is all that there is of it */
 		what->mapping.host = *access;
 }
 
-CUresult resident_cuMemSetAccess(CUdeviceptr address, size_t size, const struct access *access, size_t some)
+CUresult resident_cuMemSetAccess(
+    CUdeviceptr address, size_t size, const struct access *access, size_t some)
 {
 	if (!driver() || !driver()->cuMemSetAccess)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	CUresult result = mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemSetAccess(address, size, access, some);
+	CUresult result = mapped_by_us(address)
+	    ? CUDA_ERROR_INVALID_VALUE
+	    : driver()->cuMemSetAccess(address, size, access, some);
 	if (!result) {
 		pthread_mutex_lock(&table_lock);
 		for (struct allocation *at = NULL; (at = next_in(at, address, size));)
@@ -514,10 +573,12 @@ CUresult handles_set_access(const struct allocation *what)
 
 	for (CUdevice device = 0; device < DEVICES; device++)
 		if (what->mapping.reads >> device & 1)
-			access[some++] = (struct access){{LOCATION_DEVICE, device}, what->mapping.writes >> device & 1 ? ACCESS_READ_WRITE : ACCESS_READ};
+			access[some++] = (struct access){{LOCATION_DEVICE, device},
+			    what->mapping.writes >> device & 1 ? ACCESS_READ_WRITE : ACCESS_READ};
 	if (what->mapping.host.flags)
 		access[some++] = what->mapping.host;
-	return some ? driver()->cuMemSetAccess(what->address, what->size, access, some) : CUDA_SUCCESS;
+	return some ? driver()->cuMemSetAccess(what->address, what->size, access, some)
+		    : CUDA_SUCCESS;
 }
 
 CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address)
@@ -529,12 +590,16 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
 	pthread_mutex_lock(&table_lock);
-	struct allocation *at = out ? table_containing(address) : NULL, *of = at && at->kind == KIND_MAPPING && !at->mapping.opened ? find(at->mapping.of) : NULL;
+	struct allocation *at = out ? table_containing(address) : NULL,
+			  *of = at && at->kind == KIND_MAPPING && !at->mapping.opened
+	    ? find(at->mapping.of)
+	    : NULL;
 	if (of) {
 		of->made.references++;
 		*out = of->address;
 		result = CUDA_SUCCESS;
-	} else if (at && (at->kind == KIND_RESIDENT || (at->kind == KIND_MAPPING && at->mapping.opened)))
+	} else if (at &&
+	    (at->kind == KIND_RESIDENT || (at->kind == KIND_MAPPING && at->mapping.opened)))
 		result = CUDA_ERROR_INVALID_VALUE; /* as of cuMemAlloc's own */
 	pthread_mutex_unlock(&table_lock);
 	if (result < 0)
@@ -543,7 +608,8 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 	return result;
 }
 
-/* -- multicast objects and shared pools, which no window can take away: whoever has had one is not snapshotable */
+/* -- multicast objects and shared pools, which no window can take away: whoever has had one is not
+ * snapshotable */
 
 #define COUNTED(name, counter, parameters, arguments) \
 	CUresult resident_##name parameters \
@@ -560,8 +626,10 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 		threads_leave(); \
 		return result; \
 	}
-COUNTED(cuMemPoolExportToShareableHandle, unparkable, (void *out, CUpool pool, int type, unsigned long long flags), (out, pool, type, flags))
-COUNTED(cuMemPoolImportFromShareableHandle, unparkable, (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+COUNTED(cuMemPoolExportToShareableHandle, unparkable,
+    (void *out, CUpool pool, int type, unsigned long long flags), (out, pool, type, flags))
+COUNTED(cuMemPoolImportFromShareableHandle, unparkable,
+    (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
 COUNTED(cuMulticastCreate, multicast, (CUhandle * out, const void *properties), (out, properties))
 
 CUhandle handles_present(CUhandle value)
@@ -571,11 +639,16 @@ CUhandle handles_present(CUhandle value)
 	return translate(value, &handle) ? handle : 0;
 }
 
-COUNTED(cuMulticastAddDevice, multicast, (CUhandle object, CUdevice device), (handles_present(object), device))
-COUNTED(cuMulticastBindMem, multicast, (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
-	  (handles_present(object), at, handles_present(memory), offset, size, flags))
-COUNTED(cuMulticastBindMem_v2, multicast, (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
-	  (handles_present(object), device, at, handles_present(memory), offset, size, flags))
+COUNTED(cuMulticastAddDevice, multicast, (CUhandle object, CUdevice device),
+    (handles_present(object), device))
+COUNTED(cuMulticastBindMem, multicast,
+    (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size,
+	unsigned long long flags),
+    (handles_present(object), at, handles_present(memory), offset, size, flags))
+COUNTED(cuMulticastBindMem_v2, multicast,
+    (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size,
+	unsigned long long flags),
+    (handles_present(object), device, at, handles_present(memory), offset, size, flags))
 
 void handles_in_child(void)
 {

@@ -1,4 +1,5 @@
-/* Memory that the application manages itself. handles_share requires table_lock; the others forbid it. */
+/* Memory that the application manages itself. handles_share requires table_lock; the others forbid
+ * it. */
 #ifndef ICECORE_RESIDENT_HANDLES_H
 #define ICECORE_RESIDENT_HANDLES_H
 

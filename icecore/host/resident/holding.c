@@ -1,6 +1,8 @@
-/* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on, and what it lacks is handed over once it answers again.
+/* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on,
+ * and what it lacks is handed over once it answers again.
  *
- * Everything here but holding_fetch_of and holding_yielded is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
+ * Everything here but holding_fetch_of and holding_yielded is called under table_lock. A descriptor
+ * of ours may have been closed by an application that closes all it finds, and its number may be
  * the application's by now: each is compared with what we opened before it is used.
  */
 #define _GNU_SOURCE
@@ -74,15 +76,17 @@ void holding_close(void)
 static struct resident_message about(const struct allocation *what, uint32_t operation)
 {
 	struct resident_message message = {
-		.version = RESIDENT_VERSION,
-		.operation = operation,
-		.identity = what->identity,
-		.address = what->address,
-		.size = what->size,
-		.requested = what->requested,
-		.ordinal = what->device,
-		.flags = table_imported(what) ? RESIDENT_IMPORTED : what->exported ? RESIDENT_EXPORTED : 0,
-		.pid = getpid(),
+	    .version = RESIDENT_VERSION,
+	    .operation = operation,
+	    .identity = what->identity,
+	    .address = what->address,
+	    .size = what->size,
+	    .requested = what->requested,
+	    .ordinal = what->device,
+	    .flags = table_imported(what) ? RESIDENT_IMPORTED
+		: what->exported          ? RESIDENT_EXPORTED
+					  : 0,
+	    .pid = getpid(),
 	};
 
 	memcpy(message.device, devices_uuid(what->device), 16);
@@ -92,7 +96,8 @@ static struct resident_message about(const struct allocation *what, uint32_t ope
 
 static bool ask(struct resident_message *message)
 {
-	if (packet_send(link_socket, message, -1) == 0 && packet_receive(link_socket, message, NULL, 0) == 1)
+	if (packet_send(link_socket, message, -1) == 0 &&
+	    packet_receive(link_socket, message, NULL, 0) == 1)
 		return true;
 	holding_close();
 	return false;
@@ -101,7 +106,8 @@ static bool ask(struct resident_message *message)
 bool holding_token(void)
 {
 	if (!has_token)
-		has_token = getrandom(holding_process_token, sizeof holding_process_token, 0) == (ssize_t)sizeof holding_process_token;
+		has_token = getrandom(holding_process_token, sizeof holding_process_token, 0) ==
+		    (ssize_t)sizeof holding_process_token;
 	return has_token;
 }
 
@@ -111,7 +117,8 @@ static bool is_trusted(int connection)
 	struct ucred peer;
 	socklen_t length = sizeof peer;
 
-	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && (peer.uid == 0 || peer.uid == geteuid());
+	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+	    (peer.uid == 0 || peer.uid == geteuid());
 }
 
 /* A connection, or -1. */
@@ -151,7 +158,8 @@ static bool open_link(void)
 	}
 	link_socket = made;
 	link_inode = found.st_ino;
-	struct resident_message hello = {.version = RESIDENT_VERSION, .operation = KEEPER_HELLO, .pid = getpid()};
+	struct resident_message hello = {
+	    .version = RESIDENT_VERSION, .operation = KEEPER_HELLO, .pid = getpid()};
 	memcpy(hello.token, holding_process_token, 16);
 	if (!ask(&hello))
 		return false;
@@ -182,8 +190,11 @@ static int descriptor_of(const struct allocation *what)
 	int made = -1;
 
 	if (what->descriptor >= 0)
-		return descriptor_is(what->descriptor, what->inode) ? descriptor_duplicate(what->descriptor) : -1;
-	if (!what->has_handle || driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
+		return descriptor_is(what->descriptor, what->inode)
+		    ? descriptor_duplicate(what->descriptor)
+		    : -1;
+	if (!what->has_handle ||
+	    driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		return -1;
 	return made;
 }
@@ -209,7 +220,8 @@ static bool resync(void)
 		return false;
 	}
 	for (struct allocation *at = NULL; (at = table_next_held(at));) {
-		/* none: one that the application closed; if the keeper lacks it, that shows in the confirmation */
+		/* none: one that the application closed; if the keeper lacks it, that shows in the
+		 * confirmation */
 		int descriptor = descriptor_of(at);
 		bool handed = hand_over(at, descriptor);
 		if (descriptor >= 0)
@@ -241,14 +253,16 @@ void holding_free(struct allocation *what)
 
 	if (descriptor_is(what->descriptor, what->inode))
 		close(what->descriptor);
-	/* Answered when the keeper's descriptor is closed: only then is the memory free for whoever asks next. */
+	/* Answered when the keeper's descriptor is closed: only then is the memory free for whoever
+	 * asks next. */
 	if (what->held && holding_socket() >= 0)
 		ask(&message);
 }
 
 bool holding_complete(void)
 {
-	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_CONFIRM};
+	struct resident_message message = {
+	    .version = RESIDENT_VERSION, .operation = KEEPER_CONFIRM};
 
 	not_before = 0;
 	if (!open_link())
@@ -275,7 +289,9 @@ bool holding_renew(void)
 		int made = -1;
 		if (table_imported(at) || at->exported)
 			continue; /* another would be of the same memory, and not be known to be */
-		if (at->has_handle && !driver()->cuMemExportToShareableHandle(&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
+		if (at->has_handle &&
+		    !driver()->cuMemExportToShareableHandle(
+			&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
 			if (descriptor_is(at->descriptor, at->inode))
 				close(at->descriptor);
 			at->descriptor = -1;
@@ -343,12 +359,14 @@ int holding_fetch(const struct allocation *what)
 /* By a connection of its own: only what has memory says hello. */
 int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int *descriptor)
 {
-	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_FETCH, .identity = identity};
+	struct resident_message message = {
+	    .version = RESIDENT_VERSION, .operation = KEEPER_FETCH, .identity = identity};
 	int keeper = call_keeper(), error = ENOTCONN;
 
 	*descriptor = -1;
 	memcpy(message.token, token, sizeof message.token);
-	if (keeper >= 0 && packet_send(keeper, &message, -1) == 0 && packet_receive(keeper, &message, descriptor, 0) == 1)
+	if (keeper >= 0 && packet_send(keeper, &message, -1) == 0 &&
+	    packet_receive(keeper, &message, descriptor, 0) == 1)
 		error = message.result ? message.result : *descriptor < 0 ? EBADF : 0;
 	if (keeper >= 0)
 		close(keeper);
@@ -363,7 +381,8 @@ bool holding_yielded(void)
 {
 	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_YIELD};
 	int keeper = holding_directory() ? call_keeper() : -1;
-	bool some = keeper >= 0 && packet_send(keeper, &message, -1) == 0 && packet_receive(keeper, &message, NULL, 0) == 1 && !message.result && message.count;
+	bool some = keeper >= 0 && packet_send(keeper, &message, -1) == 0 &&
+	    packet_receive(keeper, &message, NULL, 0) == 1 && !message.result && message.count;
 
 	if (keeper >= 0)
 		close(keeper);

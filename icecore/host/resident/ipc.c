@@ -1,8 +1,10 @@
-/* CUDA's legacy IPC of resident memory (cudaIpcGetMemHandle: torch.multiprocessing, custom all-reduces); rule: its handles say where to ask, and what is
- * opened by one is an import with a mapping, which windows take away like all that ranks share (handles.c).
+/* CUDA's legacy IPC of resident memory (cudaIpcGetMemHandle: torch.multiprocessing, custom
+ * all-reduces); rule: its handles say where to ask, and what is opened by one is an import with a
+ * mapping, which windows take away like all that ranks share (handles.c).
  *
- * A handle names a process and an allocation of it for as long as the allocation lives, through windows and restores: whoever opens it gets the one descriptor from
- * the keeper. What was not made by us passes to the driver, whose memory no window takes away, and is counted.
+ * A handle names a process and an allocation of it for as long as the allocation lives, through
+ * windows and restores: whoever opens it gets the one descriptor from the keeper. What was not made
+ * by us passes to the driver, whose memory no window takes away, and is counted.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -20,7 +22,8 @@
 
 #define LAZY_PEER_ACCESS 1u /* the only flag that there is */
 
-/* What the application passes around. The same memory has the same bytes: PyTorch and others look up by them what they have open. */
+/* What the application passes around. The same memory has the same bytes: PyTorch and others look
+ * up by them what they have open. */
 struct reference {
 	uint8_t magic[16];
 	uint8_t token[16];
@@ -29,8 +32,10 @@ struct reference {
 };
 _Static_assert(sizeof(struct reference) == sizeof(struct ipc_handle), "as cuda.h has it");
 
-/* Drawn once; the driver's have the exporter's process id and small numbers in their first words. */
-static const uint8_t magic[16] = {0x69, 0x63, 0xD3, 0x9E, 0x4B, 0xF7, 0x81, 0x2C, 0xA5, 0x60, 0xE8, 0x17, 0xBD, 0xC2, 0x36, 0xFA};
+/* Drawn once; the driver's have the exporter's process id and small numbers in their first words.
+ */
+static const uint8_t magic[16] = {
+    0x69, 0x63, 0xD3, 0x9E, 0x4B, 0xF7, 0x81, 0x2C, 0xA5, 0x60, 0xE8, 0x17, 0xBD, 0xC2, 0x36, 0xFA};
 
 /* One opens or closes at a time; taken before table_lock, inside threads_enter … threads_leave. */
 static pthread_mutex_t ipc_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -64,7 +69,8 @@ static CUresult refer(struct ipc_handle *out, CUdeviceptr address)
 		result = CUDA_ERROR_OPERATING_SYSTEM;
 		found = handles_share(found->address, &result);
 		if (found) {
-			/* Whoever is given the handle may be faster at the keeper than what was told to it. One that is not there now gets all later. */
+			/* Whoever is given the handle may be faster at the keeper than what was
+			 * told to it. One that is not there now gets all later. */
 			if (!known)
 				holding_complete();
 			memcpy(made.magic, magic, sizeof magic);
@@ -97,7 +103,8 @@ CUresult resident_cuIpcGetMemHandle(struct ipc_handle *out, CUdeviceptr address)
 
 static bool same(const struct allocation *at, const struct reference *what)
 {
-	return at->mapping.opened && at->mapping.source == what->identity && !memcmp(at->mapping.source_token, what->token, sizeof what->token);
+	return at->mapping.opened && at->mapping.source == what->identity &&
+	    !memcmp(at->mapping.source_token, what->token, sizeof what->token);
 }
 
 /* Under table_lock. */
@@ -115,7 +122,8 @@ static CUresult give_access(CUdeviceptr address, size_t size, CUdevice device)
 {
 	struct access access = {{LOCATION_DEVICE, device}, ACCESS_READ_WRITE};
 
-	return driver()->cuMemSetAccess(address, size, &access, 1) ? CUDA_ERROR_MAP_FAILED : CUDA_SUCCESS;
+	return driver()->cuMemSetAccess(address, size, &access, 1) ? CUDA_ERROR_MAP_FAILED
+								   : CUDA_SUCCESS;
 }
 
 /* Once more; -1: it is not open here. */
@@ -127,7 +135,9 @@ static CUresult open_again(CUdeviceptr *out, const struct reference *what, CUdev
 	struct allocation *found = find_opened(what);
 	if (found) {
 		uint64_t bit = 1ull << device;
-		result = found->mapping.reads & found->mapping.writes & bit ? CUDA_SUCCESS : give_access(found->address, found->size, device);
+		result = found->mapping.reads & found->mapping.writes & bit
+		    ? CUDA_SUCCESS
+		    : give_access(found->address, found->size, device);
 		if (!result) {
 			found->mapping.reads |= bit;
 			found->mapping.writes |= bit;
@@ -139,12 +149,20 @@ static CUresult open_again(CUdeviceptr *out, const struct reference *what, CUdev
 	return result;
 }
 
-static CUresult open_first(CUdeviceptr *out, const struct reference *what, CUcontext context, CUdevice device)
+static CUresult open_first(
+    CUdeviceptr *out, const struct reference *what, CUcontext context, CUdevice device)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.kind = KIND_MAPPING, .context = context, .mapped = true,
-		.mapping = {.reads = 1ull << device, .writes = 1ull << device, .opened = true, .opens = 1, .source = what->identity}};
-	int descriptor, error = holding_fetch_of(what->token, what->identity, &made.size, &descriptor);
+	struct allocation made = {.kind = KIND_MAPPING,
+	    .context = context,
+	    .mapped = true,
+	    .mapping = {.reads = 1ull << device,
+		.writes = 1ull << device,
+		.opened = true,
+		.opens = 1,
+		.source = what->identity}};
+	int descriptor,
+	    error = holding_fetch_of(what->token, what->identity, &made.size, &descriptor);
 
 	if (error)
 		return error == ENOENT ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_MAP_FAILED;
@@ -159,7 +177,8 @@ static CUresult open_first(CUdeviceptr *out, const struct reference *what, CUcon
 		goto no_address;
 	if (d->cuMemMap(made.address, made.size, 0, handles_present(made.mapping.of), 0))
 		goto no_mapping;
-	if (give_access(made.address, made.size, device) || handles_note_mapping(&made, made.mapping.of))
+	if (give_access(made.address, made.size, device) ||
+	    handles_note_mapping(&made, made.mapping.of))
 		goto no_access;
 	*out = made.address;
 	result = CUDA_SUCCESS;
@@ -182,10 +201,12 @@ static CUresult open_reference(CUdeviceptr *out, const struct reference *what, u
 
 	if (!out || flags & ~LAZY_PEER_ACCESS)
 		return CUDA_ERROR_INVALID_VALUE;
-	if (d->cuCtxGetCurrent(&context) || !context || d->cuCtxGetDevice(&device) || !devices_usable(device))
+	if (d->cuCtxGetCurrent(&context) || !context || d->cuCtxGetDevice(&device) ||
+	    !devices_usable(device))
 		return CUDA_ERROR_INVALID_CONTEXT;
 	pthread_mutex_lock(&table_lock);
-	bool own = holding_token() && !memcmp(what->token, holding_process_token, sizeof holding_process_token);
+	bool own = holding_token() &&
+	    !memcmp(what->token, holding_process_token, sizeof holding_process_token);
 	pthread_mutex_unlock(&table_lock);
 	if (own)
 		/* as of any handle in the process that made it */
@@ -200,7 +221,8 @@ static CUresult open_reference(CUdeviceptr *out, const struct reference *what, u
 	return result;
 }
 
-static CUresult open_handle(CUresult (*call)(CUdeviceptr *, struct ipc_handle, unsigned), CUdeviceptr *out, struct ipc_handle handle, unsigned flags)
+static CUresult open_handle(CUresult (*call)(CUdeviceptr *, struct ipc_handle, unsigned),
+    CUdeviceptr *out, struct ipc_handle handle, unsigned flags)
 {
 	struct reference what;
 
@@ -240,7 +262,8 @@ static bool next_closed(struct allocation *copy, CUcontext context)
 
 	pthread_mutex_lock(&table_lock);
 	while ((at = table_next(at, KIND_MAPPING)))
-		if (at->mapping.opened && !at->mapping.opens && (!context || at->context == context)) {
+		if (at->mapping.opened && !at->mapping.opens &&
+		    (!context || at->context == context)) {
 			*copy = *at;
 			break;
 		}
@@ -248,7 +271,8 @@ static bool next_closed(struct allocation *copy, CUcontext context)
 	return at != NULL;
 }
 
-/* What may still use it has come to its end first. In a stream capture nothing can be waited for: then it is left for the next that is closed. */
+/* What may still use it has come to its end first. In a stream capture nothing can be waited for:
+ * then it is left for the next that is closed. */
 static CUresult unmap_closed(void)
 {
 	const struct driver *d = driver();
@@ -260,7 +284,8 @@ static CUresult unmap_closed(void)
 		d->cuCtxGetCurrent(&before);
 		if (before && before != closed.context) /* another one that opened it, too */
 			result = capture_wait_for_context();
-		if (!result && closed.context && !(result = d->cuCtxPushCurrent_v2(closed.context))) {
+		if (!result && closed.context &&
+		    !(result = d->cuCtxPushCurrent_v2(closed.context))) {
 			result = capture_wait_for_context();
 			d->cuCtxPopCurrent_v2(&before);
 		}

@@ -1,8 +1,10 @@
-/* The local memory of contexts, given back for a window; rule: a context gets back the very limit that it had, and one that cannot is left to the driver,
- * which makes room by itself when a kernel needs it.
+/* The local memory of contexts, given back for a window; rule: a context gets back the very limit
+ * that it had, and one that cannot is left to the driver, which makes room by itself when a kernel
+ * needs it.
  *
- * A context keeps local memory (stacks and spilled registers) for every thread that the GPU can hold, whether a kernel uses it or not: 1 KiB for each is 232 MiB
- * on an H100. It holds nothing while no kernel runs, but the driver's checkpoint copies it out and in like the rest.
+ * A context keeps local memory (stacks and spilled registers) for every thread that the GPU can
+ * hold, whether a kernel uses it or not: 1 KiB for each is 232 MiB on an H100. It holds nothing
+ * while no kernel runs, but the driver's checkpoint copies it out and in like the rest.
  */
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -35,7 +37,8 @@ void local_memory_shrink(CUcontext context)
 
 	if (!d->cuCtxGetLimit || !d->cuCtxSetLimit || shrunk_count == CONTEXTS || known(context))
 		return;
-	if (d->cuCtxSetCurrent(context) || d->cuCtxGetLimit(&before, LIMIT_STACK_SIZE) || before <= SMALLEST)
+	if (d->cuCtxSetCurrent(context) || d->cuCtxGetLimit(&before, LIMIT_STACK_SIZE) ||
+	    before <= SMALLEST)
 		return;
 	if (d->cuCtxSetLimit(LIMIT_STACK_SIZE, SMALLEST) == CUDA_SUCCESS)
 		shrunk[shrunk_count++] = (struct shrunk){context, before};

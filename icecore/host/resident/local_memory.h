@@ -5,6 +5,6 @@
 #include "driver.h"
 
 void local_memory_shrink(CUcontext context); /* which has been synchronised */
-void local_memory_grow(void);                /* of all that were shrunk */
+void local_memory_grow(void); /* of all that were shrunk */
 
 #endif

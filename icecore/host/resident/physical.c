@@ -1,4 +1,5 @@
-/* Makes physical memory: where the device has none left, what was released is given back first, and what others still hold for a moment is waited for. */
+/* Makes physical memory: where the device has none left, what was released is given back first, and
+ * what others still hold for a moment is waited for. */
 #define _GNU_SOURCE
 #include <stdbool.h>
 #include <time.h>
@@ -20,17 +21,20 @@ void physical_forked(void)
 
 void physical_looked_at(int64_t nanoseconds)
 {
-	__atomic_store_n(&looked_until, nanoseconds ? clock_now() + nanoseconds : 0, __ATOMIC_RELAXED);
+	__atomic_store_n(
+	    &looked_until, nanoseconds ? clock_now() + nanoseconds : 0, __ATOMIC_RELAXED);
 }
 
-/* What was freed meanwhile is not free yet: a child has the descriptors that are kept since a window until it has begun to run, who looks at memory has it mapped. */
+/* What was freed meanwhile is not free yet: a child has the descriptors that are kept since a
+ * window until it has begun to run, who looks at memory has it mapped. */
 static bool others_may_hold_memory(void)
 {
 	int64_t time = clock_now(), forked = time - __atomic_load_n(&last_fork, __ATOMIC_RELAXED);
 
 	return time < __atomic_load_n(&looked_until, __ATOMIC_RELAXED) ||
-	       /* a restore may have set the clock back */
-	       (__atomic_load_n(&table_counts.windows, __ATOMIC_RELAXED) && forked >= 0 && forked < CHILD_NANOSECONDS);
+	    /* a restore may have set the clock back */
+	    (__atomic_load_n(&table_counts.windows, __ATOMIC_RELAXED) && forked >= 0 &&
+		forked < CHILD_NANOSECONDS);
 }
 
 CUresult physical_create(CUhandle *out, size_t size, const struct allocation_properties *properties)
@@ -44,7 +48,8 @@ CUresult physical_create(CUhandle *out, size_t size, const struct allocation_pro
 
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && spare_make_room(before))
 		result = d->cuMemCreate(out, size, properties, 0);
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context && release_all_deferred(context))
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context &&
+	    release_all_deferred(context))
 		result = d->cuMemCreate(out, size, properties, 0);
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && holding_yielded())
 		result = d->cuMemCreate(out, size, properties, 0);

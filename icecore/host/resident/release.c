@@ -1,4 +1,5 @@
-/* Release of resident memory. What a stream capture keeps from being waited for is deferred, and released with the next that is freed outside of one. */
+/* Release of resident memory. What a stream capture keeps from being waited for is deferred, and
+ * released with the next that is freed outside of one. */
 #define _GNU_SOURCE
 #include <stddef.h>
 

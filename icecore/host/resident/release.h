@@ -1,4 +1,5 @@
-/* The end of resident memory: at once, or once it can be waited for. Under table_lock, but for release_all_deferred. */
+/* The end of resident memory: at once, or once it can be waited for. Under table_lock, but for
+ * release_all_deferred. */
 #ifndef ICECORE_RESIDENT_RELEASE_H
 #define ICECORE_RESIDENT_RELEASE_H
 
@@ -7,7 +8,8 @@
 
 #include "table.h"
 
-/* lets go of table_lock for a while: takes one whose use has ended off the table, the device and the keeper */
+/* lets go of table_lock for a while: takes one whose use has ended off the table, the device and
+ * the keeper */
 void release_now(struct allocation *at);
 void release_defer(struct allocation *what);
 /* what was deferred until then (release_clock); the context has been synchronised since */

@@ -1,12 +1,17 @@
-/* Memory that was released and is asked for again and again; rule: to the application it is released: nothing that it asks tells the difference, and it is given
- * back to the device before anybody who asks here has to go without.
+/* Memory that was released and is asked for again and again; rule: to the application it is
+ * released: nothing that it asks tells the difference, and it is given back to the device before
+ * anybody who asks here has to go without.
  *
- * To make an allocation that can be taken over costs the driver's calls for physical memory, address, mapping, access and descriptor, and the keeper's answer at its
- * release: twenty times the driver's own. A loop that allocates and releases would pay that in every round. So what is released stays mapped, with the keeper and
- * in the table, where the same size was asked for shortly after its last release, and the next who asks for that size in that context gets it. What is not asked for
- * within seconds is given back, and what is released once, or with others at the end of something, at once.
+ * To make an allocation that can be taken over costs the driver's calls for physical memory,
+ * address, mapping, access and descriptor, and the keeper's answer at its release: twenty times the
+ * driver's own. A loop that allocates and releases would pay that in every round. So what is
+ * released stays mapped, with the keeper and in the table, where the same size was asked for
+ * shortly after its last release, and the next who asks for that size in that context gets it. What
+ * is not asked for within seconds is given back, and what is released once, or with others at the
+ * end of something, at once.
  *
- * It keeps its identity, by which others know an allocation: so what was ever exported does not stay, nor what was given a property that a fresh one has not.
+ * It keeps its identity, by which others know an allocation: so what was ever exported does not
+ * stay, nor what was given a property that a fresh one has not.
  */
 #define _GNU_SOURCE
 #include <string.h>
@@ -25,7 +30,7 @@
 #define MOST_BYTES ((size_t)64 << 20) /* of each device */
 #define SOON_NANOSECONDS 5000000000ll
 #define SHORT_NANOSECONDS 1000000000ll /* after memory was short */
-#define NOBODYS 4096ull                /* an address at which there is no memory of any kind */
+#define NOBODYS 4096ull /* an address at which there is no memory of any kind */
 
 static struct spare {
 	CUdeviceptr address;
@@ -33,9 +38,11 @@ static struct spare {
 	CUcontext context;
 	CUdevice device;
 	int64_t since;
-} spares[SPARES]; /* the last one last; changed under table_lock, as all that follows, and under spares_lock */
+} spares[SPARES]; /* the last one last; changed under table_lock, as all that follows, and under
+		     spares_lock */
 static size_t some;
-/* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation */
+/* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation
+ */
 static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER;
 static CUcontext users[DEVICES]; /* the one whose memory is on a device, as far as it is one */
 static bool several[DEVICES];
@@ -49,7 +56,8 @@ static struct habit {
 static int64_t last_short = -SHORT_NANOSECONDS;
 static uint64_t given_back;
 
-/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken before table_lock, inside threads_enter … threads_leave. */
+/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken
+ * before table_lock, inside threads_enter … threads_leave. */
 static pthread_mutex_t giving_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Whether less time has passed; a restore may have set the clock back. */
@@ -97,7 +105,8 @@ static void note_user(CUdevice device, CUcontext context)
 	users[device] = context;
 }
 
-/* Whether only its own context can have used it, which has been waited for: another's kernels may still be at it. */
+/* Whether only its own context can have used it, which has been waited for: another's kernels may
+ * still be at it. */
 static bool is_its_contexts_alone(const struct allocation *what)
 {
 	return !several[what->device] && !devices_peers(what->device);
@@ -118,11 +127,13 @@ bool spare_keep(struct allocation *what)
 		habit = make_habit(what->context, what->size);
 	habit->again = habit->again && within(SOON_NANOSECONDS, habit->released);
 	habit->released = clock_now();
-	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->resident.altered || capture_active() || !is_its_contexts_alone(what) ||
+	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported ||
+	    what->resident.altered || capture_active() || !is_its_contexts_alone(what) ||
 	    !has_room(what->device, what->size))
 		return false;
 	pthread_mutex_lock(&spares_lock);
-	spares[some] = (struct spare){what->address, what->size, what->context, what->device, habit->released};
+	spares[some] =
+	    (struct spare){what->address, what->size, what->context, what->device, habit->released};
 	__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
 	pthread_mutex_unlock(&spares_lock);
 	table_change(what, KIND_SPARE);
@@ -136,7 +147,8 @@ bool spare_take(struct allocation *wanted)
 	pthread_mutex_lock(&table_lock);
 	note_user(wanted->device, wanted->context);
 	for (size_t i = some; i-- > 0 && !found;)
-		if (spares[i].size == wanted->size && spares[i].context == wanted->context && spares[i].device == wanted->device) {
+		if (spares[i].size == wanted->size && spares[i].context == wanted->context &&
+		    spares[i].device == wanted->device) {
 			found = table_find(spares[i].address);
 			take_out(i);
 		}
@@ -164,7 +176,8 @@ static size_t find(CUcontext context, int64_t nanoseconds)
 {
 	size_t at = 0;
 
-	while (at < some && ((context && spares[at].context != context) || within(nanoseconds, spares[at].since)))
+	while (at < some &&
+	    ((context && spares[at].context != context) || within(nanoseconds, spares[at].since)))
 		at++;
 	return at;
 }
@@ -211,7 +224,8 @@ void spare_give_back(CUcontext context, bool gone)
 void spare_give_back_old(void)
 {
 	/* Whoever gives back may wait for the driver's lock, and the agent must not. */
-	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() || pthread_mutex_trylock(&giving_lock))
+	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() ||
+	    pthread_mutex_trylock(&giving_lock))
 		return;
 	if (!leaving)
 		give_back(NULL, SOON_NANOSECONDS, false);
@@ -230,7 +244,8 @@ bool spare_make_room(uint64_t before)
 	last_short = clock_now(); /* what others release meanwhile is there for all */
 	pthread_mutex_unlock(&table_lock);
 	int mode = CAPTURE_MODE_RELAXED; /* somebody else's capture is not to fail by it */
-	bool exchanged = driver()->cuThreadExchangeStreamCaptureMode && !driver()->cuThreadExchangeStreamCaptureMode(&mode);
+	bool exchanged = driver()->cuThreadExchangeStreamCaptureMode &&
+	    !driver()->cuThreadExchangeStreamCaptureMode(&mode);
 	give_back(NULL, 0, false);
 	if (exchanged)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
@@ -279,7 +294,8 @@ void spare_in_child(void)
 	last_short = -SHORT_NANOSECONDS;
 }
 
-/* -- what an application asks of an address, and what it does with memory that a release does not undo */
+/* -- what an application asks of an address, and what it does with memory that a release does not
+ * undo */
 
 static void note_altered(CUdeviceptr address)
 {
@@ -305,8 +321,15 @@ static void note_altered(CUdeviceptr address)
 		threads_leave(); \
 		return result; \
 	}
-ASKED(false, cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address), (out, attribute, address))
-ASKED(false, cuPointerGetAttributes, (unsigned count, int *attributes, void **out, CUdeviceptr address), (count, attributes, out, address))
-ASKED(false, cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address), (base, size, address))
-ASKED(true, cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address), (value, attribute, address))
-ASKED(true, cuMemGetHandleForAddressRange, (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags), (out, address, size, type, flags))
+ASKED(false, cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address),
+    (out, attribute, address))
+ASKED(false, cuPointerGetAttributes,
+    (unsigned count, int *attributes, void **out, CUdeviceptr address),
+    (count, attributes, out, address))
+ASKED(false, cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address),
+    (base, size, address))
+ASKED(true, cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address),
+    (value, attribute, address))
+ASKED(true, cuMemGetHandleForAddressRange,
+    (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags),
+    (out, address, size, type, flags))

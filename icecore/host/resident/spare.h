@@ -1,4 +1,5 @@
-/* Memory that was released, kept for the next who asks. Not under table_lock, but for spare_keep. */
+/* Memory that was released, kept for the next who asks. Not under table_lock, but for spare_keep.
+ */
 #ifndef ICECORE_RESIDENT_SPARE_H
 #define ICECORE_RESIDENT_SPARE_H
 
@@ -13,7 +14,7 @@ bool spare_keep(struct allocation *what);
 bool spare_take(struct allocation *wanted);
 /* NULL: of all contexts; `gone`: it has been destroyed */
 void spare_give_back(CUcontext context, bool gone);
-void spare_give_back_old(void);                     /* by the agent */
+void spare_give_back_old(void); /* by the agent */
 /* how many were so far: asked before memory turns out to be short */
 uint64_t spare_given_back(void);
 /* memory is short: gives all back; whether there is more of it than before */

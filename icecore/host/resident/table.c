@@ -1,4 +1,5 @@
-/* Every live allocation and mapping by its address: open addressing in memory of its own; rule: no call of the C library's allocator, which a parked thread may hold. */
+/* Every live allocation and mapping by its address: open addressing in memory of its own; rule: no
+ * call of the C library's allocator, which a parked thread may hold. */
 #define _GNU_SOURCE
 #include <string.h>
 #include <sys/mman.h>
@@ -24,25 +25,31 @@ static size_t start(CUdeviceptr address, size_t size)
 static void count(const struct allocation *what, int by)
 {
 	static uint64_t *const of[][2] = {
-		[KIND_RESIDENT] = {&table_counts.resident, &table_counts.resident_bytes}, [KIND_SPARE] = {&table_counts.spare, &table_counts.spare_bytes},
-		[KIND_SMALL] = {&table_counts.small, &table_counts.small_bytes},          [KIND_POOL] = {&table_counts.pool, &table_counts.pool_bytes},
-		[KIND_MANAGED] = {&table_counts.managed, &table_counts.managed_bytes},    [KIND_FOREIGN] = {&table_counts.foreign, &table_counts.foreign_bytes},
+	    [KIND_RESIDENT] = {&table_counts.resident, &table_counts.resident_bytes},
+	    [KIND_SPARE] = {&table_counts.spare, &table_counts.spare_bytes},
+	    [KIND_SMALL] = {&table_counts.small, &table_counts.small_bytes},
+	    [KIND_POOL] = {&table_counts.pool, &table_counts.pool_bytes},
+	    [KIND_MANAGED] = {&table_counts.managed, &table_counts.managed_bytes},
+	    [KIND_FOREIGN] = {&table_counts.foreign, &table_counts.foreign_bytes},
 	};
 	enum kind kind = what->kind;
 
 	if (kind == KIND_MAPPING)
 		return;
 	if (kind == KIND_HANDLE) {
-		*(what->made.imported ? &table_counts.imported : &table_counts.handles) += (uint64_t)by;
+		*(what->made.imported ? &table_counts.imported : &table_counts.handles) +=
+		    (uint64_t)by;
 		if (what->made.imported)
 			return; /* whoever allocated it counts it */
 		kind = KIND_RESIDENT;
 	}
 	*of[kind][0] += (uint64_t)by;
-	*of[kind][1] += (uint64_t)by * (kind == KIND_RESIDENT || kind == KIND_SPARE ? what->size : what->requested);
+	*of[kind][1] += (uint64_t)by *
+	    (kind == KIND_RESIDENT || kind == KIND_SPARE ? what->size : what->requested);
 }
 
-static struct allocation *insert(struct allocation *into, size_t size, const struct allocation *what)
+static struct allocation *insert(
+    struct allocation *into, size_t size, const struct allocation *what)
 {
 	size_t at = start(what->address, size);
 
@@ -64,14 +71,16 @@ static bool grow(void)
 	size_t wanted = 1024;
 	while (wanted < 4 * live)
 		wanted *= 2;
-	fresh = mmap(NULL, wanted * sizeof *fresh, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	fresh = mmap(NULL, wanted * sizeof *fresh, PROT_READ | PROT_WRITE,
+	    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (fresh == MAP_FAILED)
 		return false;
 	used = 0;
 	for (size_t i = 0; i < before; i++)
 		if (old[i].address > VACATED)
 			insert(fresh, wanted, &old[i]);
-	/* In this order: a child that is forked meanwhile finds the old ones, none, or the fresh. */
+	/* In this order: a child that is forked meanwhile finds the old ones, none, or the fresh.
+	 */
 	__atomic_store_n(&room, 0, __ATOMIC_SEQ_CST);
 	__atomic_store_n(&places, fresh, __ATOMIC_SEQ_CST);
 	__atomic_store_n(&room, wanted, __ATOMIC_SEQ_CST);
@@ -92,14 +101,16 @@ struct allocation *table_find(CUdeviceptr address)
 
 bool table_only_noted(const struct allocation *what)
 {
-	return what->kind == KIND_SMALL || what->kind == KIND_POOL || what->kind == KIND_MANAGED || what->kind == KIND_FOREIGN;
+	return what->kind == KIND_SMALL || what->kind == KIND_POOL || what->kind == KIND_MANAGED ||
+	    what->kind == KIND_FOREIGN;
 }
 
 struct allocation *table_add(const struct allocation *what)
 {
 	if (2 * (used + 1) > room && !grow())
 		return NULL;
-	/* Not every end of the driver's own memory is seen here (a pool's, a graph's), and addresses come again. */
+	/* Not every end of the driver's own memory is seen here (a pool's, a graph's), and
+	 * addresses come again. */
 	struct allocation *ended = table_find(what->address);
 	if (ended && table_only_noted(ended))
 		table_remove(ended);
@@ -131,7 +142,9 @@ struct allocation *table_next(struct allocation *after, enum kind kind)
 struct allocation *table_next_held(struct allocation *after)
 {
 	for (size_t at = after ? (size_t)(after - places) + 1 : 0; at < room; at++)
-		if (places[at].address > VACATED && (places[at].kind == KIND_RESIDENT || places[at].kind == KIND_SPARE || places[at].kind == KIND_HANDLE))
+		if (places[at].address > VACATED &&
+		    (places[at].kind == KIND_RESIDENT || places[at].kind == KIND_SPARE ||
+			places[at].kind == KIND_HANDLE))
 			return &places[at];
 	return NULL;
 }

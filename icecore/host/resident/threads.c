@@ -1,22 +1,29 @@
-/* Parking: every thread but ours and the driver's own waits in a signal's handler; rule: nobody is parked while it is in one of our calls (it may hold our
- * lock): such a thread parks itself as it leaves.
+/* Parking: every thread but ours and the driver's own waits in a signal's handler; rule: nobody is
+ * parked while it is in one of our calls (it may hold our lock): such a thread parks itself as it
+ * leaves.
  *
- * Nor while it is in one of the driver's, as far as its stack tells (stack.c): the driver's lock waits until nobody is, and under threads that never rest it
- * waits for ever, because there is always another that has just gone in. So these are let go and asked again a moment later, when they may be outside; and
- * as those that are parked submit nothing more, the others' work comes to its end. Who is not met outside in time (or seems not to be: what a stack tells
- * may be old) runs on until the driver's lock is on, which then has few to wait for.
+ * Nor while it is in one of the driver's, as far as its stack tells (stack.c): the driver's lock
+ * waits until nobody is, and under threads that never rest it waits for ever, because there is
+ * always another that has just gone in. So these are let go and asked again a moment later, when
+ * they may be outside; and as those that are parked submit nothing more, the others' work comes to
+ * its end. Who is not met outside in time (or seems not to be: what a stack tells may be old) runs
+ * on until the driver's lock is on, which then has few to wait for.
  *
- * The signal is the one with which the C library has every thread change its user id: applications cannot block it, nor wait for it, because the library
- * takes it out of their sets. Any other would be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one. Ours come
- * with a value; what comes without is the library's, and passed on. Who blocks it all the same (not through the library, or within it for longer than a
- * moment) is helped from outside, by ptrace: the signal that is sent then brings the mask that the thread had, and the handler puts that back, whenever it
- * comes to run and whatever has become of the round in which it was sent.
+ * The signal is the one with which the C library has every thread change its user id: applications
+ * cannot block it, nor wait for it, because the library takes it out of their sets. Any other would
+ * be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one.
+ * Ours come with a value; what comes without is the library's, and passed on. Who blocks it all the
+ * same (not through the library, or within it for longer than a moment) is helped from outside, by
+ * ptrace: the signal that is sent then brings the mask that the thread had, and the handler puts
+ * that back, whenever it comes to run and whatever has become of the round in which it was sent.
  *
- * Whoever was asked is looked at until it has come: it may have blocked the signal right then, which stays pending; it may have ended, and its number be
- * another's. A signal too many does no harm: it parks whoever gets it while all are parked, and else does nothing.
+ * Whoever was asked is looked at until it has come: it may have blocked the signal right then,
+ * which stays pending; it may have ended, and its number be another's. A signal too many does no
+ * harm: it parks whoever gets it while all are parked, and else does nothing.
  *
- * What a parked thread may hold is the C library's: the allocator's lock, or the loader's. The driver would wait for it without end. So a thread of ours
- * takes each of these once everybody is parked; where it does not get them, everybody is let go, and another moment is tried.
+ * What a parked thread may hold is the C library's: the allocator's lock, or the loader's. The
+ * driver would wait for it without end. So a thread of ours takes each of these once everybody is
+ * parked; where it does not get them, everybody is let go, and another moment is tried.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -53,7 +60,9 @@
 #define SETTLE_NANOSECONDS 50000000ll
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
 #define ASK_AGAIN_NANOSECONDS 20000000ll
-#define AGAIN_NANOSECONDS 100000 /* between two looks at a thread that was in the driver, at most */
+#define AGAIN_NANOSECONDS \
+	100000 /* between two looks at a thread that was in the driver, at most \
+		*/
 
 /* ASKED: it was sent the signal. LEAVING: parked in the driver, and let go. */
 enum { SEATED, ASKED, PARKED, INSIDE, LEAVING };
@@ -69,7 +78,7 @@ static struct seat {
 	int64_t asked, blocked_since; /* the agent's own */
 } seats[SEATS];
 
-static atomic_uint gate;    /* the round; odd: closed */
+static atomic_uint gate; /* the round; odd: closed */
 static atomic_int arrivals; /* changes whenever somebody has parked, or is found inside */
 static pid_t agent_thread, probe_thread;
 static atomic_int probes_wanted, probes_done;
@@ -115,7 +124,8 @@ static pid_t self(void)
 
 static struct seat *find_seat(int thread)
 {
-	for (unsigned at = (unsigned)thread * 2654435761u % SEATS, tried = 0; tried < SEATS; at = (at + 1) % SEATS, tried++) {
+	for (unsigned at = (unsigned)thread * 2654435761u % SEATS, tried = 0; tried < SEATS;
+	    at = (at + 1) % SEATS, tried++) {
 		int found = atomic_load(&seats[at].thread);
 		if (found == thread)
 			return &seats[at];
@@ -183,7 +193,8 @@ static bool arrive(struct seat *seat, unsigned round, unsigned state)
 
 static void sit(const ucontext_t *interrupted)
 {
-	unsigned round = round_now(), parked = IN_ROUND(round, PARKED), let_go = IN_ROUND(round, LEAVING);
+	unsigned round = round_now(), parked = IN_ROUND(round, PARKED),
+		 let_go = IN_ROUND(round, LEAVING);
 	struct seat *seat = round & 1 ? find_seat(self()) : NULL;
 
 	if (!seat || ROUND(atomic_load(&seat->state)) != round)
@@ -199,7 +210,8 @@ static void sit(const ucontext_t *interrupted)
 
 static void on_signal(int number, siginfo_t *info, void *context)
 {
-	const bool queued = info->si_code == SI_QUEUE, helped = queued && info->si_errno == PARK_VALUE;
+	const bool queued = info->si_code == SI_QUEUE,
+		   helped = queued && info->si_errno == PARK_VALUE;
 	const unsigned round = round_now();
 	int error = errno;
 
@@ -209,9 +221,11 @@ static void on_signal(int number, siginfo_t *info, void *context)
 		errno = error;
 		return;
 	}
-	/* All signals but this one were blocked when it was sent, so this is where the mask was changed. */
+	/* All signals but this one were blocked when it was sent, so this is where the mask was
+	 * changed. */
 	if (helped)
-		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask = (unsigned long)info->si_value.sival_ptr;
+		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask =
+		    (unsigned long)info->si_value.sival_ptr;
 	if (!inside)
 		sit(context);
 	else if (round & 1) {
@@ -262,14 +276,17 @@ static int read_small(const char *path, char *into, size_t size)
 
 enum { WATCHED, GONE, NOT_OURS, BLOCKS };
 
-/* What the driver calls its threads (580: "cuda00001400006", …), # a hexadecimal digit. The whole name: an application has threads of its own for CUDA, which are to be
- * parked; one of the driver's that is parked may keep its lock or its checkpoint waiting, so whoever meets another name of its adds it here. */
+/* What the driver calls its threads (580: "cuda00001400006", …), # a hexadecimal digit. The whole
+ * name: an application has threads of its own for CUDA, which are to be parked; one of the driver's
+ * that is parked may keep its lock or its checkpoint waiting, so whoever meets another name of its
+ * adds it here. */
 static const char *const drivers_names[] = {"cuda-EvtHandlr", "cuda###########"};
 
 /* `name` ends with its line. */
 static bool is_called(const char *name, const char *pattern)
 {
-	while (*pattern && *name && (*pattern == '#' ? strchr("0123456789abcdefABCDEF", *name) != NULL : *name == *pattern))
+	while (*pattern && *name &&
+	    (*pattern == '#' ? strchr("0123456789abcdefABCDEF", *name) != NULL : *name == *pattern))
 		name++, pattern++;
 	return !*pattern && *name == '\n';
 }
@@ -284,7 +301,8 @@ static bool drivers_name(int thread, const char *name)
 		found = found || is_called(name, drivers_names[i]);
 	if (!found || thread == getpid())
 		return false;
-	return read_small("/proc/self/comm", leader, sizeof leader) || strncmp(name, leader, strlen(leader));
+	return read_small("/proc/self/comm", leader, sizeof leader) ||
+	    strncmp(name, leader, strlen(leader));
 }
 
 static bool has_signal(const char *text, const char *line)
@@ -333,11 +351,12 @@ static int claim_signal(void)
 		return 0;
 	librarys = found;
 	struct kernel_sigaction ours = {
-		.handler = on_signal,
-		/* Blocked in its own handler: of two that are pending the second then comes once the first has returned, to the same place. */
-		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
-		.restorer = resident_return_from_signal,
-		.mask = ~0ul,
+	    .handler = on_signal,
+	    /* Blocked in its own handler: of two that are pending the second then comes once the
+	       first has returned, to the same place. */
+	    .flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
+	    .restorer = resident_return_from_signal,
+	    .mask = ~0ul,
 	};
 	return syscall(SYS_rt_sigaction, PARK_SIGNAL, &ours, NULL, 8) ? errno : 0;
 }
@@ -359,7 +378,8 @@ static bool blocks_for_long(const struct seat *seat, int64_t at)
 	return seat->blocked_since && at - seat->blocked_since > BLOCKED_NANOSECONDS;
 }
 
-/* Sees to one that is not parked: asks it, with `ask` also where it was not asked before. Whether it has to be helped for that. */
+/* Sees to one that is not parked: asks it, with `ask` also where it was not asked before. Whether
+ * it has to be helped for that. */
 static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 {
 	const unsigned state = state_of(seat);
@@ -372,11 +392,13 @@ static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 		return ask && blocks_for_long(seat, at);
 	}
 	seat->blocked_since = 0;
-	if (state == ASKED ? pending || at - seat->asked < ASK_AGAIN_NANOSECONDS : state != SEATED || !ask)
+	if (state == ASKED ? pending || at - seat->asked < ASK_AGAIN_NANOSECONDS
+			   : state != SEATED || !ask)
 		return false;
 	if (change(seat, state, ASKED)) {
 		seat->asked = at;
-		/* One that is pending already brings it here. It may be one with a mask in which the signal is blocked: another behind it would stay pending for ever. */
+		/* One that is pending already brings it here. It may be one with a mask in which
+		 * the signal is blocked: another behind it would stay pending for ever. */
 		if (!pending && ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
 			/* too many signals pending: asked again in the next pass */
 			change(seat, ASKED, SEATED);
@@ -400,12 +422,15 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 	if (room)
 		blocked[0] = 0;
 	while ((got = syscall(SYS_getdents64, tasks, entries, sizeof entries)) > 0) {
-		for (long at = 0; at < got; at += ((struct directory_entry *)(entries + at))->length) {
+		for (long at = 0; at < got;
+		    at += ((struct directory_entry *)(entries + at))->length) {
 			int thread = atoi(((struct directory_entry *)(entries + at))->name);
 			if (thread <= 0)
 				continue;
 			struct seat *seat = find_seat(thread);
-			bool pending = false, settled = thread == agent_thread || thread == probe_thread || (seat && state_of(seat) == PARKED);
+			bool pending = false,
+			     settled = thread == agent_thread || thread == probe_thread ||
+			    (seat && state_of(seat) == PARKED);
 			int what = settled ? NOT_OURS : look_at(thread, &pending);
 			/* the first of a process is counted although it has ended */
 			living += what != GONE || thread == getpid();
@@ -418,10 +443,12 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 			}
 			/* else told of with the next answer */
 			if (seat && see_to(seat, what, pending, ask) && room - written > 12)
-				written += (size_t)snprintf(blocked + written, room - written, "%d ", thread);
+				written += (size_t)snprintf(
+				    blocked + written, room - written, "%d ", thread);
 		}
 	}
-	/* Where one ends while it is being listed, the kernel leaves others out; the directory's links are the threads and two more. */
+	/* Where one ends while it is being listed, the kernel leaves others out; the directory's
+	 * links are the threads and two more. */
 	*complete = fstat(tasks, &all) == 0 && living + 2 >= all.st_nlink;
 	close(tasks);
 	return waiting;
@@ -451,7 +478,8 @@ void threads_park_end(void)
 	}
 }
 
-/* Lets those go on that were parked in the middle of a driver's call; their number. Who was outside is not looked at again. */
+/* Lets those go on that were parked in the middle of a driver's call; their number. Who was outside
+ * is not looked at again. */
 static unsigned let_busy_go(void)
 {
 	unsigned busy = 0;
@@ -498,13 +526,15 @@ static bool on_their_way(void)
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
 		unsigned state = state_of(seat);
-		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, clock_now()))) && counts_still(seat))
+		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, clock_now()))) &&
+		    counts_still(seat))
 			return true;
 	}
 	return false;
 }
 
-/* Those who blocked the signal have been told of, and are helped now, or give up by themselves: the next time they are given a moment again. */
+/* Those who blocked the signal have been told of, and are helped now, or give up by themselves: the
+ * next time they are given a moment again. */
 static void forget_blocked(void)
 {
 	for (unsigned at = 0; at < seated; at++)
@@ -520,7 +550,8 @@ static void name_missing(char *text, size_t room)
 		struct seat *seat = &seats[taken[at]];
 		unsigned state = state_of(seat);
 		if (state != PARKED && state != INSIDE && counts_still(seat))
-			written += (size_t)snprintf(text + written, room - written, "%d ", atomic_load(&seat->thread));
+			written += (size_t)snprintf(
+			    text + written, room - written, "%d ", atomic_load(&seat->thread));
 	}
 }
 
@@ -541,7 +572,8 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 	answer->ordinal = PARK_SIGNAL;
 	for (;;) {
 		bool asking = !patience_for_busy || clock_now() < brake_until, complete;
-		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, asking, &complete);
+		int seen = atomic_load(&arrivals),
+		    waiting = pass(answer->text, sizeof answer->text, asking, &complete);
 		if (waiting < 0) {
 			threads_park_end();
 			return ENOSPC;
@@ -556,10 +588,15 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 				return 0;
 			}
 			if (busy && clock_now() < until) {
-				/* Not woken by others' arrivals: those that were let go are to get out of the driver meanwhile. Each time another pause: at equal
-				 * ones a thread that goes round with them is met at the same point for ever. */
-				random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-				nanosleep(&(struct timespec){0, (long)((random_state >> 33) % AGAIN_NANOSECONDS)}, NULL);
+				/* Not woken by others' arrivals: those that were let go are to get
+				 * out of the driver meanwhile. Each time another pause: at equal
+				 * ones a thread that goes round with them is met at the same point
+				 * for ever. */
+				random_state =
+				    random_state * 6364136223846793005u + 1442695040888963407u;
+				nanosleep(&(struct timespec){0,
+					      (long)((random_state >> 33) % AGAIN_NANOSECONDS)},
+				    NULL);
 				calm = 0;
 				continue;
 			}
@@ -634,7 +671,8 @@ static void *nothing(void *unused)
 	return unused;
 }
 
-/* Takes the locks that the driver may need: the allocator's arenas, the loader's, and that of the stacks of threads. */
+/* Takes the locks that the driver may need: the allocator's arenas, the loader's, and that of the
+ * stacks of threads. */
 static void *probe(void *unused)
 {
 	(void)unused;

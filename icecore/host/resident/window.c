@@ -1,7 +1,8 @@
-/* The device memory of a parked process, taken away and brought back; rule: each step knows of each allocation how far it is, so that from anywhere
- * `window_map` leads back to memory that is mapped.
+/* The device memory of a parked process, taken away and brought back; rule: each step knows of each
+ * allocation how far it is, so that from anywhere `window_map` leads back to memory that is mapped.
  *
- * The agent's thread alone comes here, with every other thread parked: what is read of the table cannot change.
+ * The agent's thread alone comes here, with every other thread parked: what is read of the table
+ * cannot change.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,8 +27,9 @@
 #include "threads.h"
 #include "window.h"
 
-#define LEFT 64            /* descriptors that the application can have at least beside ours */
-#define HIGHEST_LIMIT 65536 /* the kernel's table reaches to the highest number, and each fork copies it */
+#define LEFT 64 /* descriptors that the application can have at least beside ours */
+#define HIGHEST_LIMIT \
+	65536 /* the kernel's table reaches to the highest number, and each fork copies it */
 
 static struct given {
 	uint64_t identity;
@@ -70,15 +72,18 @@ static size_t count_open(void)
 	if (numbers < 0)
 		return SIZE_MAX / 2; /* none left to look with */
 	while ((got = syscall(SYS_getdents64, numbers, entries, sizeof entries)) > 0)
-		for (long at = 0; at < got; at += ((struct directory_entry *)(entries + at))->length)
+		for (long at = 0; at < got;
+		    at += ((struct directory_entry *)(entries + at))->length)
 			some += ((struct directory_entry *)(entries + at))->name[0] != '.';
 	close(numbers);
 	return some - 1;
 }
 
-/* What is released here comes back as a descriptor each, which stays, because an imported handle cannot be exported to another keeper. So before that it is seen
- * to that there can be as many: above the application's own limit, which is raised until the memory is mapped again, so that the application lacks none and
- * none of its own gets a number that select() cannot take; where the hard limit does not allow that, among its own, and what is raised for that stays. */
+/* What is released here comes back as a descriptor each, which stays, because an imported handle
+ * cannot be exported to another keeper. So before that it is seen to that there can be as many:
+ * above the application's own limit, which is raised until the memory is mapped again, so that the
+ * application lacks none and none of its own gets a number that select() cannot take; where the
+ * hard limit does not allow that, among its own, and what is raised for that stays. */
 static int make_room(struct resident_message *answer)
 {
 	struct rlimit found;
@@ -92,7 +97,8 @@ static int make_room(struct resident_message *answer)
 	}
 	if (found.rlim_cur <= HIGHEST_LIMIT && found.rlim_cur + ours + LEFT <= found.rlim_max) {
 		/* a second try takes all once more */
-		rlim_t twice = found.rlim_cur + 2 * ours + LEFT, wanted = twice < found.rlim_max ? twice : found.rlim_max;
+		rlim_t twice = found.rlim_cur + 2 * ours + LEFT,
+		       wanted = twice < found.rlim_max ? twice : found.rlim_max;
 		if (raise_limit(&found, wanted)) {
 			limit_before = found.rlim_cur;
 			limit_raised = wanted;
@@ -112,7 +118,8 @@ int window_give(uint64_t identity, int descriptor)
 {
 	if (given_count == given_room) {
 		size_t room = given_room ? 2 * given_room : 512;
-		struct given *more = mmap(NULL, room * sizeof *more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		struct given *more = mmap(NULL, room * sizeof *more, PROT_READ | PROT_WRITE,
+		    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		if (more == MAP_FAILED) {
 			close(descriptor);
 			return ENOMEM;
@@ -284,7 +291,8 @@ static int import_one(struct allocation *what)
 	descriptor = take_given(what->identity);
 	if (descriptor < 0)
 		return ENOENT;
-	CUresult result = driver()->cuMemImportFromShareableHandle(&what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+	CUresult result = driver()->cuMemImportFromShareableHandle(
+	    &what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
 	if (result || fstat(descriptor, &found)) {
 		close(descriptor);
 		return result ? failed(result) : errno;
@@ -300,12 +308,14 @@ static int import_one(struct allocation *what)
 static int map_one(struct allocation *what)
 {
 	const struct driver *d = driver();
-	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->mapping.of) : what;
+	const struct allocation *of =
+	    what->kind == KIND_MAPPING ? table_find(what->mapping.of) : what;
 	CUresult result;
 
 	if (!of)
 		return ENOENT;
-	result = d->cuMemMap(what->address, what->size, what->kind == KIND_MAPPING ? what->mapping.offset : 0, of->handle, 0);
+	result = d->cuMemMap(what->address, what->size,
+	    what->kind == KIND_MAPPING ? what->mapping.offset : 0, of->handle, 0);
 	if (result)
 		return failed(result);
 	result = what->kind == KIND_MAPPING ? handles_set_access(what) : devices_set_access(what);
@@ -320,7 +330,8 @@ static int map_one(struct allocation *what)
 /* A context may have ended unseen: it is not what this fails for. */
 static int in_context(struct allocation *what, int (*step)(struct allocation *))
 {
-	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0, result = step(what);
+	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0,
+	    result = step(what);
 
 	return result && error ? error : result;
 }
@@ -341,14 +352,16 @@ int window_map(void)
 		if (!at->has_handle)
 			error = in_context(at, import_one);
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
-		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));)
+		for (struct allocation *at = NULL;
+		    !error && (at = table_next(at, mapped_kinds[i]));)
 			if (!at->mapped)
 				error = in_context(at, map_one);
 	window_drop_given();
 	if (!error)
 		local_memory_grow();
 	d->cuCtxSetCurrent(NULL);
-	/* A new connection says that the process lives. A keeper that is not there now gets them later. */
+	/* A new connection says that the process lives. A keeper that is not there now gets them
+	 * later. */
 	holding_close();
 	if (!error)
 		lower_limit();

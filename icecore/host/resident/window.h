@@ -1,4 +1,5 @@
-/* A window: the device memory of a parked process is taken away and brought back. By the agent alone. */
+/* A window: the device memory of a parked process is taken away and brought back. By the agent
+ * alone. */
 #ifndef ICECORE_RESIDENT_WINDOW_H
 #define ICECORE_RESIDENT_WINDOW_H
 
