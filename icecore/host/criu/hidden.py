@@ -1,5 +1,5 @@
-"""Memory that CRIU was kept from seeing in a lazy dump (icecore/host/criu/pages.c); rule: what is
-hidden is written down, and who reads it in place puts it back.
+"""Memory that CRIU does not see in a lazy dump (icecore/host/criu/pages.c). What is hidden is
+recorded, and whoever reads the memory in place adds it again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""CRIU's image files: what icecore asks of them, typed; rule: read by field numbers, which CRIU
-keeps stable, so that images of any version from 4.0 on are understood.
+"""CRIU's image files, typed. Fields are read by number, which CRIU keeps stable, so images of every
+version from 4.0 on are understood.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What went wrong, from CRIU's log: its first errors, and for the known ones the cause and the
-cure; rule: pure, and the first error counts, the rest follow from it.
+"""Explain CRIU's failures from its log: the first errors, and the cause and cure of known ones. The
+first error counts: the others follow from it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which files CRIU opens by their paths for a process, read from its images; the rule: what the
-images do not record as a regular file, CRIU makes itself.
+"""Find the files that CRIU opens by path for a process, from its images. CRIU creates whatever the
+images do not record as a regular file.
 """
 
 from __future__ import annotations

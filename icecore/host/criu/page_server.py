@@ -1,5 +1,5 @@
-"""CRIU's page-server protocol in the layouts of 4.1 and 4.2; rule: every length that arrives is
-bounded before anything is allocated for it.
+"""CRIU's page-server protocol, in the layouts of 4.1 and 4.2. Every received length is bounded
+before memory is allocated for it.
 """
 
 from __future__ import annotations

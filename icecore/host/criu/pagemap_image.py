@@ -1,5 +1,5 @@
-"""CRIU's pagemap images as numpy arrays, in the formats of 4.1 and 4.2; rule: millions of entries
-in well under a second.
+"""CRIU's pagemap images as numpy arrays, in the formats of 4.1 and 4.2. Millions of entries take
+well under a second.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""CRIU as a program that is found, started and understood; rule: it is never killed, and never left
-holding a tree: its connection is hung up and it thaws the tree itself.
+"""Find CRIU and build its command lines. CRIU is never killed while it holds a tree: closing its
+connection makes it thaw the tree itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The protobuf wire format, as far as CRIU's images need it; rule: what is not understood is kept,
-and every length is checked before it is believed.
+"""The protobuf wire format, as far as CRIU's images need it. Unknown fields are kept, and every
+length is checked before use.
 
 CRIU's images promise stable field numbers, so a few numbers replace generated code: nothing depends
 on which CRIU's pycriu is installed or on which protobuf package it needs.

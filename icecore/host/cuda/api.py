@@ -1,5 +1,5 @@
-"""Device checkpointing as the rest of icecore sees it: states, calls by pid, errors; its rule:
-every error says what cures it.
+"""Checkpoints of CUDA processes, independent of the back end: states, calls by pid, errors. Every
+error names its cure.
 
 The states and calls are those of CUDA's process checkpointing (CUDA driver API, "Checkpointing"):
 RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCKED → unlock → RUNNING. All pids

@@ -1,5 +1,5 @@
-"""Device checkpointing through the NVIDIA driver; its rule: one process initialises CUDA once and
-makes all calls (`icecore.host.gpu.helper`).
+"""Checkpoints through the NVIDIA driver. One process initialises CUDA once and makes all calls
+(`icecore.host.gpu.helper`).
 
 Uses ``cuda.bindings.driver`` of 13.0 or newer (the extra ``icecore[gpu]``), which lets the
 interpreter's lock go during a call, so that threads call for several processes at the same time;

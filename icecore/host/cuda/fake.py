@@ -1,5 +1,5 @@
-"""A driver for tests that behaves like the real one, without a GPU; its rule: the state lives in
-the target, so that it outlives whoever calls.
+"""A fake driver for tests without a GPU. The state lives in the target process, so that it outlives
+the caller.
 
 The target (tests/programs/fake_device.c) has a page at a fixed address in which this leaves its
 request; a thread of the target, as the driver has one there, acts on it and answers. So it works by

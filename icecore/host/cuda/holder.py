@@ -1,5 +1,5 @@
-"""The CRIU that holds a tree while the driver works in it (icecore/host/criu/devices.c); its rule:
-what was let go stands again before CRIU goes on.
+"""A CRIU that holds a tree while the driver works in it (icecore/host/criu/devices.c). Processes
+that were let go are stopped again before CRIU continues.
 
 The driver's checkpoint takes mappings away from a process and its restore brings them back; a
 thread that touches them meanwhile ends the process. So of all its threads only the one in which the

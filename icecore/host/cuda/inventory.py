@@ -1,6 +1,4 @@
-"""The GPUs of a machine and who uses them, through NVML; its rule: nothing is initialised on a GPU
-to find out.
-"""
+"""The GPUs of a machine and who uses them, through NVML, which initialises nothing on a GPU."""
 
 from __future__ import annotations
 

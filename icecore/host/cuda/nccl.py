@@ -1,5 +1,5 @@
-"""How NCCL must be set for its jobs to be snapshotable, and how a process has set it; its rule:
-what can be checkpointed but not restored is a lost job.
+"""How NCCL must be configured for a job to be snapshotable, and how a process has configured it. A
+job that can be checkpointed but not restored is lost, so doubtful settings are refused.
 
 Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks
 share lets the driver's checkpoint succeed and its restore fail. Under the preload

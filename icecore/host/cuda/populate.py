@@ -1,5 +1,5 @@
-"""The mapping into which the driver moves device memory, made by all cores and of huge pages; its
-rule: an optimisation, which never fails a checkpoint nor outlives it.
+"""Fault in the mapping into which the driver copies GPU memory, on all cores and with huge pages.
+This is an optimisation: it never fails a checkpoint and never outlives it.
 
 The driver makes one large private anonymous mapping with MAP_POPULATE, in its own thread of the
 process: one core then makes and clears all of it, in pages of 4 KiB, before a byte is copied, which

@@ -1,4 +1,4 @@
-"""Which back end there is for device memory; its rule: the driver's, unless a test names another."""
+"""Choose the back end for GPU memory: the NVIDIA driver, unless a test names another."""
 
 from __future__ import annotations
 

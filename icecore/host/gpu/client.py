@@ -1,5 +1,5 @@
-"""The side of whoever checkpoints: calls to the helper, many at once; its rule: each is answered or
-raises, whatever becomes of the helper.
+"""The client of the helper: many calls at once, each of which returns or raises even if the helper
+dies.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The helper: the one process of a dump or restore in which CUDA is initialised; its rule: when its
-client is gone, every process it locked runs again.
+"""The helper: the one process of a dump or restore that initialises CUDA. When its client is gone,
+it unlocks every process that it locked.
 
 It is started by the guard of a dump (or by the restorer), outlives both where it must, and is never
 part of a job. Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call":

@@ -1,5 +1,5 @@
-"""The worker: a process that maps the resident memory of others, fingerprints it and copies it;
-rule: whatever becomes of it costs a snapshot, never a job.
+"""The worker: a process that maps the resident memory of others, fingerprints it and copies it. If
+it dies, the snapshot fails and the job runs on.
 
 It holds no process and no lock, and what it has mapped its owners have too. It ends with its
 socket. Each GPU has a thread, which makes all calls for it in their order, and one for digests;

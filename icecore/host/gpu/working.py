@@ -1,5 +1,5 @@
-"""The side of whoever has a worker: calls for each GPU, many at once; rule: each is answered or
-raises, whatever becomes of the worker.
+"""The client of the worker: many calls at once to each GPU, each of which returns or raises even if
+the worker dies.
 """
 
 from __future__ import annotations

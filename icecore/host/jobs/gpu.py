@@ -1,5 +1,5 @@
-"""How a GPU job is started so that it can be snapshotted: its namespaces and what NCCL is told; the
-rule: what is changed is said, with what it costs.
+"""Settings with which a GPU job is started so that it can be snapshotted: namespaces and NCCL's
+environment. Each change is reported with its cost.
 """
 
 from __future__ import annotations

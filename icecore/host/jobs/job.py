@@ -1,5 +1,5 @@
-"""One instance of a job on this node, as its directory describes it; rule: a pid counts only
-together with its start time and this boot.
+"""One instance of a job on this node, as its directory describes it. A pid is valid only together
+with its start time and the boot id.
 
 The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log``
 (append-only), ``status`` (one line by the init once the command has ended) and ``icecore-init``

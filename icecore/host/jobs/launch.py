@@ -1,5 +1,5 @@
-"""The program that starts a job's init inside its namespaces; rule: it runs alone (`python -I -S
-launch.py`) and imports nothing of icecore's.
+"""The program that starts a job's init inside its namespaces. It runs alone (`python -I -S
+launch.py`) and imports nothing of icecore.
 
 A process of its own, because unshare, fork and pivot_root are not for a program with threads. The
 protocol:

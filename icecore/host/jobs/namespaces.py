@@ -1,5 +1,5 @@
-"""What a job has for itself and how CRIU is told; rule: what is not dumped with the job is named at
-the dump and given anew at every restore.
+"""The namespaces of a job, and the options that tell CRIU of them. What is not dumped with the job
+is named at the dump and supplied anew at each restore.
 
 - pid, ipc: CRIU dumps and makes them itself.
 - network: external to CRIU (``--external net[INODE]:NAME``); a restore gets a fresh one with

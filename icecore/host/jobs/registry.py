@@ -1,5 +1,5 @@
-"""The jobs of this node: where they are noted down, started and found again; rule: no job runs that
-is not written down, and nothing here needs a daemon.
+"""The jobs of this node: recorded, started and found again. A job is recorded before it runs, and
+no daemon is needed.
 
 ``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is `state_directory`. Names are handed
 out under a lock on ``STATE/lock``.

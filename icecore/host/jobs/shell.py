@@ -1,5 +1,5 @@
-"""A user's shell command; rule: it has a session of its own, and where it is not waited for to its
-end, all that it started ends with it.
+"""A shell command that the user configures. It has a session of its own, and everything that it
+started ends with it unless it ends by itself.
 """
 
 from __future__ import annotations

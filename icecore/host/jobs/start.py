@@ -1,5 +1,5 @@
-"""Starts a job's init through launch.py and holds it back until its starter has noted it down;
-rule: should the starter die before, the init ends.
+"""Start a job's init through launch.py, and hold it back until the starter has recorded it. If the
+starter dies first, the init ends.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Files in memory, of huge pages as far as there are some, in a tmpfs that is mounted nowhere;
-rule: a file is gone with its last descriptor and mapping.
+"""Files in memory, on huge pages where some are free, in a tmpfs that is mounted nowhere. A file is
+gone with its last descriptor and mapping.
 """
 
 from __future__ import annotations

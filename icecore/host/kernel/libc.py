@@ -1,5 +1,5 @@
-"""The system calls that Python does not offer, typed once for ctypes; rule: every call here
-releases the GIL and leaves its errno in ``ctypes.get_errno``.
+"""System calls that Python does not offer, typed for ctypes. Every call releases the GIL and leaves
+its errno in ``ctypes.get_errno``.
 """
 
 from __future__ import annotations

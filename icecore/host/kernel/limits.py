@@ -1,5 +1,5 @@
-"""What this machine allows: capabilities, kernel version, descriptor, pipe, memory and space
-limits; rule: read anew at every call, and never changed but where the name says so.
+"""The limits of this machine: capabilities, kernel version, descriptors, pipes, memory and space.
+Each call reads them anew, and only functions whose names say so change them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Another process's memory, read in place into reused buffers; rule: a read gives all the bytes
-that were asked for, or raises.
-"""
+"""Read another process's memory in place. A read returns all requested bytes or raises."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which pages of a process are there, for millions of pages at once: /proc/PID/pagemap and its
-PAGEMAP_SCAN; rule: the answer is numpy, never a Python object a page.
+"""Which pages of a process exist, for millions of pages at once: /proc/PID/pagemap and its
+PAGEMAP_SCAN. Results are numpy arrays, never a Python object per page.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The pipes of another process, held open from here too; its rule: what lies in them is freed when
-this process lets go, not when the other one does.
+"""The pipes of another process, opened here too, so that their contents live until this process
+closes them.
 
 CRIU takes the private memory of a tree that it sees into pipes, and closes them before it lets the
 tree go: freeing page after page takes 7 to 18 ms a GiB, in which the tree stands still.

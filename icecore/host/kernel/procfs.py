@@ -1,5 +1,5 @@
-"""What /proc tells about processes; rule: a process that is gone is `NotFound`, never a half-filled
-answer.
+"""Processes as /proc shows them. A process that is gone raises `NotFound`; no answer is half
+filled.
 """
 
 from __future__ import annotations

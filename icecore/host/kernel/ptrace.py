@@ -1,5 +1,5 @@
-"""Threads of other processes, stopped by ptrace(2); its rule: a tracer is a thread, so all of it
-happens in one that ends soon (`apart`).
+"""Stop threads of other processes with ptrace(2). A tracer is a thread, so all calls for a tracee
+happen in one short-lived thread (`apart`).
 
 A thread of ours that ends lets go of all that it traces, also of one that has not stopped yet: that
 could not be detached from, and would stand for ever.

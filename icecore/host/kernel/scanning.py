@@ -1,5 +1,5 @@
-"""Cells of a process read and fingerprinted without the interpreter (scan_cells.c); rule: the
-fingerprints are xxhash's own, or this is not used.
+"""Read and fingerprint cells of a process in C (scan_cells.c), without the interpreter. It is used
+only if its fingerprints are those of xxhash.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""userfaultfd(2): filling another process's missing pages and hearing how its address space
-changes; rule: a placement never blocks and never goes on after the map changed.
+"""userfaultfd(2): fill another process's missing pages and learn how its address space changes. A
+placement never blocks and stops once the map has changed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a dump or a restore asks of processes with resident memory, and of their keeper; rule: every
-call is answered within its time or raises.
+"""The clients of processes with resident memory and of their keeper. Every call returns in time or
+raises.
 
 The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own: `Agent.park` with
 patience, lock, `Agent.park`, unlock, `Agent.unmap`, lock, checkpoint, …, restore, unlock,

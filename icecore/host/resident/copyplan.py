@@ -1,5 +1,5 @@
-"""Which changed cells are copied where within the window; a pure function: no device is touched,
-and what does not fit is said, not dropped.
+"""Plan which changed cells are copied where within the window. The planning is pure: it touches no
+device, and reports what does not fit.
 
 A copy on the device runs at its memory's speed, one to pinned host memory at the bus's, twenty to
 forty times slower: spare device memory is filled first, with what lies in the longest runs, so that

@@ -1,5 +1,5 @@
-"""Fingerprints of device memory, computed on the device: 128 bits for each cell of 1 MiB; rule:
-kernel and reference are the same function, word for word.
+"""Fingerprints computed on the GPU: 128 bits for each cell of 1 MiB. Kernel and reference compute
+the same function, word for word.
 
 256 threads take a cell, each every 256th 16-byte vector of it, so that neighbours read neighbouring
 addresses. A step is a bijection of its state for any word, and of the word for any state: where

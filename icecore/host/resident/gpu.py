@@ -1,5 +1,5 @@
-"""What the worker has of one GPU: memory that is mapped from others or made for them, spare memory,
-and copies between all of it and the host region; rule: what there is no room for is said.
+"""One GPU in the worker: memory mapped from others, memory allocated for them, spare memory, and
+copies between these and the host region. Every shortage of memory is reported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Starts and claims keepers, finds the preload; rule: a keeper outlives whoever started it, and
-ends once its directory and its processes are gone.
+"""Find the preload, and start and claim keepers. A keeper outlives its starter, and ends once its
+directory and its processes are gone.
 """
 
 from __future__ import annotations

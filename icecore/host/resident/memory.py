@@ -1,5 +1,5 @@
-"""Device memory as the worker uses it: mapped, fingerprinted, copied; rule: addresses of all kinds
-are plain numbers, and a call ends when its work has.
+"""GPU memory as the worker uses it: mapped, fingerprinted, copied. Addresses of all kinds are plain
+numbers, and a call returns when its work is done.
 
 Two back ends: the driver (`icecore.host.resident.cuda_memory`), and one whose device memory is
 files (`icecore.host.resident.fake_memory`).

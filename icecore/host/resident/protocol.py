@@ -1,5 +1,5 @@
-"""The packets between preload, keeper and their clients, as ``protocol.h`` has them; rule: what
-cannot be understood is an error, never skipped.
+"""The packets between preload, keeper and their clients (``protocol.h``). A packet that is not
+understood raises; none is skipped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which of several processes' resident allocations are one memory; rule: it is one memory where its
-descriptors are one open file, which the kernel tells.
+"""Find which resident allocations of several processes are the same memory: those whose descriptors
+the kernel says are one open file.
 
 A descriptor says nothing else: all of the driver's are of one device file. Whoever exports memory
 gives away duplicates of one descriptor, and whoever imports it keeps that (``handles.c``), so that

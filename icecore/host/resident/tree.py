@@ -1,5 +1,5 @@
-"""All processes of a job that have resident memory, through one window; rule: either all of them
-stand with their memory taken away, or all run with it.
+"""One window over all processes of a job that have resident memory. Either all are stopped without
+their memory, or all run with it.
 
 While they stand, duplicates of their descriptors are held here, so that not even the keeper's death
 loses memory.

@@ -1,5 +1,5 @@
-"""Around the driver's checkpoint: memory taken away and given back; rule: left by an exception, the
-process runs with its memory.
+"""Take the resident memory of a process away for the driver's checkpoint, and give it back. If the
+block raises, the process runs with its memory.
 
 The threads are parked first, but only outside of the driver, as far as their stacks tell. Then the
 driver's own lock has few calls to wait for, if any, and what was submitted comes to its end; the
