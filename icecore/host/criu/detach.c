@@ -1,16 +1,17 @@
-/* Loaded into a CRIU that restores: that a thread is killed while others run already is no failure;
- * rule: who dies before anybody runs fails the restore, as it does without this.
+/* Preloaded into a CRIU that restores: the death of a thread is no failure once other threads run.
+ * A thread that dies before any thread runs still fails the restore.
  *
- * CRIU (4.0 to 4.2: criu/cr-restore.c, finalize_restore_detach) lets the threads of the tree go one
- * after the other, the root's first. What runs already may end what does not run yet: a supervisor
- * kills a worker, a process ends or executes another program and with that its own threads.
- * PTRACE_DETACH says ESRCH then, and CRIU kills a tree that has done nothing wrong. Where that has
- * a pid namespace, CRIU then waits for the end of its init, which waits for processes that CRIU
- * traces: for ever.
+ * CRIU (4.0 to 4.2: criu/cr-restore.c, finalize_restore_detach) detaches the threads of the tree
+ * one after the other, the root's first. Those that run may end those that do not run yet: a
+ * supervisor kills a worker, a process exits or executes another program, which ends its other
+ * threads. PTRACE_DETACH then returns ESRCH, and CRIU kills a healthy tree. If that tree has a pid
+ * namespace, CRIU then waits for the end of its init, which waits for processes that CRIU traces: a
+ * deadlock.
  *
- * CRIU has stopped each of these threads, and nothing but its end takes a thread out of that.
- * Before the first of them is let go, all are asked for: who is missing then was killed from
- * outside (for want of memory, by hand), and the tree would run without it. */
+ * CRIU has stopped each of these threads, and only its end takes a thread out of that stop. Before
+ * the first is detached, all are checked: one that is missing then was killed from outside (by the
+ * OOM killer, by hand), and the tree would run without it.
+ */
 #include <errno.h>
 #include <stdarg.h>
 #include <stdbool.h>

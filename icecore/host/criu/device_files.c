@@ -1,13 +1,14 @@
 /* Device files of NVIDIA's driver that a process without CUDA state has open or mapped, in CRIU's
- * images; the rule: after a restore none reaches a GPU.
+ * images. After a restore none of them reaches a GPU.
  *
  * A child that was forked from a CUDA process inherits its descriptors and mappings of
- * /dev/nvidia*, and cannot use them: CUDA does not work in it. It may only close and unmap them. So
- * a descriptor comes back as one of /dev/null, and a mapping as one of /dev/zero, of the same
- * number and at the same address. CRIU asks for any device that it does not know itself, and does
- * not say for which process. Which processes may have such files icecore decides
+ * /dev/nvidia*, and cannot use them, because CUDA does not work in it: it may only close and unmap
+ * them. So a descriptor is restored as one of /dev/null, and a mapping as one of /dev/zero, with
+ * the same number and at the same address. CRIU asks its plugins about every device that it does
+ * not know, and does not say for which process. icecore decides which processes may have such files
  * (icecore.dumper.preflight.orphans). The record in the images says which of CRIU's files are
- * these; what is not in it another plugin may have dumped. */
+ * these; another plugin may have dumped the others.
+ */
 
 #define _GNU_SOURCE
 #include <ctype.h>

@@ -1,5 +1,5 @@
-/* Device files of NVIDIA's driver in processes that have no CUDA state (criu_device_files.c):
- * CRIU's hooks, and what comes before them. */
+/* Device files of NVIDIA's driver in processes that have no CUDA state (device_files.c): CRIU's
+ * hooks, and what precedes them. */
 #ifndef ICECORE_CRIU_DEVICE_FILES_H
 #define ICECORE_CRIU_DEVICE_FILES_H
 

@@ -1,17 +1,17 @@
-/* A plugin of CRIU (criu(8), --libdir): while a tree stands still, the threads in which the driver
- * works may go on, and no others; its rule: who is at the other end of the socket ICECORE_DEVICES
- * says which threads go, and until when; once he is gone nothing is kept: a dump fails, what a
- * restore built is killed.
+/* A plugin of CRIU (criu(8), --libdir): while a tree is stopped, the threads in which the driver
+ * works may run, and no others. The peer at the socket ICECORE_DEVICES decides which threads run,
+ * and for how long. If the peer is gone, a dump fails, and what a restore built is killed.
  *
- * A checkpoint of the driver takes mappings away that it has in a process, and its restore brings
- * them back: a thread that reads or writes there meanwhile ends the process. So all other threads
- * are held by CRIU: a dump gives the word "held" once the tree stands still and before anything is
- * collected, and before it is let go "end", or "failed"; a restore gives "held" when all is there
- * and before anything runs. Then it takes orders, each one message, and answers each with an errno:
- * "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they
- * did), "bind PROCESS…" (should CRIU end before it lets them go, the kernel kills them), and last,
- * without an answer, "go" or "fail". See icecore.host.cuda.holder. The other hooks are
- * criu_device_files.c's. */
+ * A checkpoint by the driver removes mappings that the driver has in a process, and its restore
+ * brings them back: a thread that accesses them meanwhile crashes the process. So CRIU holds all
+ * other threads. A dump says "held" once the tree is stopped and before anything is collected, and
+ * "end" or "failed" before the tree is released; a restore says "held" when everything is in place
+ * and before anything runs. The plugin then takes orders, each one message, and answers each with
+ * an errno: "let THREAD..." (they run, untraced, with all signals blocked), "take" (they are
+ * stopped again, as before), "bind PROCESS..." (if CRIU ends before it releases them, the kernel
+ * kills them), and finally, without an answer, "go" or "fail". See icecore.host.cuda.holder. The
+ * other hooks are in device_files.c.
+ */
 
 #define _GNU_SOURCE
 #include <dirent.h>

@@ -1,15 +1,17 @@
-/* Loaded into CRIU: a memcpy that leaves out pages of the source that were never touched; rule:
- * wherever the source has data, the target has it afterwards.
+/* Preloaded into CRIU: a memcpy that skips pages of the source that were never touched. Wherever
+ * the source has data, the target has it afterwards.
  *
  * In a lazy dump CRIU (4.1, 4.2: criu/mem.c, __parasite_dump_pages_seized) copies its whole table
  * of ranges into memory that it shares with the process: 16 bytes for each page of every private
- * mapping, reserved ones included, while the process stands still. Few entries are in use; they
- * come first, and no others are ever read. A process with CUDA reserves more addresses than there
- * is memory: 64 GiB cost half a second of the window, four GPUs' 1.4 s for each rank.
+ * mapping, reserved ones included, while the process is stopped. Few entries are in use; they come
+ * first, and no others are ever read. A process with CUDA reserves more addresses than there is
+ * memory: 64 GiB cost half a second of the window, and the address space of four GPUs 1.4 s for
+ * each rank.
  *
- * A page of the source that is neither there nor swapped (/proc/self/pagemap) is zeros and is not
- * read, which would make it there; of the target, zeros are written to what is there already
- * (mincore). */
+ * A page of the source that is neither present nor swapped (/proc/self/pagemap) is zero and is not
+ * read, because reading would make it present. In the target, zeros are written only to pages that
+ * are present (mincore).
+ */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdbool.h>

@@ -1,15 +1,16 @@
-/* Loaded into CRIU: private anonymous memory seems empty to it; rule: what was kept from it is
- * written down first, or nothing is.
+/* Preloaded into CRIU: private anonymous memory appears empty to it. Whatever is hidden is recorded
+ * first; if it cannot be recorded, nothing is hidden.
  *
  * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs and drain_pages) walks the pages of
- * one process after the other and has each put its own into pipes, where nobody fetches them: the
- * dumper reads them in place. That is some 45 ms for each GiB of 4 KiB pages in which the tree
- * stands still, and a descriptor for every 2 MiB. Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN
+ * one process after the other and has each put its own into pipes, from which nobody reads: the
+ * dumper reads memory in place. That adds about 45 ms of window for each GiB of 4 KiB pages, and a
+ * descriptor for every 2 MiB. Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN
  * (criu/pagemap-cache.c, pmc_fill) of a range within one private anonymous mapping of another
- * process finds nothing there, and a struct hidden says so at the end of that file.
+ * process finds nothing, and a struct hidden at the end of that file records the range.
  *
- * Everything else is the kernel's to answer: memory of files and shared memory (CRIU writes those),
- * the search for guard pages, small ranges. */
+ * The kernel answers everything else: memory of files and shared memory (which CRIU writes), the
+ * search for guard pages, and small ranges.
+ */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/ioctl.h>

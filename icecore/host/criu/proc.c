@@ -1,15 +1,16 @@
-/* Loaded into CRIU: where a process mounts a /proc of its own for a moment; rule: a name that
+/* Preloaded into CRIU: where a process mounts a temporary /proc of its own. The name is one that
  * nobody else uses, in a directory that root can write to.
  *
- * Who is in a pid namespace of its own and sees the host's /proc is made by CRIU (4.0 to 4.2:
- * criu/pie/parasite.c, get_proc_fd) to mount one as "proc.crtools" in its working directory, twice
- * in each dump. Dumps of two jobs that were started in one directory meet there, and one fails; so
- * does every dump of a job in a directory that cannot be written to (mounted read-only, NFS that
- * knows no root), and every further one of jobs in a directory where a CRIU was killed in between.
+ * CRIU (4.0 to 4.2: criu/pie/parasite.c, get_proc_fd) makes a process that has its own pid
+ * namespace but sees the host's /proc mount one as "proc.crtools" in its working directory, twice
+ * in each dump. Dumps of two jobs that were started in one directory collide there, and one fails.
+ * So does every dump of a job in a directory that is not writable (mounted read-only, or NFS with
+ * root squashed), and every later dump of jobs in a directory where a CRIU was killed in between.
  *
- * The name is part of the code that CRIU puts into processes, which is data of its program: there
- * it is replaced by one of the same length, for this CRIU alone. A program that has it not exactly
- * once is left as it is. */
+ * The name is part of the code that CRIU injects into processes, which is data of CRIU's program:
+ * it is replaced there by a name of the same length, for this CRIU alone. A program that does not
+ * contain it exactly once is left unchanged.
+ */
 #define _GNU_SOURCE
 #include <link.h>
 #include <stdint.h>

@@ -3,14 +3,14 @@
  *
  *     icecore-init STATUS_FD REPORT_FD PATH ARGV0 [ARGUMENT...]
  *
- * Rule: it keeps nothing that a restore elsewhere could miss. So it is freestanding (no libc, whose
- * start-up chooses code by CPU feature), single threaded, holds one descriptor (STATUS_FD), stands
- * in "/", and asks for no memory.
+ * It keeps nothing that a restore elsewhere could lack. So it is freestanding (no libc, whose
+ * start-up selects code by CPU feature), single-threaded, holds one descriptor (STATUS_FD), stays
+ * in "/", and allocates no memory.
  *
- * STATUS_FD receives one line when the command has ended and all it left behind is dead: "exited
- * CODE" or "killed SIGNAL". REPORT_FD is closed when the command has been started; where it cannot
- * be, it first receives
- * {"exec_errno": N}. The exit status is the command's, 128 + SIGNAL where a signal killed it.
+ * STATUS_FD receives one line when the command has ended and all that it left behind is dead:
+ * "exited CODE" or "killed SIGNAL". REPORT_FD is closed when the command has started; if it cannot
+ * be started, REPORT_FD first receives {"exec_errno": N}. The exit status is the command's, or 128
+ * + SIGNAL if a signal killed it.
  */
 
 #include <errno.h>

@@ -1,9 +1,10 @@
-/* Reads cells of another process's memory and fingerprints them, one after the other; rule: what
- * was hashed last is what lies in the slot.
+/* Reads cells of another process's memory and fingerprints them, one after the other. The slot
+ * always contains the cell that was hashed last.
  *
- * For icecore/dumper/memory/scan.py, which could do the same in Python: there each cell costs two
- * calls, after each of which the thread waits for the interpreter's lock. The hash is XXH3's
- * (XXH3_128bits_withSeed of xxhash.h), whose address the caller knows. */
+ * icecore/dumper/memory/scan.py could do the same, but in Python each cell costs two calls, after
+ * each of which the thread waits for the interpreter's lock. The hash is XXH3
+ * (XXH3_128bits_withSeed of xxhash.h), whose address the caller passes.
+ */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>

@@ -1,10 +1,10 @@
-/* The agent: a thread that carries out what a client asks over this process's socket; rule: a
- * process that it parked runs again, with its memory mapped, whatever becomes of the client: each
- * command renews a lease, and where it runs out, the agent goes back by itself.
+/* The agent: a thread that carries out what a client asks over this process's socket. A process
+ * that it has parked runs again, with its memory mapped, even if the client dies: each command
+ * renews a lease, and when the lease expires, the agent maps the memory and lets the process run.
  *
- * One command a connection, which the client closes: an open one could not be restored by CRIU, and
- * neither could that to the keeper, which a window closes. A lease does not run while the process
- * is frozen, and begins anew after a restore.
+ * A client sends one command per connection and closes it: CRIU could not restore an open
+ * connection, nor the one to the keeper, which a window closes. The lease does not run while the
+ * process is frozen, and starts anew after a restore.
  */
 #define _GNU_SOURCE
 #include <errno.h>

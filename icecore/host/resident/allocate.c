@@ -1,6 +1,7 @@
-/* Allocation and release: from `LEAST_SIZE` on as physical memory with an exportable handle, at an
- * address of its own; rule: what cannot be had in this way is left to the driver, whose answer the
- * application gets, and every other answer is what the driver would have given. */
+/* Allocation and release. From LEAST_SIZE on, memory is physical memory with an exportable handle,
+ * at an address of its own. Where that is not possible, the allocation is left to the driver and
+ * the application gets its answer. In every other case the answer is the one that the driver would
+ * have given. */
 #define _GNU_SOURCE
 #include <unistd.h>
 

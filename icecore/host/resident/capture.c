@@ -1,11 +1,11 @@
-/* Streams that are being captured into graphs; rule: while one is, nothing of ours waits for a
- * context, and allocation is left to the driver.
+/* Streams that are being captured into graphs. While there is one, the preload waits for no
+ * context, and leaves allocation to the driver.
  *
- * To synchronise a context in which a stream is captured makes that capture fail
+ * Synchronising a context in which a stream is captured makes that capture fail
  * (cuStreamBeginCapture in the driver's reference: a broader handle that encompasses an active
- * capture), and none of the calls that ask (cuStreamIsCapturing, cuStreamGetCaptureInfo) can be
- * asked of streams that nobody names. So the beginning and the end of a capture pass through here;
- * what is launched in between does not.
+ * capture), and the calls that ask for a capture (cuStreamIsCapturing, cuStreamGetCaptureInfo) need
+ * the stream, which is not known. So the beginning and the end of each capture pass through here;
+ * launches in between do not.
  */
 #define _GNU_SOURCE
 #include <sys/syscall.h>

@@ -1,6 +1,6 @@
-/* Contexts: memory made by cuMemCreate outlives them and is closed to other devices; rule: both are
- * made as the application knows it of cuMemAlloc: a destroyed or reset context takes its memory
- * along, and a peer that was let in reaches all of it. */
+/* The ends of contexts, and access for peers. Memory made by cuMemCreate outlives its context and
+ * is closed to other devices. Here both behave as for cuMemAlloc: a destroyed or reset context
+ * takes its memory along, and an enabled peer reaches all of it. */
 #define _GNU_SOURCE
 #include <stddef.h>
 

@@ -1,6 +1,6 @@
-/* Numbers of descriptors that applications leave alone. An application may close ours all the same,
- * and get the number for a file of its own: so a descriptor is compared with what was opened before
- * it is used. */
+/* Descriptor numbers that applications leave alone. An application may still close ours and get the
+ * number for a file of its own, so a descriptor is compared with what was opened before it is used.
+ */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <sys/stat.h>

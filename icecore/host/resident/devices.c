@@ -1,5 +1,5 @@
-/* The devices, and who may reach whose memory. Memory made by cuMemCreate is closed to other
- * devices: a peer that was let in gets access to all of it, as to cuMemAlloc's. */
+/* The GPUs, and which of them may access whose memory. Memory made by cuMemCreate is closed to
+ * other devices; an enabled peer gets access to all of it, as to memory of cuMemAlloc. */
 #define _GNU_SOURCE
 #include <string.h>
 

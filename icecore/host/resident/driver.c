@@ -1,5 +1,4 @@
-/* The real driver's functions, found when the first of them is needed. Where there is no libcuda,
- * driver() is NULL. */
+/* The real driver's functions, looked up on first use. Without a libcuda, driver() is NULL. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

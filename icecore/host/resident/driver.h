@@ -1,5 +1,5 @@
-/* What the preload calls of libcuda, declared here (no CUDA headers are needed) and looked up when
- * the first of it is needed; rule: nothing else is called. */
+/* The functions of libcuda that the preload calls, declared here (CUDA's headers are not needed)
+ * and looked up on first use. No others are called. */
 #ifndef ICECORE_RESIDENT_DRIVER_H
 #define ICECORE_RESIDENT_DRIVER_H
 

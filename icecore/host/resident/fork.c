@@ -1,6 +1,6 @@
-/* What happens in a forked child. It has none of the parent's device memory: CUDA itself does not
- * work in it. It may begin anew. Nothing was locked before the fork (a parked thread may hold what
- * fork waits for), so whatever another thread was changing is dropped, not tidied up. */
+/* What a forked child forgets. It has none of the parent's GPU memory, because CUDA does not work
+ * in it; it may start anew. No lock is taken before the fork, because a parked thread may hold one
+ * that fork waits for. So whatever another thread was changing is dropped, not tidied up. */
 #include <pthread.h>
 #include <stddef.h>
 

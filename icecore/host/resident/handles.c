@@ -1,18 +1,19 @@
-/* Memory that the application manages itself: physical allocations by cuMemCreate or from another
- * process, and where it maps them (NCCL's buffers, PyTorch's expandable segments); rule: handles
- * that it has stay valid whatever the driver calls them now, and memory is free when the driver
- * would have freed it.
+/* Memory that the application manages itself: physical memory from cuMemCreate or from another
+ * process, and its mappings (NCCL's buffers, PyTorch's expandable segments). The application's
+ * handles stay valid although the driver's change, and memory is freed when the driver would have
+ * freed it.
  *
- * A handle that passes through here is given to the application as a number of ours, above all
- * addresses: after a window the driver's own is another one. An allocation and its mappings are
+ * The application gets a number of ours in place of the driver's handle, higher than any address,
+ * because after a window the driver's handle is another one. An allocation and its mappings are
  * entries of the table, by that number and by address. The driver's handle is kept until the
- * application has let go of all of its own and of all mappings, because a window needs it. What
- * cannot be taken over (other kinds of handles, memory of the host, multicast objects) passes
- * unchanged; where such memory is shared, it is counted, and no window is begun.
+ * application has released all of its own and all mappings, because a window needs it. What cannot
+ * be taken over (other kinds of handles, host memory, multicast objects) passes unchanged; if such
+ * memory is shared, it is counted, and no window begins.
  *
- * Ranks share memory by descriptors. One that an application asks for is a duplicate of one that is
- * kept and that the keeper has: every process that imports it has the same open file, which tells
- * that the memory is the same (kcmp), and after a restore all get duplicates of one again.
+ * Ranks share memory by descriptors. A descriptor that an application asks for is a duplicate of
+ * one that is kept here and that the keeper has: every process that imports it has the same open
+ * file, by which the memory is recognised (kcmp), and after a restore all get duplicates of one
+ * again.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>

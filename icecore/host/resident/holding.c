@@ -1,9 +1,9 @@
-/* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on,
- * and what it lacks is handed over once it answers again.
+/* The connection to the keeper. If the keeper dies, allocation and release continue, and a new
+ * keeper gets everything once it answers.
  *
- * Everything here but holding_fetch_of and holding_yielded is called under table_lock. A descriptor
- * of ours may have been closed by an application that closes all it finds, and its number may be
- * the application's by now: each is compared with what we opened before it is used.
+ * All functions but holding_fetch_of and holding_yielded require table_lock. An application that
+ * closes every descriptor that it finds may have closed ours, and its number may now be a file of
+ * the application's: each is compared with what was opened before it is used.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>

@@ -1,6 +1,6 @@
-/* How applications come to meet our calls instead of the driver's: by linking, through dlsym, and
- * through cuGetProcAddress; rule: what is not in the list passes unchanged, caller's address
- * included (dlsym decides by it), and where there is no libcuda, nothing is different. */
+/* How applications reach our functions in place of the driver's: by linking, through dlsym, and
+ * through cuGetProcAddress. Every other symbol passes unchanged, including the caller's address, on
+ * which dlsym depends. Without a libcuda nothing changes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>

@@ -1,10 +1,10 @@
 /* CUDA's legacy IPC of resident memory (cudaIpcGetMemHandle: torch.multiprocessing, custom
- * all-reduces); rule: its handles say where to ask, and what is opened by one is an import with a
- * mapping, which windows take away like all that ranks share (handles.c).
+ * all-reduces). A handle names the process to ask for; opening it imports the memory and maps it,
+ * and windows take that mapping away like all shared memory (handles.c).
  *
- * A handle names a process and an allocation of it for as long as the allocation lives, through
- * windows and restores: whoever opens it gets the one descriptor from the keeper. What was not made
- * by us passes to the driver, whose memory no window takes away, and is counted.
+ * A handle names a process and one of its allocations for as long as the allocation lives, through
+ * windows and restores; a process that opens it gets the one descriptor from the keeper. Other
+ * memory passes to the driver and is counted, because no window takes it away.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,16 +1,16 @@
-/* The keeper: holds the descriptors of a job's device memory, so that it outlives the process that
- * allocated it.
+/* The keeper: holds the descriptors of a job's GPU memory, so that the memory outlives the process
+ * that allocated it.
  *
  *     icecore-keeper SOCKET
  *
- * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no
- * files but for one line of the status that it was handed and a look at whether a program still is;
- * its memory is locked and it is the last that the kernel kills. C, because an interpreter is many
- * times larger and allocates at every message. What a process allocated is let go of when it frees
- * it, and when it ends or executes another program, unless it was parked then (the descriptors are
- * all there is of the memory), or is in a snapshot of a job whose memory is to outlive a crash
- * (KEEPER_KEEP). It ends when its socket has been unlinked and nobody is there any more: what it
- * still holds nobody could ask for.
+ * It does nothing whose failure could lose a descriptor: no CUDA, no threads, no files except for
+ * one line of the status file that it was given and a check whether a program still exists. Its
+ * memory is locked, and the OOM killer chooses it last. It is written in C, because an interpreter
+ * is many times larger and allocates at every message. It lets go of a process's memory when the
+ * process frees it, ends, or executes another program, unless the process was parked then (its
+ * memory exists only in the descriptors), or is in a snapshot of a job whose memory is to outlive a
+ * crash (KEEPER_KEEP). The keeper ends when its socket has been unlinked and no process is left:
+ * nobody could ask for what it still holds.
  */
 
 #define _GNU_SOURCE

@@ -1,9 +1,8 @@
-/* The local memory of contexts, given back for a window; rule: a context gets back the very limit
- * that it had, and one that cannot is left to the driver, which makes room by itself when a kernel
- * needs it.
+/* The local memory of contexts, given back for a window. A context gets back the limit that it had.
+ * If that fails, the driver makes room by itself when a kernel needs it.
  *
  * A context keeps local memory (stacks and spilled registers) for every thread that the GPU can
- * hold, whether a kernel uses it or not: 1 KiB for each is 232 MiB on an H100. It holds nothing
+ * hold, whether a kernel uses it or not: 1 KiB for each is 232 MiB on an H100. It contains nothing
  * while no kernel runs, but the driver's checkpoint copies it out and in like the rest.
  */
 #define _GNU_SOURCE

@@ -1,5 +1,5 @@
-/* Packets with a descriptor over a unix socket, for preload and keeper; rule: no call waits longer
- * than the socket's time-out, none allocates. */
+/* Packets with a descriptor over a unix socket, for preload and keeper. No call waits longer than
+ * the socket's time-out, and none allocates. */
 #ifndef ICECORE_RESIDENT_PACKET_H
 #define ICECORE_RESIDENT_PACKET_H
 

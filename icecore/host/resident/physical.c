@@ -1,5 +1,5 @@
-/* Makes physical memory: where the device has none left, what was released is given back first, and
- * what others still hold for a moment is waited for. */
+/* Physical memory of a GPU. When the device has none left, released memory is given back first, and
+ * then the allocation waits for what other processes hold for a moment. */
 #define _GNU_SOURCE
 #include <stdbool.h>
 #include <time.h>

@@ -1,5 +1,5 @@
-/* What the preload, its keeper and their clients say to each other; rule: one message is one packet
- * of fixed size (docs/resident.md, client.py). */
+/* The messages between the preload, its keeper and their clients. One message is one packet of
+ * fixed size (docs/resident.md, client.py). */
 #ifndef ICECORE_RESIDENT_PROTOCOL_H
 #define ICECORE_RESIDENT_PROTOCOL_H
 

@@ -1,5 +1,5 @@
-/* Release of resident memory. What a stream capture keeps from being waited for is deferred, and
- * released with the next that is freed outside of one. */
+/* Release of resident memory. What cannot be waited for in a stream capture is deferred, and
+ * released with the next memory that is freed outside of a capture. */
 #define _GNU_SOURCE
 #include <stddef.h>
 

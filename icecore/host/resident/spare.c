@@ -1,17 +1,17 @@
-/* Memory that was released and is asked for again and again; rule: to the application it is
- * released: nothing that it asks tells the difference, and it is given back to the device before
- * anybody who asks here has to go without.
+/* Released memory that is kept because it is asked for again and again. To the application it is
+ * released: no call tells the difference, and it is given back to the device before any allocation
+ * here fails for lack of memory.
  *
- * To make an allocation that can be taken over costs the driver's calls for physical memory,
- * address, mapping, access and descriptor, and the keeper's answer at its release: twenty times the
- * driver's own. A loop that allocates and releases would pay that in every round. So what is
- * released stays mapped, with the keeper and in the table, where the same size was asked for
- * shortly after its last release, and the next who asks for that size in that context gets it. What
- * is not asked for within seconds is given back, and what is released once, or with others at the
- * end of something, at once.
+ * An allocation that can be taken over costs the driver's calls for physical memory, address,
+ * mapping, access and descriptor, and the keeper's answer at its release: twenty times the driver's
+ * own. A loop that allocates and releases would pay that in every round. So memory stays mapped,
+ * with the keeper and in the table, if the same size was asked for shortly after its last release,
+ * and the next allocation of that size in that context gets it. What nobody asks for within seconds
+ * is given back. What is released only once, or with others at the end of a phase, is given back at
+ * once.
  *
- * It keeps its identity, by which others know an allocation: so what was ever exported does not
- * stay, nor what was given a property that a fresh one has not.
+ * It keeps its identity, by which other processes know an allocation. So memory that was ever
+ * exported is not kept, nor memory with a property that fresh memory lacks.
  */
 #define _GNU_SOURCE
 #include <string.h>

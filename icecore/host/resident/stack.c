@@ -1,9 +1,9 @@
-/* Whether a thread that stands still is within one of the driver's calls; rule: a wrong no is worse
- * than a wrong yes, which costs a moment.
+/* Whether a stopped thread is within one of the driver's calls. A wrong no is worse than a wrong
+ * yes, which costs a moment.
  *
- * Whoever is within the driver has an address of the driver's code as its own position, or as a
+ * A thread within the driver has an address of the driver's code as its instruction pointer or as a
  * return address on its stack. Unwinding would tell exactly, but takes locks that the thread may
- * hold; so every word of the stack's end counts, also one that an earlier call left behind.
+ * hold. So every word at the end of the stack counts, even one that an earlier call left behind.
  */
 #define _GNU_SOURCE
 #include <errno.h>

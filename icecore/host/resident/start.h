@@ -1,4 +1,4 @@
-/* How the modules that make resident memory have the agent started, which is above them. */
+/* How modules that make resident memory start the agent, which lies above them. */
 #ifndef ICECORE_RESIDENT_START_H
 #define ICECORE_RESIDENT_START_H
 

@@ -1,5 +1,5 @@
-/* Every live allocation and mapping by its address: open addressing in memory of its own; rule: no
- * call of the C library's allocator, which a parked thread may hold. */
+/* All live allocations and mappings by address: open addressing in memory of its own. It never
+ * calls the C library's allocator, whose lock a parked thread may hold. */
 #define _GNU_SOURCE
 #include <string.h>
 #include <sys/mman.h>

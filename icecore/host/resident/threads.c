@@ -1,29 +1,31 @@
-/* Parking: every thread but ours and the driver's own waits in a signal's handler; rule: nobody is
- * parked while it is in one of our calls (it may hold our lock): such a thread parks itself as it
- * leaves.
+/* Parking: every thread but ours and the driver's own waits in a signal handler. No thread is
+ * parked within one of our functions, where it may hold our lock: it parks itself as it leaves.
  *
- * Nor while it is in one of the driver's, as far as its stack tells (stack.c): the driver's lock
- * waits until nobody is, and under threads that never rest it waits for ever, because there is
- * always another that has just gone in. So these are let go and asked again a moment later, when
- * they may be outside; and as those that are parked submit nothing more, the others' work comes to
- * its end. Who is not met outside in time (or seems not to be: what a stack tells may be old) runs
- * on until the driver's lock is on, which then has few to wait for.
+ * Nor is a thread parked within one of the driver's calls, as far as its stack tells (stack.c). The
+ * driver's lock waits until no thread is inside, and with threads that never rest it would wait for
+ * ever, because another one has always just entered. So such threads are let go and asked again a
+ * moment later, when they may be outside; since parked threads submit nothing more, the work of the
+ * others comes to its end. A thread that is not met outside in time (or that seems inside, because
+ * words on the stack may be old) runs on until the driver's lock is taken, which then has few
+ * threads to wait for.
  *
- * The signal is the one with which the C library has every thread change its user id: applications
- * cannot block it, nor wait for it, because the library takes it out of their sets. Any other would
- * be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one.
- * Ours come with a value; what comes without is the library's, and passed on. Who blocks it all the
- * same (not through the library, or within it for longer than a moment) is helped from outside, by
- * ptrace: the signal that is sent then brings the mask that the thread had, and the handler puts
- * that back, whenever it comes to run and whatever has become of the round in which it was sent.
+ * The signal is the one with which the C library makes every thread change its user id.
+ * Applications can neither block it nor wait for it, because the library removes it from their
+ * sets. Any other signal would be returned by a sigwait for all signals, and nothing tells from
+ * outside that a thread is in one. Ours carry a value; signals without it are the library's and are
+ * passed on. A thread that blocks the signal all the same (not through the library, or within it
+ * for more than a moment) is helped from outside by ptrace: the signal that is sent then carries
+ * the thread's mask, and the handler restores it, whenever it runs and whatever became of the round
+ * in which it was sent.
  *
- * Whoever was asked is looked at until it has come: it may have blocked the signal right then,
- * which stays pending; it may have ended, and its number be another's. A signal too many does no
- * harm: it parks whoever gets it while all are parked, and else does nothing.
+ * A thread that was asked is watched until it has arrived: it may have blocked the signal at that
+ * moment, so that it stays pending, or it may have ended and its number may belong to another
+ * thread. One signal too many does no harm: it parks its receiver while all are parked, and
+ * otherwise does nothing.
  *
- * What a parked thread may hold is the C library's: the allocator's lock, or the loader's. The
- * driver would wait for it without end. So a thread of ours takes each of these once everybody is
- * parked; where it does not get them, everybody is let go, and another moment is tried.
+ * A parked thread may hold locks of the C library, the allocator's or the loader's, for which the
+ * driver would wait without end. So once all threads are parked, a thread of ours takes each of
+ * these locks; if it does not get one, all threads are let go, and another moment is tried.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,8 +1,8 @@
-/* The device memory of a parked process, taken away and brought back; rule: each step knows of each
- * allocation how far it is, so that from anywhere `window_map` leads back to memory that is mapped.
+/* The GPU memory of a parked process, taken away and brought back. Each step records its progress
+ * for each allocation, so that from any point window_map leads back to mapped memory.
  *
- * The agent's thread alone comes here, with every other thread parked: what is read of the table
- * cannot change.
+ * Only the agent's thread runs this code, with every other thread parked, so the table does not
+ * change while it is read.
  */
 #define _GNU_SOURCE
 #include <errno.h>
