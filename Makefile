@@ -54,7 +54,7 @@ torture: machine-tests criu criu-newer .stamps/installed
 # The preload and the keeper under AddressSanitizer and UndefinedBehaviorSanitizer, with the tests that need no job.
 SANITIZED := $(addprefix tests/resident/test_,allocation.py ipc.py recycling.py tree.py window.py)
 sanitize: machine-tests .stamps/installed
-	ICECORE_SANITIZE=1 .venv-test/bin/python -m pytest -p no:cacheprovider -q $(SANITIZED) $(ARGS)
+	ICECORE_SANITIZE=1 .venv-test/bin/python tools/run-tests --only tests --workers 1 $(SANITIZED) $(ARGS)
 
 machine:
 	$(PYTHON) tools/prepare-machine

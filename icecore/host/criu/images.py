@@ -78,7 +78,7 @@ LINKED, GHOST = 0, 1
 
 
 def read_image(path: Path, magic: int) -> list[Message]:
-    """The messages of an image without extra bytes between them.
+    """Return the messages of an image that has no extra bytes between them.
 
     Raises:
         Damaged: It is not of this kind, or is cut off.
@@ -88,7 +88,7 @@ def read_image(path: Path, magic: int) -> list[Message]:
 
 
 def decode_image(data: bytes, magic: int, name: str) -> list[Message]:
-    """As `read_image`, of its bytes."""
+    """Decode the bytes of an image as `read_image` does."""
     try:
         first, second = struct.unpack_from("<II", data)
         if first in (COMMON, SERVICE):
@@ -111,7 +111,7 @@ def decode_image(data: bytes, magic: int, name: str) -> list[Message]:
 
 
 def encode_image(messages: list[Message], magic: int) -> bytes:
-    """An image file of messages."""
+    """Return an image file that contains the messages."""
     out = bytearray()
     if magic != INVENTORY:
         out += struct.pack("<I", SERVICE if magic == STATS else COMMON)
@@ -129,7 +129,7 @@ def write_image(path: Path, messages: list[Message], magic: int) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A process of the tree. Ids as in its pid namespace, which is how images are named after it."""
+    """A process of the tree. Its ids are those of its pid namespace, by which images are named."""
 
     pid: int
     parent: int
@@ -140,7 +140,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Core:
-    """What core-N.img says of a process: its name, ALIVE, DEAD or STOPPED, and the exit code of a
+    """The content of core-N.img: the process's name, ALIVE, DEAD or STOPPED, and the exit code of a
     dead one.
     """
 
@@ -151,8 +151,8 @@ class Core:
 
 @dataclass(frozen=True)
 class AddressSpace:
-    """What mm-N.img says: its VMAs in address order, the file id of its program, and the bounds of
-    its heap and arguments.
+    """The content of mm-N.img: VMAs in address order, the file id of the program, and the bounds of
+    heap and arguments.
     """
 
     vmas: Vmas
@@ -163,8 +163,8 @@ class AddressSpace:
     environment: tuple[int, int]
 
     def lazy(self) -> npt.NDArray[np.bool_]:
-        """For each VMA, whether CRIU restores its pages through userfaultfd (vma_entry_can_be_lazy
-        in criu/include/vma.h).
+        """Return, for each VMA, whether CRIU restores its pages through userfaultfd
+        (vma_entry_can_be_lazy in criu/include/vma.h).
 
         Within such a VMA only the pages that a thread's stack pointer is in are not lazy: the
         pagemap says which.
@@ -195,7 +195,7 @@ class RegularFile:
 
 @dataclass(frozen=True)
 class Remap:
-    """A file that had no name any more: file ``original`` is restored from ``target``: a ghost
+    """A file that had no name any more: file ``original`` is restored from ``target``, a ghost
     image (GHOST) or another file (LINKED).
     """
 
@@ -205,7 +205,7 @@ class Remap:
 
 
 def load_pstree(folder: Path) -> list[Task]:
-    """The processes, parents before children."""
+    """Return the processes, parents before children."""
     return [
         Task(m.integer(1), m.integer(2), m.integer(3), m.integer(4), m.integers(5))
         for m in read_image(folder / "pstree.img", PSTREE)
@@ -213,15 +213,15 @@ def load_pstree(folder: Path) -> list[Task]:
 
 
 def load_core(folder: Path, pid: int) -> Core:
-    """What core-PID.img says of a process (its main thread)."""
+    """Return the content of core-PID.img (the main thread)."""
     (message,) = read_image(folder / f"core-{pid}.img", CORE)
     task = message.message(3)
     return Core(task.text(6), task.integer(1), task.signed(2))
 
 
 def load_rseq(folder: Path) -> list[int]:
-    """Where the kernel tells the threads of all processes the numbers of their processors (struct
-    rseq), as far as they asked for it.
+    """Return the addresses of the threads' rseq areas (struct rseq), where the kernel stores
+    processor numbers, for threads that registered one.
     """
     found = []
     for path in folder.glob("core-*.img"):
@@ -232,7 +232,7 @@ def load_rseq(folder: Path) -> list[int]:
 
 
 def load_mm(folder: Path, pid: int) -> AddressSpace:
-    """The address space of a process, 20 000 VMAs in a few hundredths of a second."""
+    """Return the address space of a process; 20 000 VMAs take a few hundredths of a second."""
     path = folder / f"mm-{pid}.img"
     data = read_whole(path)
     try:
@@ -327,8 +327,8 @@ def map_file(
 
 
 def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
-    """A VMA of private anonymous memory in parts, in address order: pieces (start, end, offset) of
-    a file, and what is left.
+    """Yield the parts of a VMA of private anonymous memory, in address order: pieces (start, end,
+    offset) of a file, and the rest.
     """
     at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
     for start, end, offset in sorted(pieces):
@@ -358,8 +358,8 @@ def _changed(message: Message, values: Mapping[int, int]) -> bytes:
 
 
 def add_file(folder: Path, name: str) -> int:
-    """A regular file more in files.img, of that name, which CRIU gets as a descriptor
-    (``--inherit-fd``); its id.
+    """Add a regular file of that name to files.img, which CRIU receives as a descriptor
+    (``--inherit-fd``), and return its id.
     """
     entries = read_image(folder / "files.img", FILES)
     free = 1 + max((entry.integer(2) for entry in entries), default=0)
@@ -383,7 +383,7 @@ def add_file(folder: Path, name: str) -> int:
 
 
 def load_files(folder: Path) -> list[RegularFile]:
-    """The regular files that any process has open, mapped or runs from."""
+    """Return the regular files that any process has open, mapped or runs from."""
     found = []
     for entry in read_image(folder / "files.img", FILES):
         if entry.integer(1) == REGULAR_FILE:
@@ -405,7 +405,7 @@ def load_files(folder: Path) -> list[RegularFile]:
 
 
 def load_remaps(folder: Path) -> list[Remap]:
-    """How files without a name are brought back; empty if there are none."""
+    """Return how files without a name are restored; empty if there are none."""
     path = folder / "remap-fpath.img"
     if not path.exists():
         return []
@@ -413,8 +413,8 @@ def load_remaps(folder: Path) -> list[Remap]:
 
 
 def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
-    """The numbers of the pagemap images: of processes (pagemap-N.img, N the pid), and of shared
-    memory (pagemap-shmem-N.img).
+    """Return the numbers of the pagemap images: of processes (pagemap-N.img, N the pid) and of
+    shared memory (pagemap-shmem-N.img).
     """
     processes, shared = [], []
     for path in folder.glob("pagemap-*.img"):

@@ -16,9 +16,7 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A known reason for which CRIU fails: ``name`` for programs, ``message`` and ``cure`` for
-    people.
-    """
+    """A known cause of CRIU's failure: ``name`` for programs, ``message`` and ``cure`` for people."""
 
     name: str
     message: str
@@ -27,15 +25,13 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``errors``: CRIU's own error lines, first ones first. ``cause``: what they are known to mean,
-    None if they are not known.
-    """
+    """``errors``: CRIU's own error lines, in order. ``cause``: their known cause, or None."""
 
     errors: list[str]
     cause: Cause | None
 
     def sentence(self, what: str) -> tuple[str, str]:
-        """The message and the cure of an exception about it; ``what`` is what failed ("the dump of
+        """Return the message and the cure of an exception; ``what`` is what failed ("the dump of
         process 7").
         """
         first = self.errors[0] if self.errors else "CRIU gave no reason"

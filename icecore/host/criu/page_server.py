@@ -34,16 +34,16 @@ _MOST_PAGES = 1 << 35
 
 
 def page_server_record(version: tuple[int, ...]) -> struct.Struct:
-    """The layout of struct page_server_iov (command, pages, address, image) of a CRIU version: 24
-    bytes up to 4.1, 32 from 4.2 on.
+    """Return the layout of struct page_server_iov (command, pages, address, image) of a CRIU
+    version: 24 bytes up to 4.1, 32 from 4.2 on.
     """
     return _RECORD_42 if version[:2] >= (4, 2) else _RECORD_41
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Pages that CRIU announces: of image ``number`` of ``kind``, ``pages`` pages from ``address``;
-    their bytes follow if PE_PRESENT is in ``flags``.
+    """Pages that CRIU announces: ``pages`` pages from ``address`` of image ``number`` of ``kind``.
+    Their bytes follow if ``flags`` contains PE_PRESENT.
     """
 
     kind: int
@@ -66,7 +66,7 @@ class Connection:
         self.record = page_server_record(version)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.socket.close()
 
     def send(self, command: int, *, pages: int = 0, address: int = 0, image: int = 0) -> None:
@@ -74,8 +74,8 @@ class Connection:
         self.socket.sendall(self.record.pack(command, pages, address, image))
 
     def finish(self, seconds: float) -> None:
-        """As the client: say that all is done and hear CRIU confirm it, which proves that it served
-        until now.
+        """As the client: report the end and require CRIU's confirmation, which proves that it
+        served until now.
 
         Raises:
             DumpFailed: No confirmation, or not in time.
@@ -90,12 +90,12 @@ class Connection:
             raise DumpFailed(f"CRIU ended the dump with status {status}")
 
     def confirm(self) -> None:
-        """As the server of a dump: confirm the end that `extents` has left unanswered."""
+        """As the server of a dump: confirm the end, which `extents` has left unanswered."""
         self.socket.sendall(_STATUS.pack(0))
 
     def extents(self, *, answer: bool = True) -> Iterator[Extent]:
-        """As the server of a dump: what CRIU sends, until it says that it is done, which is then
-        confirmed.
+        """As the server of a dump: yield what CRIU sends until it reports the end, and confirm
+        that.
 
         Without ``answer`` that is left to `confirm`; until then CRIU waits, the tree frozen.
 
@@ -137,7 +137,7 @@ class Connection:
                 )
 
     def receive_into(self, out: memoryview) -> None:
-        """Take exactly as many bytes as ``out`` has.
+        """Receive exactly as many bytes as ``out`` has.
 
         Raises:
             DumpFailed: The connection broke.

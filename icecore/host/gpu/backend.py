@@ -24,7 +24,7 @@ VARIABLE = "ICECORE_CUDA"
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to device memory.
+    """A way to access GPU memory.
 
     Attributes:
         devices: Begin of the paths of its device files: "/dev/nvidia".
@@ -36,7 +36,7 @@ class Backend:
 
     @property
     def present(self) -> bool:
-        """Whether there is a driver at all; it need not be one that works."""
+        """Return whether there is a driver; it need not work."""
         return os.path.exists(f"{self.devices}ctl")
 
     def connect(self) -> DeviceCheckpoint:
@@ -69,7 +69,7 @@ class Backend:
         return CudaMemory(Cuda(), device)
 
     def inventory(self, pids: Collection[int] = ()) -> Inventory:
-        """The GPUs, and which of them ``pids`` use.
+        """Return the GPUs, and which of them ``pids`` use.
 
         Raises:
             DriverMissing: It cannot be had.
@@ -101,7 +101,7 @@ class Backend:
         )
 
     def is_device(self, path: str) -> bool:
-        """Whether a path is a device file of the driver's."""
+        """Return whether a path is one of the driver's device files."""
         return path.startswith(self.devices)
 
     def minor(self, path: str) -> int | None:
@@ -111,7 +111,7 @@ class Backend:
 
 
 def find_backend() -> Backend:
-    """The back end of this machine.
+    """Return the back end of this machine.
 
     Raises:
         UsageError: The variable names none.

@@ -41,7 +41,7 @@ Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None
 
 
 def helper_command(word: str) -> list[str]:
-    """The argument vector of a helper; ``word`` shows in its command line."""
+    """Return the argument vector of a helper; ``word`` shows in its command line."""
     return [sys.executable, "-P", "-m", "icecore.host.gpu.helper", "{control}", "{life}", word]
 
 
@@ -62,8 +62,8 @@ def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Pop
 
 
 class Helper:
-    """A helper process (a context manager: leaving it ends the helper, which first brings back to
-    running what it had locked).
+    """A helper process (a context manager: on exit the helper first unlocks what it had locked,
+    then ends).
 
     Args:
         start: How it is started.
@@ -88,7 +88,7 @@ class Helper:
         self._thread.start()
 
     def wait_ready(self) -> int:
-        """Wait until CUDA is initialised in it; its pid.
+        """Wait until it has initialised CUDA, and return its pid.
 
         Raises:
             DriverMissing: It cannot be.
@@ -106,7 +106,7 @@ class Helper:
         return State(self._result(self._send("state", pid), "state", pid, _STATE_SECONDS))
 
     def restore_thread(self, pid: int) -> int:
-        """The thread in which the driver restores a process."""
+        """Return the thread in which the driver restores a process."""
         return int(
             self._result(self._send("restore-thread", pid), "restore-thread", pid, _STATE_SECONDS)
         )
@@ -121,7 +121,7 @@ class Helper:
         return theirs
 
     def hold(self, pids: Collection[int], seconds: float) -> bool:
-        """Wait until CRIU holds the tree, and have the driver's threads in these processes run.
+        """Wait until CRIU holds the tree, and let the driver's threads in these processes run.
 
         Returns:
             Whether it holds it: it may have ended, or take longer.
@@ -138,8 +138,8 @@ class Helper:
         return bool(found)
 
     def bind(self, pids: Collection[int]) -> None:
-        """Have these processes die with the CRIU that holds them, should it end before it lets them
-        go.
+        """Make these processes die with the CRIU that holds them if it ends before it releases
+        them.
 
         Raises:
             DeviceError: It does not hold them.
@@ -154,7 +154,7 @@ class Helper:
             )
 
     def go_on(self) -> None:
-        """The driver's threads stand again, and CRIU goes on.
+        """Stop the driver's threads again and let CRIU continue.
 
         Raises:
             DeviceError: It does not.
@@ -162,11 +162,11 @@ class Helper:
         self._result(self._send("go-on", 0), "go-on", 0, _STATE_SECONDS)
 
     def leave(self) -> None:
-        """The processes are dead: CRIU need not wait for anything."""
+        """Tell CRIU not to wait for anything: the processes are dead."""
         self._result(self._send("leave", 0), "leave", 0, _STATE_SECONDS)
 
     def lock(self, pids: Iterable[int], seconds: float) -> dict[int, DeviceError]:
-        """Lock all, at once; those that could not be, and why."""
+        """Lock all at once; return the failures."""
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
 
     def checkpoint(
@@ -190,7 +190,7 @@ class Helper:
         return self._send("restore", pid, gpus=dict(gpus))
 
     def unlock(self, pids: Iterable[int]) -> dict[int, DeviceError]:
-        """Unlock all, at once; those that could not be."""
+        """Unlock all at once; return the failures."""
         return self._each("unlock", {pid: {} for pid in pids})[1]
 
     def deadline(self, seconds: float | None) -> None:
@@ -220,7 +220,7 @@ class Helper:
         return {int(pid): why for pid, why in found.items()}
 
     def close(self) -> None:
-        """Let it end. May be called twice."""
+        """End the helper. May be called twice."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():

@@ -267,7 +267,7 @@ def _traced(pid: int) -> bool:
 
 
 def in_parallel(work: Iterable[Callable[[], None]]) -> None:
-    """Each in a thread of its own; returns when all have ended."""
+    """Run each in a thread of its own; return when all have ended."""
     threads = [threading.Thread(target=one) for one in work]
     for thread in threads:
         thread.start()
@@ -411,7 +411,7 @@ class _Server:
 
 
 def main() -> None:
-    """Entry: ``helper CONTROL_FD LIFE_FD WORD``."""
+    """Run the helper: ``helper CONTROL_FD LIFE_FD WORD``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -182,7 +182,7 @@ def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list
 
 
 def as_memory(array: npt.NDArray[Any]) -> int:
-    """A memfd with an array's bytes; the caller's to close."""
+    """Return a memfd with an array's bytes, which the caller closes."""
     made = os.memfd_create("icecore-worker", os.MFD_CLOEXEC)
     with open(made, "wb", closefd=False, buffering=0) as file:
         left = memoryview(array.tobytes())
@@ -192,7 +192,7 @@ def as_memory(array: npt.NDArray[Any]) -> int:
 
 
 def from_memory(descriptor: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The array in a memfd, which stays the caller's."""
+    """Return the array in a memfd, which the caller still owns."""
     size = os.fstat(descriptor).st_size
     data = bytearray(size)
     view, done = memoryview(data), 0
@@ -205,7 +205,7 @@ def from_memory(descriptor: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def main() -> None:
-    """Entry: ``worker CONTROL_FD LIFE_FD WORD``."""
+    """Run the worker: ``worker CONTROL_FD LIFE_FD WORD``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -40,11 +40,11 @@ RING = 32
 
 
 class WorkerFailed(IcecoreError):
-    """The worker could not do something, or is gone."""
+    """The worker failed, or is gone."""
 
 
 def worker_command(word: str) -> list[str]:
-    """The argument vector of a worker; ``word`` shows in its command line."""
+    """Return the argument vector of a worker; ``word`` shows in its command line."""
     return [sys.executable, "-P", "-m", "icecore.host.gpu.worker", "{control}", "{life}", word]
 
 
@@ -64,7 +64,7 @@ class HostRegion:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def prefault(self) -> None:
-        """Have its memory now rather than in a window."""
+        """Fault its memory in now, not in a window."""
         libc = ctypes.CDLL(None)
 
         def some(at: int) -> None:
@@ -85,7 +85,7 @@ class HostRegion:
 
 
 class Worker:
-    """A worker process (a context manager: left, it ends).
+    """A worker process (a context manager: on exit it ends).
 
     Args:
         word: Shows in its command line.
@@ -270,7 +270,7 @@ class Worker:
         return np.frombuffer(bytes.fromhex(value), np.uint8).reshape(-1, BYTES)
 
     def finish(self, future: Future[Any]) -> None:
-        """Wait for what was begun."""
+        """Wait for a call that was begun."""
         self._result(future, "copy")
 
     def release(
@@ -281,24 +281,24 @@ class Worker:
         spare: bool = False,
         seconds: float = _CALL_SECONDS,
     ) -> None:
-        """Let go of what was mapped or allocated, and of the spare memory."""
+        """Release what was mapped or allocated, and the spare memory."""
         self._result(
             self._send("release", device, handles=list(handles), spare=spare), "release", seconds
         )
 
     @property
     def gone(self) -> bool:
-        """It has ended, and let go of everything."""
+        """Return whether it has ended and released everything."""
         return self._lost
 
     def kill(self) -> None:
-        """End it at once: it does not do what it is asked for. What it had mapped it lets go of."""
+        """End it at once because it does not respond. It releases what it had mapped."""
         if self._process is not None:
             self._process.kill()
 
     def linger(self, seconds: float) -> None:
-        """Have it end only so long after `close`, which does not wait for it then: the driver takes
-        0.15 s to let go of its memory, and holds up all other processes' calls meanwhile (H200).
+        """Make it end only this long after `close`, which then does not wait for it: the driver
+        takes 0.15 s to release its memory, and delays all other processes' calls meanwhile (H200).
         """
         self._result(self._send("linger", "", seconds=seconds), "linger")
         self._lingers = True

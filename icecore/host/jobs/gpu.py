@@ -45,7 +45,7 @@ def gpu_run(
     root: Literal["", "host", "private"] = "",
     resident: bool = False,
 ) -> GpuRun:
-    """Namespaces and variables for a GPU job.
+    """Return namespaces and variables for a GPU job.
 
     CUDA does not start in a pid namespace that sees another one's /proc (error 304). So a GPU job
     gets a private root with a /proc of its own; where that cannot be had, or is not wanted, it
@@ -105,7 +105,7 @@ def gpu_run(
 
 
 def private_root_lack() -> str:
-    """Why a job cannot have a private root with a /proc of its own here; "": it can."""
+    """Return why a job cannot have a private root with a /proc of its own here; "" if it can."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return "unshare(1) is missing: apt-get install util-linux"

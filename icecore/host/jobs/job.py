@@ -35,7 +35,7 @@ _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
 def boot_id() -> str:
-    """Names this boot of the machine."""
+    """Return the id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -56,7 +56,7 @@ def init_of(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Description:
-    """What ``job.json`` says.
+    """The content of ``job.json``.
 
     Attributes:
         name: The job's; instances of one job may share it only while at most one of them lives.
@@ -112,7 +112,7 @@ class ExitStatus:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would give it: the code, or 128 + the signal; 255 where nobody knows."""
+        """Return the status as a shell would: the code, or 128 + the signal; 255 if it is unknown."""
         if self.code is not None:
             return self.code
         return 255 if self.signal is None else 128 + self.signal
@@ -146,7 +146,7 @@ class Job:
 
     @classmethod
     def load(cls, directory: Path) -> Job:
-        """The instance in ``directory``.
+        """Load the instance in ``directory``.
 
         Raises:
             NotFound: There is none.
@@ -165,7 +165,7 @@ class Job:
         return cls(directory, description)._found_restored()
 
     def save(self) -> None:
-        """Write job.json, whole or not at all, whatever becomes of the machine."""
+        """Write job.json atomically and durably."""
         path, new = self.directory / "job.json", self.directory / "job.json.new"
         with open(create_private(new), "w") as file:
             # The standard library's JSON: it can hold names that are not UTF-8, escaped.
@@ -222,7 +222,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self.description.name
 
     @property
@@ -422,7 +422,7 @@ class Job:
             os.close(fd)
 
     def log_sizes(self) -> dict[Stream, int]:
-        """How many bytes each log holds by now."""
+        """Return the current size of each log in bytes."""
         return {stream: self.log_path(stream).stat().st_size for stream in _STREAMS}
 
     def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:

@@ -29,13 +29,13 @@ IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 
 
 def address_of(data: memoryview) -> int:
-    """Where a buffer lies."""
+    """Return the address of a buffer."""
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 class HugeBuffer:
-    """Anonymous memory on huge pages, faulted in once and then reused: first touch of small pages
-    runs at an eighth of that speed.
+    """Anonymous memory on huge pages, faulted in once and then reused: the first touch of small
+    pages is eight times slower.
 
     Args:
         size: Bytes; rounded up to whole huge pages inside, exposed as asked.
@@ -69,7 +69,7 @@ class HugeBuffer:
             self.prefault()
 
     def prefault(self) -> None:
-        """Fault all pages in."""
+        """Fault in all pages."""
         whole = -(-self.size // HUGE_PAGE) * HUGE_PAGE
         try:
             libc.madvise(self.address, whole, MADV_POPULATE_WRITE)
@@ -80,11 +80,11 @@ class HugeBuffer:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The bytes as a numpy array."""
+        """Return the bytes as a numpy array."""
         return self._array
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The bytes from ``start`` to ``stop`` as a writable memoryview."""
+        """Return the bytes from ``start`` to ``stop`` as a writable memoryview."""
         return self._array[start:stop].data
 
 
@@ -105,8 +105,8 @@ class Destination(Protocol):
 
 
 class RemoteReader:
-    """Reads the memory of one process by process_vm_readv, PROT_NONE pages through /proc/PID/mem.
-    Thread-safe: no state changes but the open file.
+    """Reads the memory of one process by process_vm_readv, and PROT_NONE pages through
+    /proc/PID/mem. Thread-safe.
 
     Args:
         pid: The process; it may run or stand still. Needs CAP_SYS_PTRACE or the same user.
@@ -138,7 +138,8 @@ class RemoteReader:
                 self._memory = None
 
     def read_into(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
-        """Read remote extents one after the other into the start of a buffer: one system call.
+        """Read remote extents, one after the other, into the start of a buffer, with one system
+        call.
 
         Args:
             iovecs: Address in this process of the first IOVEC .
@@ -154,8 +155,8 @@ class RemoteReader:
             self._read_slowly(iovecs, count, buffer, size)
 
     def read(self, start: int, length: int) -> bytearray:
-        """``length`` bytes at ``start``. For small things; `read_into` is the fast way. Raises as
-        that does.
+        """Return ``length`` bytes at ``start``. For small reads; `read_into` is faster. Raises as
+        it does.
         """
         if length <= 0:
             return bytearray()
@@ -174,7 +175,7 @@ class RemoteReader:
         return data
 
     def _read_slowly(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
-        """The extents again, each through process_vm_readv if that can read it, else through
+        """Read the extents again, each through process_vm_readv if possible, else through
         /proc/PID/mem.
         """
         if size > buffer.size:
@@ -197,8 +198,8 @@ class RemoteReader:
             at += length
 
     def _check_failure(self) -> None:
-        """Raise unless the process is there and may be read: then a page kept process_vm_readv from
-        going on.
+        """Raise unless the process exists and may be read: then one page made process_vm_readv
+        stop.
         """
         probe = libc.process_vm_readv(self.pid, 0, 0, 0, 0, 0)
         if probe == 0 and os.path.exists(f"/proc/{self.pid}/mem"):

@@ -21,9 +21,7 @@ _ROOM = 1 << 15
 
 
 def make_room() -> None:
-    """Have a table for many descriptors now: in a process with threads each time it grows takes
-    milliseconds.
-    """
+    """Grow the descriptor table now: in a process with threads each growth takes milliseconds."""
     with suppress(OSError, ValueError):  # as many are not allowed
         os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _ROOM))
 
@@ -63,7 +61,7 @@ class HeldPipes:
         return len(self._held)
 
     def release(self) -> None:
-        """Let go of all of them. May be called twice."""
+        """Close all of them. May be called twice."""
         held, self._held = self._held, []
         self._close(held)
 

@@ -41,8 +41,8 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 class Stop(NamedTuple):
-    """Why a thread stands: the signal that is about to be delivered (``event`` 0), or with which a
-    stop is reported.
+    """Why a thread is stopped: the signal about to be delivered (``event`` 0), or the one with
+    which a stop is reported.
     """
 
     signal: int
@@ -66,15 +66,15 @@ class _Vector(ctypes.Structure):
 
 
 def apart(work: Callable[[], T]) -> T:
-    """What ``work`` returns, done in a thread of its own."""
+    """Run ``work`` in a thread of its own and return its result."""
     with ThreadPoolExecutor(1, "tracer") as pool:
         return pool.submit(work).result()
 
 
 @contextmanager
 def standing(thread: int, seconds: float) -> Iterator[int]:
-    """Stop a thread, and let it go on afterwards. For the calling thread alone, and so is all
-    below, within.
+    """Stop a thread for the duration of the block. Only the calling thread may use it and the
+    functions below.
 
     Yields:
         SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand,
@@ -102,7 +102,7 @@ def ask(what: int, thread: int, address: int = 0, data: object = None) -> int:
 
 
 def interrupt(thread: int) -> bool:
-    """It will stop before it comes to run its program's code again."""
+    """Stop the thread before it runs its program's code again."""
     return request(_INTERRUPT, thread)
 
 
@@ -142,7 +142,7 @@ def _stopped(thread: int, seconds: float) -> int:
 
 
 class SystemCall(NamedTuple):
-    """What a thread stands before, or after.
+    """A system call that a thread is stopped before or after.
 
     Attributes:
         entered: It stands before the call.

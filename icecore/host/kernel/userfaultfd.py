@@ -164,8 +164,8 @@ class Placed:
 
 
 def create(*, features: int = EVENT_FEATURES, nonblocking: bool = True) -> int:
-    """A userfaultfd for this process, its interface agreed upon: through the system call, else
-    /dev/userfaultfd.
+    """Create a userfaultfd for this process and agree on its interface: through the system call,
+    else /dev/userfaultfd.
 
     Args:
         features: FEATURE_ bits that must be there.
@@ -194,8 +194,8 @@ def create(*, features: int = EVENT_FEATURES, nonblocking: bool = True) -> int:
 
 
 def register(uffd: int, start: int, length: int, mode: int = REGISTER_MISSING) -> None:
-    """Have faults of ``length`` bytes from ``start`` (both page-aligned) reported instead of filled
-    with zeros.
+    """Have faults of ``length`` bytes from ``start`` (both page-aligned) reported, not filled with
+    zeros.
     """
     argument = _RegisterArgument(start, length, mode, 0)
     if libc.ioctl(uffd, _IOC_REGISTER, ctypes.addressof(argument)):
@@ -203,15 +203,15 @@ def register(uffd: int, start: int, length: int, mode: int = REGISTER_MISSING) -
 
 
 def unregister(uffd: int, start: int, length: int) -> None:
-    """Give faults of the range back to the kernel; whoever waits there is woken and finds zeros."""
+    """Return faults of the range to the kernel; waiting threads are woken and find zeros."""
     argument = _RangeArgument(start, length)
     if libc.ioctl(uffd, _IOC_UNREGISTER, ctypes.addressof(argument)):
         raise libc.last_error(f"UFFDIO_UNREGISTER at {start:#x}")
 
 
 def wake(uffd: int, start: int, length: int) -> None:
-    """Wake the threads that wait for a page of the range; each looks again and reports anew if it
-    is still missing.
+    """Wake the threads that wait for a page of the range; each faults again if the page is still
+    missing.
     """
     argument = _RangeArgument(start, length)
     if libc.ioctl(uffd, _IOC_WAKE, ctypes.addressof(argument)):
@@ -241,8 +241,8 @@ def zero(uffd: int, start: int, length: int, mode: int = 0) -> tuple[int, int]:
 
 
 def place(uffd: int, destination: int, source: int, length: int) -> Placed:
-    """Fill ``length`` bytes at ``destination`` from this process's memory at ``source``, passing
-    over pages that are already there or unmapped.
+    """Fill ``length`` bytes at ``destination`` from this process's memory at ``source``, skipping
+    pages that exist or are unmapped.
 
     Must run while nobody reads events of this descriptor (the read lock of its map): only then may
     it go on after a partial copy.
@@ -261,7 +261,7 @@ def place(uffd: int, destination: int, source: int, length: int) -> Placed:
 
 
 def place_zero(uffd: int, start: int, length: int) -> Placed:
-    """As `place`, with zero pages."""
+    """Fill with zero pages, as `place` does."""
     return _settle(uffd, start, None, length)
 
 

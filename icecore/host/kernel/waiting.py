@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 
 def readable(descriptors: Collection[int], seconds: float | None) -> set[int]:
-    """Those that can be read, or whose other end is closed.
+    """Return those that are readable or whose other end is closed.
 
     Args:
         seconds: To wait for the first of them, at most; None: without limit.

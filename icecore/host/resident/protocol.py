@@ -107,7 +107,7 @@ class Message:
 
 
 def send(to: socket.socket, message: Message, descriptor: int = -1, version: int = VERSION) -> None:
-    """Send one, with a descriptor where it is not negative."""
+    """Send a packet, with a descriptor unless it is negative."""
     rights = (
         [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         if descriptor >= 0
@@ -117,7 +117,7 @@ def send(to: socket.socket, message: Message, descriptor: int = -1, version: int
 
 
 def receive(source: socket.socket) -> tuple[Message, int]:
-    """The next one and its descriptor (the caller's to close), or -1.
+    """Return the next packet and its descriptor (which the caller closes), or -1.
 
     Raises:
         EOFError: The other side hung up.
@@ -255,7 +255,7 @@ class Allocation:
 
 
 def explain(result: int) -> str:
-    """What a result other than 0 means."""
+    """Explain a result other than 0."""
     import os
 
     return f"CUDA error {result - _CUDA_ERROR}" if result > _CUDA_ERROR else os.strerror(result)

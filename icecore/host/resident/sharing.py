@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SharingUnclear(IcecoreError):
-    """What is shared cannot be told, or has nobody whose memory it is."""
+    """It cannot be determined which memory is shared, or shared memory has no owner."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Shares:
 
 
 def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
-    """Sort out what processes have.
+    """Find which allocations of processes are the same memory.
 
     Memory is its creator's. Where that has let go of it, it is that importer's who has most of it
     mapped.

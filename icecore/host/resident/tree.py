@@ -31,8 +31,8 @@ UnlockAll = Callable[[Collection[int]], None]
 
 
 class ResidentTree:
-    """The processes of a job that have resident memory (a context manager: left while they stand,
-    it gives them their memory back).
+    """The processes of a job that have resident memory (a context manager: on exit, stopped
+    processes get their memory back).
 
     Args:
         directory: ``ICECORE_RESIDENT`` of the job, as this machine sees it.
@@ -68,7 +68,8 @@ class ResidentTree:
     def take_away(
         self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0
     ) -> int:
-        """Park all and take their memory away; bytes. The driver's lock is off before and after.
+        """Park all processes and take their memory away; return bytes. The driver's lock is off
+        before and after.
 
         Args:
             lock, unlock: The driver's, for the given processes.
@@ -114,7 +115,8 @@ class ResidentTree:
             raise failed
 
     def give_back(self, *, seconds: float = 60.0) -> None:
-        """Map the memory of all again, and let them run once all have it; the driver's lock is off.
+        """Map the memory of all processes again, and let them run once all have it; the driver's
+        lock is off.
 
         Raises:
             ResidentFailed: A process did not get it; it and all others stand still, and this may be

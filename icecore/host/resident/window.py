@@ -28,7 +28,7 @@ _FIRST_LOCK = 0.25
 
 @dataclass(frozen=True)
 class Try:
-    """One attempt's limits, in seconds.
+    """The limits of one attempt, in seconds.
 
     Attributes:
         patience: For threads to come out of the driver before its lock is asked for; 0: it is asked
@@ -77,8 +77,8 @@ def take_away(
     seconds: float = 20.0,
     lease: float = 30.0,
 ) -> int:
-    """Park a running process and take its resident memory away; bytes. The driver's lock is off
-    before and after.
+    """Park a running process and take its resident memory away; return bytes. The driver's lock is
+    off before and after.
 
     Args:
         lock, unlock: The driver's, for this process; ``lock`` is told its limit in seconds and
