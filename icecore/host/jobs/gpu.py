@@ -73,11 +73,13 @@ def gpu_run(
     elif (lack := private_root_lack()) == "":
         isolation, why = replace(wanted, pid=True, root=True), ""
     elif root == "private":
-        raise UsageError(f"a private root cannot be had: {lack}", cure="leave out --root private")
+        raise UsageError(
+            f"a private root is not available: {lack}", cure="leave out --root private"
+        )
     else:
         isolation, why = (
             replace(wanted, pid=False, root=False),
-            f"because a private root cannot be had ({lack})",
+            f"because a private root is not available ({lack})",
         )
     if why:
         notes.append(

@@ -141,7 +141,7 @@ class Agent(_Speaker):
         """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`."""
         answer = self._ask(Message(Operation.AGENT_STATUS))
         if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked
-            raise ResidentFailed(f"process {self.pid} cannot be asked now", answer.result)
+            raise ResidentFailed(f"process {self.pid} accepts no requests now", answer.result)
         return Report(State(answer.state), answer.token, Counts.unpack(answer.text), self.version)
 
     def allocations(self) -> list[Allocation]:
@@ -261,7 +261,7 @@ class Agent(_Speaker):
         answer = self._ask(Message(Operation.AGENT_GO))
         if answer.result:
             raise ResidentFailed(
-                f"process {self.pid} cannot run on: its memory is not mapped", answer.result
+                f"cannot resume process {self.pid}: its memory is not mapped", answer.result
             )
 
     def hold(self, lease: float) -> None:
@@ -280,7 +280,7 @@ class Agent(_Speaker):
         answer = self._ask(Message(Operation.AGENT_LOOK, nanoseconds=_ns(seconds)))
         if answer.result:
             raise ResidentFailed(
-                f"the memory of process {self.pid} cannot be looked at while it runs", answer.result
+                f"cannot map the memory of process {self.pid} while it runs", answer.result
             )
 
     @property
@@ -392,7 +392,7 @@ class Keeper(_Speaker):
                         if descriptor < 0:  # the kernel had none left for this process
                             cure = "raise the hard limit of descriptors: ulimit -Hn 1048576"
                             raise ResidentFailed(
-                                "a descriptor of resident memory cannot be had", EMFILE, cure=cure
+                                "cannot open a descriptor of resident memory", EMFILE, cure=cure
                             )
                         found.append((Allocation.of(one), descriptor))
             except BaseException:
@@ -513,7 +513,7 @@ def _connected(path: Path, seconds: float, pid: int | None = None) -> Iterator[s
             connect(connection, path, pid=pid)
             yield connection
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise NotFound(f"nobody answers at {path}") from error
+            raise NotFound(f"nothing listens at {path}") from error
         except EOFError as error:
             raise ResidentFailed(f"{path} hung up", EPROTO) from error
         except (ValueError, OSError) as error:

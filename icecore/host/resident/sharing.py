@@ -80,8 +80,8 @@ def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
         )
         if not first.size:
             raise SharingUnclear(
-                "a process has imported device memory whose creator is gone, and has not mapped it: its size cannot be told",
-                cure="take the snapshot when it has mapped it, or let go of it",
+                "a process has imported device memory whose creator is gone, and has not mapped it: its size is unknown",
+                cure="take the snapshot once it has mapped or released that memory",
             )
         owned[owner].append((first, descriptor))
         for key, (other, _) in group:
@@ -143,7 +143,7 @@ def _compare(one: int, other: int) -> int:
     )
     if result < 0:
         raise SharingUnclear(
-            f"which processes share device memory cannot be told: kcmp: {os.strerror(ctypes.get_errno())}",
+            f"cannot determine which processes share device memory: kcmp: {os.strerror(ctypes.get_errno())}",
             cure="a kernel with CONFIG_KCMP, which CRIU needs, too",
         )
     return {0: 0, 1: -1, 2: 1}.get(result, 0)
