@@ -40,7 +40,8 @@ class Backend:
         return os.path.exists(f"{self.devices}ctl")
 
     def connect(self) -> DeviceCheckpoint:
-        """The calls, in this process, which then has CUDA's own state: only the helper does this.
+        """Return the calls for this process, which then has CUDA state of its own: only the helper
+        calls this.
 
         Raises:
             DriverMissing: They cannot be had.
@@ -54,8 +55,8 @@ class Backend:
         return Driver()
 
     def memory(self, device: str) -> DeviceMemory:
-        """The memory of a GPU, in this process, which then has CUDA's own state: only the worker
-        does this.
+        """Return the memory of a GPU for this process, which then has CUDA state of its own: only
+        the worker calls this.
 
         Raises:
             DriverMissing, MemoryFailed: It cannot be had.
@@ -81,8 +82,8 @@ class Backend:
         return read_inventory(pids)
 
     def kinds(self) -> tuple[str, ...]:
-        """Kind (c: character device, b: block device) and major number of the driver's device
-        files, such as "c195".
+        """Return the kind (c: character device, b: block device) and major number of the driver's
+        device files, such as "c195".
         """
         if self.world is not None:
             found = (os.stat(node) for node in (self.world / "dev").iterdir())
@@ -105,7 +106,7 @@ class Backend:
         return path.startswith(self.devices)
 
     def minor(self, path: str) -> int | None:
-        """N of the device file of a GPU; None for the others ("nvidiactl", "nvidia-uvm")."""
+        """Return N of a GPU's device file; None for the others ("nvidiactl", "nvidia-uvm")."""
         found = re.fullmatch(re.escape(self.devices) + r"(\d+)", path)
         return int(found[1]) if found else None
 

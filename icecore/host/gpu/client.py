@@ -112,8 +112,8 @@ class Helper:
         )
 
     def holder(self) -> socket.socket:
-        """The end of a socket for the plugin in the CRIU that will hold the processes; to be
-        closed. Does not wait until the helper is ready.
+        """Return the socket end, for the caller to close, of the plugin in the CRIU that will hold
+        the processes. Does not wait until the helper is ready.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
@@ -172,8 +172,8 @@ class Helper:
     def checkpoint(
         self, pids: Iterable[int], *, populate: bool = True
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
-        """Checkpoint all, at once; where their memory is now, and those that could not be.
-        ``populate``: make the driver's mappings for it.
+        """Checkpoint all at once; return where their memory is now, and the failures. ``populate``:
+        create the driver's mappings for it.
         """
         done, failed = self._each("checkpoint", {pid: {"populate": populate} for pid in pids})
         return {
@@ -182,7 +182,7 @@ class Helper:
         }, failed
 
     def restore(self, gpus: Mapping[int, Mapping[str, str]]) -> dict[int, DeviceError]:
-        """Restore all, at once (pid → its pairs of GPUs); those that could not be."""
+        """Restore all at once (pid → its pairs of GPUs); return the failures."""
         return self._each("restore", {pid: {"gpus": dict(pairs)} for pid, pairs in gpus.items()})[1]
 
     def begin_restore(self, pid: int, gpus: Mapping[str, str]) -> Future[Any]:
@@ -194,8 +194,8 @@ class Helper:
         return self._each("unlock", {pid: {} for pid in pids})[1]
 
     def deadline(self, seconds: float | None) -> None:
-        """From then on, whatever this process does, what was locked is brought back to running.
-        None: no such time.
+        """Set the time from which on everything locked is made to run again, whatever this process
+        does. None: no such time.
         """
         self._result(self._send("deadline", 0, seconds=seconds), "deadline", 0, _STATE_SECONDS)
 
@@ -204,8 +204,8 @@ class Helper:
         self._result(self._send("adopt", 0, pids=list(pids)), "adopt", 0, _STATE_SECONDS)
 
     def resident(self, agents: Sequence[tuple[str, int, int]]) -> None:
-        """Whose resident memory is given back, too, when all is undone: directory, pid as the
-        process sees itself, pid here. None any more: empty.
+        """Set whose resident memory is also given back when everything is undone: directory, pid as
+        the process sees itself, pid here. Empty: nobody's.
         """
         self._result(
             self._send("resident", 0, agents=[list(one) for one in agents]),
@@ -215,7 +215,7 @@ class Helper:
         )
 
     def undo(self) -> dict[int, str]:
-        """Bring back to running all that was locked here; those that could not be, and why."""
+        """Make everything that was locked here run again; return the failures."""
         found: dict[str, str] = self._result(self._send("undo", 0), "undo", 0, CALL_SECONDS)
         return {int(pid): why for pid, why in found.items()}
 
@@ -309,7 +309,7 @@ class Helper:
                 )
 
     def _end(self) -> None:
-        """The helper is gone: nobody will answer."""
+        """Fail all pending calls: the helper is gone."""
         with self._lock:
             self._lost = True
             waiting, self._waiting = self._waiting, {}

@@ -70,7 +70,7 @@ class _Server:
         os._exit(0)
 
     def _receive(self) -> bool:
-        """Take a request; False: the client is gone."""
+        """Take a request; return False if the client is gone."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, MOST_DESCRIPTORS + 1)
         except OSError:
@@ -118,7 +118,7 @@ def _say(control: socket.socket, message: dict[str, Any], descriptors: Sequence[
 
 
 def _answer_all(gpu: Gpu, requests: queue.SimpleQueue[Item]) -> None:
-    """A GPU's second thread, for digests, which are made while cells go to their places."""
+    """Run a GPU's second thread, for digests, which are computed while cells are placed."""
     while True:
         _answer(gpu, requests.get())
 
@@ -136,14 +136,14 @@ def _answer(gpu: Gpu, item: Item) -> None:
 
 
 def _done(item: Item, error: str = "") -> None:
-    """Answer a request that has no value."""
+    """Answer a request that returns no value."""
     _say(
         item.control, {"id": item.request["id"], **({"error": error} if error else {"value": None})}
     )
 
 
 def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list[int]) -> object:
-    """Carry a request out; descriptors for the answer go into ``given``."""
+    """Carry out a request; descriptors for the answer go into ``given``."""
     match request["call"]:
         case "begin":
             return gpu.begin(request["fingerprints"])

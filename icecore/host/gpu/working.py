@@ -116,7 +116,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process.
+        """Return the worker's pid.
 
         Raises:
             WorkerFailed: It did not come up.
@@ -125,7 +125,7 @@ class Worker:
         return int(value)
 
     def new_handles(self, some: int) -> list[int]:
-        """Numbers for `map` and `allocate`."""
+        """Return numbers for `map` and `allocate`."""
         with self._lock:
             first, self._handles = self._handles, self._handles + some
         return list(range(first, first + some))
@@ -133,9 +133,7 @@ class Worker:
     # -- calls; all raise WorkerFailed
 
     def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
-        """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their
-        free bytes.
-        """
+        """Prepare these GPUs, with `fingerprints` if they will be wanted; return their free bytes."""
         futures = {
             device: self._send("begin", device, fingerprints=fingerprints) for device in devices
         }
@@ -148,7 +146,7 @@ class Worker:
 
     @contextmanager
     def connect(self, device: str) -> Iterator[socket.socket]:
-        """A socket to a GPU's thread for somebody else, who gets it within the context
+        """Yield a socket to a GPU's thread for another process, which gets it within the block
         (`icecore.host.resident.gpu_thread`).
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -164,7 +162,7 @@ class Worker:
         descriptors: Sequence[int],
         seconds: float = _CALL_SECONDS,
     ) -> None:
-        """Map what descriptors hold."""
+        """Map the memory of descriptors."""
         futures = [
             self._send(
                 "map",
@@ -179,7 +177,7 @@ class Worker:
             self._result(future, "map", seconds)
 
     def allocate(self, device: str, handles: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """New zeroed memory on a GPU; descriptors, the caller's to close."""
+        """Allocate zeroed memory on a GPU; return descriptors, which the caller closes."""
         found: list[int] = []
         futures = [
             self._send("allocate", device, handles=list(handles[at:end]), sizes=list(sizes[at:end]))
@@ -200,7 +198,7 @@ class Worker:
     def fingerprints(
         self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS
     ) -> Words:
-        """Of all cells of these, one after the other."""
+        """Return the fingerprints of all cells of these, one after the other."""
         _, descriptors = self._result(
             self._send("fingerprints", device, handles=list(handles), seed=seed),
             "fingerprints",
@@ -209,7 +207,7 @@ class Worker:
         return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
 
     def spare_fingerprints(self, device: str, seed: int, seconds: float = _CALL_SECONDS) -> Words:
-        """Of all cells of the spare memory that the last `stage` took."""
+        """Return the fingerprints of all cells of the spare memory that the last `stage` took."""
         return self.fingerprints(device, [SPARE], seed, seconds)
 
     def stage(
@@ -246,23 +244,23 @@ class Worker:
         self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
     ) -> Future[Any]:
         """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region;
-        `finish` it.
+        `finish` waits for it.
         """
         return self._send("fetch", device, cells=list(cells), places=list(places))
 
     def place(
         self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
     ) -> Future[Any]:
-        """Begin the reverse of `fetch`."""
+        """Begin to copy cells from the host region to their places, the reverse of `fetch`."""
         return self._send("place", device, cells=list(cells), places=list(places))
 
     def prepare_digests(self, devices: Sequence[str]) -> list[Future[Any]]:
-        """Begin to make `digests` ready on GPUs that have begun; `finish` each."""
+        """Begin to prepare `digests` on GPUs that have begun; `finish` waits for each."""
         return [self._send("prepare-digests", device) for device in devices]
 
     def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
-        """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while
-        other cells go to their places.
+        """Return the digests of cells, (number, offset) each (`icecore.host.resident.digest`): at
+        most 1024, while other cells are placed.
         """
         value, _ = self._result(
             self._send("digests", device, cells=list(cells), key=key.hex()), "digests"
@@ -407,7 +405,7 @@ class Worker:
 
 
 def _close_unheard(future: Future[Any]) -> None:
-    """The answer comes to somebody who does not wait any more."""
+    """Close the descriptors of an answer for which nobody waits any more."""
     if future.exception() is None:
         for descriptor in future.result()[1]:
             os.close(descriptor)

@@ -19,7 +19,7 @@ _PROBE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class GpuRun:
-    """How a GPU job will be started.
+    """The settings with which a GPU job is started.
 
     Attributes:
         isolation: Its namespaces.

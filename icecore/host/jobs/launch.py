@@ -104,8 +104,8 @@ def raise_loopback() -> None:
 
 
 def bind_root(root: str) -> None:
-    """In the calling thread's mount namespace, which must be its own: make ``root`` a mount of the
-    host's root alone.
+    """Make ``root`` a mount of the host's root alone, in the calling thread's mount namespace,
+    which must be its own.
     """
     mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing of this reaches the host
     mount("/", root, None, MS_BIND)
@@ -140,7 +140,7 @@ def _open_log(path: str) -> int:
 
 
 def _default_signals() -> None:
-    """Default handling of every signal, also of 32 and 33, which the C library keeps from its
+    """Reset the handling of every signal, also of 32 and 33, which the C library hides from its
     callers but which may be inherited ignored.
     """
     call = 13 if os.uname().machine == "x86_64" else 134  # rt_sigaction
@@ -158,9 +158,7 @@ def _default_signals() -> None:
 
 
 def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
-    """The rest of the way: from here on this is the job's first process (pid 1 where it has a pid
-    namespace).
-    """
+    """Become the job's first process (pid 1 if it has a pid namespace)."""
     if launch["root"] is not None:
         _enter_root(launch["root"], launch["binds"], launch["private"])
     os.setsid()
@@ -210,7 +208,7 @@ def _say_error(fd: int, error: OSError | StepFailed) -> None:
 
 
 def _read_line(fd: int) -> bytes:
-    """One line and no byte more: what follows is the child's to read."""
+    """Read one line and not a byte more: the rest is for the child."""
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(fd, 65536)

@@ -223,7 +223,7 @@ def _lines_with(text: bytes, words: set[bytes]) -> Iterator[bytes]:
 
 
 def _span(line: bytes) -> str:
-    """The name in map_files: as in maps, without leading zeros."""
+    """Return the name in map_files: as in maps, without leading zeros."""
     start, _, end = line.split(b" ", 1)[0].partition(b"-")
     return f"{int(start, 16):x}-{int(end, 16):x}"
 

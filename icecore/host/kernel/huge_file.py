@@ -16,7 +16,7 @@ _SET_STRING, _CREATE = 1, 6
 
 
 def create(size: int) -> int:
-    """A file of ``size`` bytes, none of which takes memory before it is written.
+    """Create a file of ``size`` bytes, none of which takes memory before it is written.
 
     Its pages are of 2 MiB where such are free (tmpfs(5), ``huge=always``), whatever the machine's
     policy for other shared memory.

@@ -43,13 +43,13 @@ syscall = _libc.syscall
 
 
 def last_error(what: str) -> OSError:
-    """The OSError of the call that just failed on this thread."""
+    """Return the OSError of the call that just failed on this thread."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def in_memory(path: str) -> bool:
-    """Whether a file lies in memory: on tmpfs, ramfs or hugetlbfs.
+    """Return whether a file lies in memory: on tmpfs, ramfs or hugetlbfs.
 
     Raises:
         OSError: There is no such file.

@@ -125,12 +125,14 @@ def threads_for(most: int) -> int:
 
 
 def io_uring_disabled() -> int:
-    """kernel.io_uring_disabled: 0 anybody may use io_uring, 1 only privileged processes, 2 nobody."""
+    """Return kernel.io_uring_disabled: 0 everybody may use io_uring, 1 only privileged processes, 2
+    nobody.
+    """
     return _sysctl("kernel.io_uring_disabled") or 0
 
 
 def huge_pages() -> str:
-    """When the kernel uses transparent huge pages: "always", "madvise" or "never"."""
+    """Return when the kernel uses transparent huge pages: "always", "madvise" or "never"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except FileNotFoundError:
@@ -153,8 +155,8 @@ def overcommits() -> bool:
 
 
 def free_huge_bytes() -> int:
-    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact,
-    which takes longer than it gains (proc(5), buddyinfo).
+    """Return the free memory in pieces of at least a huge page: for more, the kernel would have to
+    compact, which takes longer than it gains (proc(5), buddyinfo).
 
     What counts as free and is in no list of free pieces belongs to it: memory that a virtual
     machine has not accepted or taken into use yet, which it does in pieces as large, when it is

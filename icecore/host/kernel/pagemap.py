@@ -86,8 +86,8 @@ class Pagemap:
         os.close(self._file)
 
     def entries(self, start: int, end: int) -> npt.NDArray[np.uint64]:
-        """The 64-bit pagemap entry (proc_pid_pagemap(5)) of each page from ``start`` to ``end``;
-        without CAP_SYS_ADMIN frame numbers are 0.
+        """Return the 64-bit pagemap entry (proc_pid_pagemap(5)) of each page from ``start`` to
+        ``end``; without CAP_SYS_ADMIN frame numbers are 0.
         """
         first, pages = start // PAGE, (end - start) // PAGE
         out = np.empty(pages, np.uint64)
@@ -113,8 +113,8 @@ class Pagemap:
         any_of: int = SCAN_PRESENT | SCAN_SWAPPED,
         wanted: int = SCAN_FILE | SCAN_ZERO_FRAME,
     ) -> npt.NDArray[np.void]:
-        """The runs of pages with any of some categories, by PAGEMAP_SCAN (Linux 6.7): it skips what
-        is not mapped and merges what is alike.
+        """Return the runs of pages in any of some categories, by PAGEMAP_SCAN (Linux 6.7), which
+        skips what is not mapped and merges equal neighbours.
 
         Args:
             start: First address, page-aligned.
@@ -178,7 +178,7 @@ class Pagemap:
         return full
 
     def _entry_runs(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """Pages with content by their entries, one by one: only for addresses that are mapped."""
+        """Return the pages with content by their entries, one by one: only for mapped addresses."""
         found = [np.empty(0, PAGE_RUN)]
         step = _BATCH * PAGE
         for first in range(start, end, step):
@@ -192,8 +192,8 @@ class Pagemap:
         return np.concatenate(found)
 
     def guards(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """The runs of guard pages (madvise(2), MADV_GUARD_INSTALL), as PAGE_RUN records; none where
-        the kernel does not tell (`guards_told`).
+        """Return the runs of guard pages (madvise(2), MADV_GUARD_INSTALL) as PAGE_RUN records; none
+        if the kernel does not distinguish them (`guards_told`).
         """
         return (
             self.runs(start, end, any_of=SCAN_GUARD, wanted=SCAN_GUARD)
@@ -202,8 +202,8 @@ class Pagemap:
         )
 
     def present(self, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """For each page from ``start`` to ``end``, whether it has content: in memory or swapped
-        out.
+        """Return, for each page from ``start`` to ``end``, whether it has content: in memory or
+        swapped out.
         """
         try:
             runs = self.runs(start, end, wanted=0)
@@ -221,8 +221,8 @@ class Pagemap:
 
 
 def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
-    """`Pagemap.contents` of a process in many ranges of addresses at once: a walk takes 12 ms a GiB
-    of small pages.
+    """Return `Pagemap.contents` of a process for many address ranges at once: a walk takes 12 ms
+    for each GiB of small pages.
 
     Args:
         ranges: (start, end), ascending, disjoint.
@@ -246,8 +246,8 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges and what lies between them, but for wide gaps, in pieces that hold about as much
-    of the ranges each.
+    """Return the ranges and the gaps between them, except for wide gaps, in pieces that contain
+    about as much of the ranges each.
     """
     pieces = []
     # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call,
@@ -286,13 +286,13 @@ def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 @functools.cache
 def scan_supported() -> bool:
-    """Whether this kernel has PAGEMAP_SCAN."""
+    """Return whether this kernel has PAGEMAP_SCAN."""
     return _scans(SCAN_PRESENT)
 
 
 @functools.cache
 def guards_told() -> bool:
-    """Whether this kernel's PAGEMAP_SCAN tells guard pages from others."""
+    """Return whether this kernel's PAGEMAP_SCAN distinguishes guard pages from others."""
     return _scans(SCAN_GUARD)
 
 

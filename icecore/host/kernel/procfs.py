@@ -46,7 +46,7 @@ class Mapping:
 
     @property
     def private(self) -> bool:
-        """Whether writes stay in this process."""
+        """Return whether writes stay in this process."""
         return self.flags == MAP_PRIVATE
 
     @property
@@ -114,7 +114,7 @@ class Descriptor:
 
     @property
     def writable(self) -> bool:
-        """Whether it was opened for writing."""
+        """Return whether it was opened for writing."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
@@ -166,8 +166,8 @@ def is_zombie(pid: int) -> bool:
 
 
 def is_over(pid: int) -> bool:
-    """Whether none of its threads runs the program again: each has ended, or is about to. It may
-    still be waited for, or wait itself for others' end.
+    """Return whether none of its threads runs the program again: each has ended or is about to. It
+    may still be a zombie, or wait for others to end.
     """
 
     def ends(thread: int) -> bool:
@@ -236,8 +236,8 @@ def threads(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of a process, of whichever thread, in the order in which each thread made
-    them. Zombies count.
+    """Return the direct children of a process, of all its threads, in the order in which each
+    thread created them. Zombies count.
     """
     found: list[int] = []
     for thread in threads(pid):
@@ -436,7 +436,7 @@ def namespaces(pid: int) -> dict[str, int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process as it shows them; empty for kernel threads and zombies."""
+    """Return the arguments of a process as it shows them; empty for kernel threads and zombies."""
     with _process(pid), open(f"/proc/{pid}/cmdline", "rb") as file:
         data = file.read()
     return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []

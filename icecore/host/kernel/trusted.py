@@ -47,7 +47,7 @@ def open_directory(path: Path) -> int:
 
 
 def open_file(pid: int, path: str) -> int:
-    """Open for reading the regular file at this path below a process's root.
+    """Open the regular file at this path below a process's root for reading.
 
     Raises:
         OSError: There is none.

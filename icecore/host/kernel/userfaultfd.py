@@ -219,8 +219,8 @@ def wake(uffd: int, start: int, length: int) -> None:
 
 
 def copy(uffd: int, destination: int, source: int, length: int, mode: int = 0) -> tuple[int, int]:
-    """One UFFDIO_COPY: ``length`` bytes (whole pages) of this process's memory at ``source`` become
-    the pages at ``destination``.
+    """Make one UFFDIO_COPY: ``length`` bytes (whole pages) of this process's memory at ``source``
+    become the pages at ``destination``.
 
     Returns:
         Bytes done, and the errno (0 when all was done). EAGAIN with bytes done says only that
@@ -233,7 +233,7 @@ def copy(uffd: int, destination: int, source: int, length: int, mode: int = 0) -
 
 
 def zero(uffd: int, start: int, length: int, mode: int = 0) -> tuple[int, int]:
-    """One UFFDIO_ZEROPAGE: the missing pages become zero pages. Returns as `copy` does."""
+    """Make one UFFDIO_ZEROPAGE: the missing pages become zero pages. Returns as `copy` does."""
     argument = _ZeroArgument(start, length, mode, 0)
     if libc.ioctl(uffd, _IOC_ZERO, ctypes.addressof(argument)) == 0:
         return length, 0

@@ -58,7 +58,7 @@ class CopyPlan:
 
 
 def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """``(first cell, cells)`` of every run of set entries."""
+    """Return ``(first cell, cells)`` of every run of set entries."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [
         (int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True)
@@ -90,7 +90,7 @@ def pinned_bytes(
     staging: int,
     available: int,
 ) -> int:
-    """How many bytes of host memory are pinned for copies.
+    """Return how many bytes of host memory are pinned for copies.
 
     Args:
         sizes: By device, bytes of its allocations.
@@ -118,7 +118,7 @@ NOTHING = Foreseen({}, {}, 0)
 
 
 def foresee(sizes: Mapping[str, int], spare: Mapping[str, int], host: int) -> Foreseen:
-    """What the plans of all devices will come to.
+    """Predict what the plans of all devices will come to.
 
     Args:
         sizes, spare: As for `pinned_bytes`, whose answer is ``host``.

@@ -160,7 +160,7 @@ Digests = npt.NDArray[np.uint8]
 
 
 def reference(data: memoryview | bytes | npt.NDArray[np.uint8], key: bytes) -> Digests:
-    """The digests of host memory, as the kernel computes them.
+    """Compute the digests of host memory as the kernel does.
 
     Args:
         data: A whole number of cells.

@@ -89,7 +89,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def reference(data: memoryview | bytes | npt.NDArray[np.uint8], seed: int) -> Words:
-    """The fingerprints of host memory, as the kernel computes them.
+    """Compute the fingerprints of host memory as the kernel does.
 
     Args:
         data: A whole number of cells.
@@ -134,7 +134,7 @@ def _finish(x: Words) -> Words:
 
 
 def changed(before: Words | None, now: Words) -> npt.NDArray[np.bool_]:
-    """Which cells are not as they were; all of them where nothing is known.
+    """Return which cells have changed; all of them if nothing is known.
 
     Args:
         before, now: u64[cells, 2]; ``before`` may be shorter or longer, where the allocation is

@@ -27,7 +27,7 @@ _LEFT = ("pool_bytes", "small_bytes", "managed_bytes", "foreign_bytes", "capture
 
 
 class Operation(IntEnum):
-    """What a packet asks for; ``KEEPER_…`` of the keeper, ``AGENT_…`` of a process."""
+    """The operation of a packet; ``KEEPER_…`` for the keeper, ``AGENT_…`` for a process."""
 
     KEEPER_HELLO = 1
     KEEPER_HOLD = 2
@@ -61,7 +61,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One packet; which fields count depends on the operation (docs/resident.md).
+    """One packet; its operation decides which fields count (docs/resident.md).
 
     Attributes:
         result: 0, an errno, or 10000 + a CUresult.
@@ -138,7 +138,7 @@ def receive(source: socket.socket) -> tuple[Message, int]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a process's device memory, by who has it. The ``…_bytes`` are what is live now.
+    """A process's GPU memory, by who has it. The ``…_bytes`` count live memory.
 
     Attributes:
         resident: Allocations with a descriptor: a window does not move them.

@@ -29,7 +29,7 @@ class SharingUnclear(IcecoreError):
 
 @dataclass(frozen=True)
 class Import:
-    """An allocation that is the memory of another one.
+    """An allocation that is the memory of another allocation.
 
     Attributes:
         allocation: As its process has it.
@@ -93,7 +93,7 @@ def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
 
 
 def repeated(taken: Sequence[Taken]) -> list[int]:
-    """Positions of those that are the memory of an earlier one.
+    """Return the positions of those that are the memory of an earlier one.
 
     Raises:
         SharingUnclear: The kernel does not tell.
@@ -107,7 +107,7 @@ def repeated(taken: Sequence[Taken]) -> list[int]:
 
 
 def share_any(some: Sequence[Taken], others: Sequence[Taken]) -> bool:
-    """Whether any of these is the memory of any of the others."""
+    """Return whether any of these is the memory of any of the others."""
     marked = [(0, one) for one in some if one[0].imported or one[0].exported]
     marked += [(1, one) for one in others if one[0].imported or one[0].exported]
     return any(len({side for side, _ in group}) == 2 for group in _groups(marked))
@@ -129,7 +129,7 @@ def _groups(shared: Sequence[tuple[int, Taken]]) -> Iterator[list[tuple[int, Tak
 
 
 def _compare(one: int, other: int) -> int:
-    """By open file (kcmp(2)): 0 is the same."""
+    """Compare open files (kcmp(2)): 0 if they are the same."""
     pid = os.getpid()
     result = int(
         _libc.syscall(

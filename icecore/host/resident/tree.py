@@ -57,12 +57,12 @@ class ResidentTree:
 
     @property
     def pids(self) -> list[int]:
-        """Those with resident memory."""
+        """Return those with resident memory."""
         return list(self._agents)
 
     @property
     def resident_bytes(self) -> int:
-        """What a window does not move."""
+        """Return how many bytes a window does not move."""
         return sum(report.counts.resident_bytes for report in self.reports.values())
 
     def take_away(
@@ -92,7 +92,7 @@ class ResidentTree:
         raise last
 
     def ended(self, *, keep: bool) -> None:
-        """They were killed while they stood: there is nobody to give it back to.
+        """Note that they were killed while stopped: nobody is left to give memory back to.
 
         Args:
             keep: The keeper keeps their memory, for a restore; else it is let go of.
@@ -167,7 +167,7 @@ class ResidentTree:
             raise
 
     def _undo(self) -> None:
-        """Whatever state each is in that was to stand: with its memory, and running."""
+        """Give each its memory back and let it run, whatever state it is in."""
         for pid in list(self._standing):
             with suppress(IcecoreError):  # it has ended, or its lease brings it back
                 self._map(
@@ -186,8 +186,8 @@ class ResidentTree:
             agent.map({one.identity: fd for one, fd in self.taken[pid]}, seconds)
 
     def _each(self, call: Callable[[int, Agent], T]) -> dict[int, T]:
-        """Call for all at once; the first error once all have been answered, one that is not EAGAIN
-        before others.
+        """Call for all at once; raise the first error once all have answered, preferring one that
+        is not EAGAIN.
         """
         if not self._agents:
             return {}

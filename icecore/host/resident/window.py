@@ -43,8 +43,8 @@ class Try:
 
 
 def tries(seconds: float) -> Iterator[Try]:
-    """Attempts, each more patient than the one before, with growing and uneven pauses: ranks that
-    wait for each other meet at other points.
+    """Return the attempts, each more patient than the one before, with growing and uneven pauses,
+    so that ranks that wait for each other meet at other points.
 
     In every second one the lock comes first: of threads that hardly ever leave the driver it is had
     sooner in this way.
@@ -61,8 +61,8 @@ def tries(seconds: float) -> Iterator[Try]:
 
 
 def may_be_tried_again(error: BaseException) -> bool:
-    """Whether another moment may be better: a thread held the allocator's lock, or the driver up,
-    or a stream is being captured.
+    """Return whether another moment may be better: a thread held the allocator's lock or kept the
+    driver waiting, or a stream was being captured.
     """
     return isinstance(error, LockTimeout) or (
         isinstance(error, ResidentFailed) and error.code == EAGAIN
