@@ -132,7 +132,7 @@ class Holder:
 
     @property
     def lost(self) -> bool:
-        """Note that this CRIU is gone, or that nothing more is wanted of it."""
+        """Return whether this CRIU is gone, or nothing more is wanted of it."""
         return self._lost or self._left
 
     def wait(self, seconds: float) -> bool:
