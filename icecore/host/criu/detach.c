@@ -20,14 +20,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The threads that this process has seized and not let go. A child of CRIU's begins with none: it
+/* The threads that this process has seized and not detached. A child of CRIU's starts with none: it
  * traces nobody. */
 static struct {
 	pid_t of;
 	pid_t *threads;
 	size_t count, room;
-	size_t next; /* the one after that which was let go last: they go in the order in which they
-			came */
+	size_t next; /* the thread after the one that was detached last: they are detached in the
+			order in which they were seized */
 	bool letting_go; /* since the last one came, one has gone */
 } seized;
 
@@ -102,7 +102,7 @@ __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request
 
 	if (request == PTRACE_DETACH)
 		return detach(thread, address, data);
-	/* The kernel puts what it has read where the fourth argument points; the C library's
+	/* The kernel stores what it has read where the fourth argument points; the C library's
 	 * function returns it. */
 	long word;
 	bool reads =

@@ -141,7 +141,7 @@ static bool recorded(const char *line)
 	return false;
 }
 
-/* CRIU after 4.2 passes where to say that it is to call once more, older ones nothing. */
+/* CRIU after 4.2 passes a place in which to request another call, older versions nothing. */
 int device_file_restore(int id, bool *retry)
 {
 	char line[64];

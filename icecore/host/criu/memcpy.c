@@ -48,7 +48,7 @@ static void clear(uintptr_t start, size_t size, size_t page)
 	}
 }
 
-/* From within a page of the source on; as much as was copied. */
+/* Copy from within a page of the source; return how much was copied. */
 static size_t copy_some(int pagemap, char *target, const char *source, size_t size, size_t page)
 {
 	static __thread uint64_t entries[PIECE / SMALLEST_PAGE];

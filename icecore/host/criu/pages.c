@@ -23,8 +23,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* More than CRIU's cache holds (PMC_SIZE): for less it asks for several mappings at once, which may
- * have become one since (it makes all readable). */
+/* More than CRIU's cache holds (PMC_SIZE): for less, CRIU asks for several mappings at once, which
+ * may have become one since (it makes all readable). */
 #define LEAST (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
 
@@ -54,7 +54,7 @@ static struct {
 
 __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long request, ...);
 
-/* The whole of a file of /proc, which the caller frees; NULL where that cannot be had. */
+/* A whole file of /proc, which the caller frees; NULL if it cannot be read. */
 static char *contents(const char *path)
 {
 	int file = open(path, O_RDONLY | O_CLOEXEC);

@@ -82,8 +82,8 @@ static void mask_signals(const unsigned long *mask)
 	call(SYS_rt_sigprocmask, SIG_SETMASK, (long)mask, 0, sizeof *mask, 0);
 }
 
-/* What comes from inside the job's own namespace (si_pid is then visible, so not 0) was not meant
- * for the command. */
+/* A signal from inside the job's own namespace (si_pid is visible then, so not 0) was not meant for
+ * the command. */
 static void pass_on(int signal, siginfo_t *info, void *context)
 {
 	(void)context;
@@ -221,7 +221,7 @@ static __attribute__((noreturn)) void supervise(int status_fd)
 
 	for (;;) {
 		if (wait_any(&info, WNOWAIT) !=
-		    0) /* no child at all: cannot be before the command was reaped */
+		    0) /* no child at all, which cannot happen before the command was reaped */
 			leave(125);
 		if (info.si_pid == command)
 			break;

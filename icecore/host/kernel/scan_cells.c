@@ -20,8 +20,8 @@ struct hash {
 	uint64_t low, high;
 };
 
-/* All of a plan (icecore/dumper/memory/cells.py, CellPlan), and of what is known of it; what is
- * found is written here. */
+/* A whole plan (icecore/dumper/memory/cells.py, CellPlan) and what is known of it; the results are
+ * written here. */
 struct cells {
 	const struct iovec *runs;
 	const uint32_t *first_run; /* n + 1 */

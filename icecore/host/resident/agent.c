@@ -56,7 +56,7 @@ static struct sockaddr_un own_address(void)
 	return address;
 }
 
-/* After a restore it is another socket with the same name. Somebody may have connected to it before
+/* After a restore it is another socket with the same name. A client may have connected to it before
  * we ran again, and would wait for an answer. */
 static bool listens_at_our_address(int socket)
 {
@@ -142,7 +142,7 @@ static int unmap(const struct resident_message *wanted, struct resident_message 
 		return 0;
 	}
 	table_counts.cancelled++;
-	/* as before; what cannot be mapped now is tried again when the lease ends */
+	/* as before; what cannot be mapped now is retried when the lease ends */
 	if (window_map())
 		state = RESIDENT_UNMAPPED;
 	else
@@ -178,7 +178,7 @@ static int map(int from, const struct resident_message *wanted)
 	return error;
 }
 
-/* Between park and unmap, somebody may hold the lock who waits for somebody that is parked. */
+/* Between park and unmap, the holder of the lock may wait for a parked thread. */
 static bool lock_for_a_while(void)
 {
 	struct timespec limit;
@@ -331,7 +331,7 @@ static void *agent(void *unused)
 	pthread_setname_np(pthread_self(), "icecore-agent");
 	if (threads_start())
 		return NULL;
-	/* Calls of ours that a capture of another thread does not allow would make it fail. */
+	/* Calls of ours that another thread's capture does not allow would make it fail. */
 	int mode = CAPTURE_MODE_RELAXED;
 	if (driver()->cuThreadExchangeStreamCaptureMode)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
@@ -341,7 +341,7 @@ static void *agent(void *unused)
 			continue;
 		}
 		int keeper = -1;
-		/* else whoever has the lock may be waiting for somebody who is parked */
+		/* else the holder of the lock may wait for a parked thread */
 		if (state == RESIDENT_RUNNING) {
 			pthread_mutex_lock(&table_lock);
 			keeper = holding_socket();
@@ -351,8 +351,8 @@ static void *agent(void *unused)
 		    {.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
 		poll(ready, 2,
 		    state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
-		/* what is served below renews the lease by itself: a freeze right after that counts
-		 * as one */
+		/* serving a client renews the lease by itself: a freeze right after that counts as
+		 * one */
 		int64_t before = last;
 		last = clock_now();
 		if (state != RESIDENT_RUNNING &&
@@ -416,8 +416,8 @@ static bool start(void)
 		pthread_sigmask(SIG_SETMASK, &before, NULL);
 		pthread_attr_destroy(&attributes);
 	}
-	/* Whoever is to have resident memory has an agent first, also where another thread has
-	 * started it: what is mapped and has none a dump takes for the driver's. */
+	/* An agent must listen before there is resident memory, even if another thread has started
+	 * it: a dump takes mapped memory without an agent for the driver's. */
 	for (int64_t until = clock_now() + START_NANOSECONDS; started && !waited &&
 	    __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && clock_now() < until;)
 		poll(NULL, 0, 1);

@@ -17,7 +17,7 @@
 
 #define LEAST_SIZE ((size_t)2 << 20) /* bytes; smaller allocations stay with the driver */
 
-/* CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, or -1: it is the driver's. */
+/* CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, or -1: left to the driver. */
 static CUresult allocate(CUdeviceptr *out, size_t bytes)
 {
 	const struct driver *d = driver();
@@ -120,13 +120,13 @@ static bool forget(CUdeviceptr address, struct allocation *copy)
 static void note_again(const struct allocation *copy)
 {
 	pthread_mutex_lock(&table_lock);
-	/* else it was not there any more, and another thread got the address */
+	/* else it was gone, and another thread got the address */
 	if (!table_find(copy->address))
 		table_add(copy);
 	pthread_mutex_unlock(&table_lock);
 }
 
-/* What the driver is asked for: once more where spares were in its way. */
+/* Call the driver, and call it again if spares took the memory. */
 #define OR_WITH_ROOM(result, call) \
 	do { \
 		uint64_t before_ = spare_given_back(); \
@@ -143,8 +143,8 @@ static CUresult allocate_noting(CUdeviceptr *out, size_t bytes)
 		if (!capture_active())
 			result = allocate(out, bytes);
 		else {
-			/* What is allowed then, and what fails a capture, depends on its mode: the
-			 * driver knows. */
+			/* What a capture allows, and what makes it fail, depends on its mode, which
+			 * the driver knows. */
 			pthread_mutex_lock(&table_lock);
 			table_counts.captured++;
 			pthread_mutex_unlock(&table_lock);
@@ -216,7 +216,7 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 	uint64_t began = release_clock();
 	pthread_mutex_unlock(&table_lock);
 
-	/* As the driver's own: what uses it has come to its end first. */
+	/* As in the driver's own, work that uses the memory ends first. */
 	if (capture_active())
 		result = CUDA_ERROR_CAPTURE_FIRST;
 	else if (wait)

@@ -23,14 +23,14 @@ static struct {
 	pid_t thread; /* of a thread's own default stream */
 } capturing[STREAMS]; /* under table_lock */
 static int known;
-static int beginning; /* the driver may have begun them already, and nobody has noted them yet */
-/* those for which there was no place: never forgotten, so that all is left to the driver from then
- * on */
+static int beginning; /* captures that the driver may have begun and that are not noted yet */
+/* captures for which there was no place: never forgotten, so that all is left to the driver from
+ * then on */
 static int unnamed;
 
 bool capture_active(void)
 {
-	/* In this order: one that has begun is known before it is not beginning any more. */
+	/* In this order: a capture is known before it stops counting as beginning. */
 	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) ||
 	    __atomic_load_n(&known, __ATOMIC_ACQUIRE) ||
 	    __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
@@ -86,8 +86,8 @@ static void ended(CUstream stream)
 	pthread_mutex_unlock(&table_lock);
 }
 
-/* A stream of another thread's capture, or none at all, goes on as it was; every other answer ends
- * the capture, successful or not. */
+/* A stream of another thread's capture, or of none, goes on as before; every other answer ends the
+ * capture, successful or not. */
 static void asked_to_end(CUstream stream, CUresult result)
 {
 	if (result != CUDA_ERROR_CAPTURE_WRONG_THREAD && result != CUDA_ERROR_NOT_INITIALIZED)
@@ -142,9 +142,9 @@ CUresult resident_cuStreamDestroy_v2(CUstream stream)
 	if (!driver() || !driver()->cuStreamDestroy_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	threads_enter();
-	/* Before: its number may be another stream's right after. One that cannot be destroyed
-	 * while it is captured stays destroyed to us: then a wait fails, and is put off all the
-	 * same. */
+	/* Before the call: another stream may get its number right after. A stream that cannot be
+	 * destroyed while it is captured stays destroyed here: then a wait fails, and is deferred
+	 * as well. */
 	ended(stream);
 	CUresult result = driver()->cuStreamDestroy_v2(stream);
 	threads_leave();

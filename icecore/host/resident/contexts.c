@@ -58,11 +58,11 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 	return result;
 }
 
-/* What the driver takes along with a context, of what it made itself: a pool's memory is its
- * device's. */
+/* What the driver frees with a context, of its own memory: a pool's memory belongs to its device.
+ */
 static const enum kind drivers_kinds[] = {KIND_SMALL, KIND_MANAGED, KIND_FOREIGN};
 
-/* After the context is gone, and with it whatever used the memory. */
+/* After the context is gone, and with it all work that used the memory. */
 static void release_of(CUcontext context)
 {
 	ipc_forget_context(context);

@@ -20,8 +20,7 @@ void driver_find_dlsym(void)
 	for (size_t i = 0; !driver_dlsym && i < sizeof versions / sizeof *versions; i++)
 		driver_dlsym = (driver_lookup *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
 	if (!driver_dlsym)
-		/* a C library that is none of those that we know: nothing could be looked up by
-		 * anybody */
+		/* an unknown C library: nobody could look up any symbol */
 		abort();
 }
 

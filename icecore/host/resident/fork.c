@@ -22,7 +22,7 @@ static void (*agent_in_child)(void);
 static void in_child(void)
 {
 	agent_in_child();
-	/* before the table is emptied: it closes what the parent could not free */
+	/* before the table is emptied: it closes what the parent could not release */
 	holding_in_child();
 	table_in_child();
 	release_in_child();

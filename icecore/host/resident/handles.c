@@ -30,8 +30,8 @@
 #include "start.h"
 #include "threads.h"
 
-/* Numbers never come again, and those of two allocations are further apart than their sizes: a
- * snapshot has each as a region of this address. */
+/* Numbers are never reused, and those of two allocations are further apart than their sizes: a
+ * snapshot has each as a region at this address. */
 #define FIRST_CREATED (1ull << 60)
 #define FIRST_IMPORTED (1ull << 61)
 #define END (1ull << 62)
@@ -78,7 +78,7 @@ static void keep_descriptor(struct allocation *what, int descriptor)
 	}
 }
 
-/* Whether it is in the table now; the handle that the application gets is *out. */
+/* Return whether it is in the table now; *out is the application's handle. */
 static bool add(struct allocation *made, CUhandle *out, int descriptor)
 {
 	bool added = false;
@@ -101,8 +101,8 @@ static bool add(struct allocation *made, CUhandle *out, int descriptor)
 	return added;
 }
 
-/* Under table_lock, which it lets go of for a while: takes one that nobody refers to off the table,
- * the driver and the keeper. */
+/* Takes an allocation without references off the table, the driver and the keeper. Under
+ * table_lock, which it releases for a while. */
 static void destroy(struct allocation *at)
 {
 	struct allocation what = *at;
@@ -184,8 +184,8 @@ static bool describe_import(struct allocation *made)
 	bool described = d->cuMemGetAllocationPropertiesFromHandle &&
 	    !d->cuMemGetAllocationPropertiesFromHandle(&properties, made->handle);
 
-	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process
-	 * has let go of it. */
+	/* A dump learns the GPU from the process that allocated it; this counts only once that
+	 * process has released it. */
 	if (described && devices_usable(properties.location.id))
 		made->device = properties.location.id;
 	else if (d->cuCtxGetDevice(&made->device) || !devices_usable(made->device))
@@ -275,10 +275,10 @@ static struct allocation *find_made(CUdeviceptr address)
 	    : NULL;
 }
 
-/* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this
- * process made ready to be duplicated. Another export would not be known to be the same memory:
- * once one was given away, it stays that, and where the application closed it the keeper still has
- * it. */
+/* Prepares the one descriptor of what this process made to be duplicated. Another export would not
+ * be recognised as the same memory: once one was given away, it stays the one, and if the
+ * application closed it, the keeper still has it. Under table_lock, which it releases during the
+ * driver's call. */
 static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 {
 	struct allocation *found = find_made(address);
@@ -424,8 +424,8 @@ static bool lies_in(const struct allocation *what, CUdeviceptr address, size_t s
 	return what->address >= address && what->address + what->size <= address + size;
 }
 
-/* The mappings of a range, from NULL on until NULL: ranges consist of whole mappings, mostly of
- * one. */
+/* The mappings of a range, from NULL until NULL: ranges consist of whole mappings, mostly of one.
+ */
 static struct allocation *next_in(struct allocation *after, CUdeviceptr address, size_t size)
 {
 	struct allocation *at;
@@ -543,7 +543,7 @@ static void note_access(struct allocation *what, const struct access *access)
 		    ? what->mapping.writes | bit
 		    : what->mapping.writes & ~bit;
 	} else
-		/* device memory that a processor reaches: one place is all that there is of it */
+		/* device memory that the host accesses: it has only one place */
 		what->mapping.host = *access;
 }
 
@@ -609,8 +609,8 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 	return result;
 }
 
-/* -- multicast objects and shared pools, which no window can take away: whoever has had one is not
- * snapshotable */
+/* -- multicast objects and shared pools, which no window can take away: a process that had one is
+ * not snapshotable */
 
 #define COUNTED(name, counter, parameters, arguments) \
 	CUresult resident_##name parameters \

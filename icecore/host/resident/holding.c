@@ -171,7 +171,7 @@ static bool open_link(void)
 	return true;
 }
 
-/* Without a descriptor, what the keeper holds of it is described anew. */
+/* Without a descriptor, the keeper only gets a new description of what it holds. */
 static bool hand_over(struct allocation *what, int descriptor)
 {
 	struct resident_message message = about(what, KEEPER_HOLD);
@@ -253,8 +253,8 @@ void holding_free(struct allocation *what)
 
 	if (descriptor_is(what->descriptor, what->inode))
 		close(what->descriptor);
-	/* Answered when the keeper's descriptor is closed: only then is the memory free for whoever
-	 * asks next. */
+	/* The keeper answers once it has closed its descriptor: only then is the memory free for
+	 * the next allocation. */
 	if (what->held && holding_socket() >= 0)
 		ask(&message);
 }
@@ -288,7 +288,8 @@ bool holding_renew(void)
 	for (struct allocation *at = NULL; (at = table_next_held(at));) {
 		int made = -1;
 		if (table_imported(at) || at->exported)
-			continue; /* another would be of the same memory, and not be known to be */
+			continue; /* another export would be the same memory without being
+				     recognised as such */
 		if (at->has_handle &&
 		    !driver()->cuMemExportToShareableHandle(
 			&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
@@ -356,7 +357,7 @@ int holding_fetch(const struct allocation *what)
 	return fetched;
 }
 
-/* By a connection of its own: only what has memory says hello. */
+/* Over a connection of its own: only processes with memory say hello. */
 int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int *descriptor)
 {
 	struct resident_message message = {
@@ -376,7 +377,7 @@ int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int 
 	return error;
 }
 
-/* By a connection of its own, too: one that waits for memory may be within anything. */
+/* Over a connection of its own, too: a thread that waits for memory may be within anything. */
 bool holding_yielded(void)
 {
 	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_YIELD};

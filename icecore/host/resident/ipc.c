@@ -22,8 +22,8 @@
 
 #define LAZY_PEER_ACCESS 1u /* the only flag that there is */
 
-/* What the application passes around. The same memory has the same bytes: PyTorch and others look
- * up by them what they have open. */
+/* The handle that applications pass around. The same memory has the same bytes: PyTorch and others
+ * use them as keys of what they have open. */
 struct reference {
 	uint8_t magic[16];
 	uint8_t token[16];
@@ -69,8 +69,8 @@ static CUresult refer(struct ipc_handle *out, CUdeviceptr address)
 		result = CUDA_ERROR_OPERATING_SYSTEM;
 		found = handles_share(found->address, &result);
 		if (found) {
-			/* Whoever is given the handle may be faster at the keeper than what was
-			 * told to it. One that is not there now gets all later. */
+			/* The receiver of the handle may reach the keeper before what was sent to
+			 * it. A keeper that is not there now gets everything later. */
 			if (!known)
 				holding_complete();
 			memcpy(made.magic, magic, sizeof magic);
@@ -271,8 +271,8 @@ static bool next_closed(struct allocation *copy, CUcontext context)
 	return at != NULL;
 }
 
-/* What may still use it has come to its end first. In a stream capture nothing can be waited for:
- * then it is left for the next that is closed. */
+/* Work that may still use it ends first. In a stream capture nothing can be waited for: then it is
+ * left for the next close. */
 static CUresult unmap_closed(void)
 {
 	const struct driver *d = driver();
@@ -291,7 +291,7 @@ static CUresult unmap_closed(void)
 		}
 		if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST)
 			return CUDA_SUCCESS;
-		/* also after an error of the context's, which the application is told */
+		/* also after an error of the context, which the application gets */
 		unmap(&closed);
 	}
 	return result;

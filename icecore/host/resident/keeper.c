@@ -138,7 +138,7 @@ static size_t place(const struct process *process, uint64_t identity)
 	return index;
 }
 
-/* Takes the descriptor over. Without one: what is held stays, and is described anew. */
+/* Takes over the descriptor. Without one, the held one stays and is described anew. */
 static int hold(struct process *process, const struct resident_message *what, int descriptor)
 {
 	size_t index = place(process, what->identity);
@@ -218,7 +218,7 @@ static void forget_job(void)
 	job = (struct job){JOB_UNKNOWN, -1, -1};
 }
 
-/* An init that left no word was killed, and its job with it. */
+/* An init that recorded no status was killed, and its job with it. */
 static void job_ended(void)
 {
 	char line[16] = "";
@@ -267,8 +267,8 @@ static int open_image(int pid)
 	return image;
 }
 
-/* Its connection closes when a program is replaced, but not only then: an application may close all
- * that it finds, and be stopped before we are called again. */
+/* A connection closes when a program is replaced, but not only then: an application may close every
+ * descriptor that it finds, and be stopped before it calls us again. */
 static void look_for_replaced(void)
 {
 	for (struct process *process = processes; process; process = process->next)
@@ -277,7 +277,8 @@ static void look_for_replaced(void)
 			ended(process);
 }
 
-/* Whoever has ended is known to have, although its event may not have been met yet. */
+/* A process that has ended is known to have ended, although its event may not have been seen yet.
+ */
 static void look_around(void)
 {
 	look_for_replaced();
@@ -600,7 +601,7 @@ static int listen_at(const char *path)
 	if (strlen(path) < sizeof address.sun_path)
 		strcpy(address.sun_path, path);
 	else {
-		/* Longer than a socket's address may be: by way of the directory. */
+		/* Longer than a socket's address may be: through the directory. */
 		char folder[4096];
 		const char *name = strrchr(path, '/');
 		size_t length = name ? (size_t)(name - path) : 0;

@@ -25,8 +25,8 @@ void physical_looked_at(int64_t nanoseconds)
 	    &looked_until, nanoseconds ? clock_now() + nanoseconds : 0, __ATOMIC_RELAXED);
 }
 
-/* What was freed meanwhile is not free yet: a child has the descriptors that are kept since a
- * window until it has begun to run, who looks at memory has it mapped. */
+/* Memory freed meanwhile is not free yet: a forked child has the descriptors that are kept since a
+ * window until it has begun to run, and a client that examines memory has it mapped. */
 static bool others_may_hold_memory(void)
 {
 	int64_t time = clock_now(), forked = time - __atomic_load_n(&last_fork, __ATOMIC_RELAXED);

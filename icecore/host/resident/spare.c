@@ -38,7 +38,7 @@ static struct spare {
 	CUcontext context;
 	CUdevice device;
 	int64_t since;
-} spares[SPARES]; /* the last one last; changed under table_lock, as all that follows, and under
+} spares[SPARES]; /* in order of release; changed under table_lock, as all that follows, and under
 		     spares_lock */
 static size_t some;
 /* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation
@@ -56,8 +56,8 @@ static struct habit {
 static int64_t last_short = -SHORT_NANOSECONDS;
 static uint64_t given_back;
 
-/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken
- * before table_lock, inside threads_enter … threads_leave. */
+/* Held by the thread that gives back: a thread that is short of memory waits for one that already
+ * does so. Taken before table_lock, inside threads_enter … threads_leave. */
 static pthread_mutex_t giving_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Whether less time has passed; a restore may have set the clock back. */
@@ -105,8 +105,8 @@ static void note_user(CUdevice device, CUcontext context)
 	users[device] = context;
 }
 
-/* Whether only its own context can have used it, which has been waited for: another's kernels may
- * still be at it. */
+/* Whether only its own context, which has been waited for, can have used it: kernels of another may
+ * still run. */
 static bool is_its_contexts_alone(const struct allocation *what)
 {
 	return !several[what->device] && !devices_peers(what->device);
@@ -171,7 +171,7 @@ bool spare_take(struct allocation *wanted)
 	return found != NULL;
 }
 
-/* Of a context (NULL: any), and that nobody has asked for in so long; `some`: there is none. */
+/* Find one of a context (NULL: any) that was released that long ago; `some`: there is none. */
 static size_t find(CUcontext context, int64_t nanoseconds)
 {
 	size_t at = 0;
@@ -182,7 +182,8 @@ static size_t find(CUcontext context, int64_t nanoseconds)
 	return at;
 }
 
-/* Under giving_lock. No more than there can have been as it began: others go on. */
+/* Under giving_lock. At most as many as there can have been at the beginning: other threads go on.
+ */
 static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 {
 	size_t at;
@@ -223,7 +224,8 @@ void spare_give_back(CUcontext context, bool gone)
 
 void spare_give_back_old(void)
 {
-	/* Whoever gives back may wait for the driver's lock, and the agent must not. */
+	/* A thread that gives back may wait for the driver's lock, and the agent must not wait for
+	 * it. */
 	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() ||
 	    pthread_mutex_trylock(&giving_lock))
 		return;
@@ -271,7 +273,7 @@ void spare_at_exit(void)
 {
 	struct timespec until;
 
-	/* Who gives back is let come to its end; it may be at the driver's door. */
+	/* A thread that gives back is allowed to finish; it may be at the driver's door. */
 	clock_gettime(CLOCK_REALTIME, &until);
 	until.tv_sec++;
 	threads_enter(); /* not parked with the lock */

@@ -79,8 +79,8 @@ bool stack_in_driver(const ucontext_t *interrupted)
 		return true;
 	stack &= ~(uintptr_t)7;
 	for (int page = 0; page < DEPTH; page++) {
-		/* Through the kernel, because nothing says where the stack begins: behind it
-		 * nothing may be mapped. */
+		/* Through the kernel, because the stack's start is unknown: beyond it nothing may
+		 * be mapped. */
 		size_t some = PAGE - stack % PAGE;
 		struct iovec here = {words, some}, there = {(void *)stack, some};
 		if (syscall(SYS_process_vm_readv, getpid(), &here, 1ul, &there, 1ul, 0ul) !=

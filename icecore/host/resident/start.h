@@ -4,9 +4,9 @@
 
 #include <stdbool.h>
 
-/* Requires an agent before there is resident memory; whether one listens: else there must be none.
- * agent.c sets it, statically: an application's constructor may allocate before one of ours would
- * run. */
+/* Require an agent before there is resident memory; return whether one listens. If not, there must
+ * be no resident memory. agent.c sets the pointer statically: an application's constructor may
+ * allocate before one of ours would run. */
 extern bool (*const start_agent)(void);
 
 #endif

@@ -109,8 +109,8 @@ struct allocation *table_add(const struct allocation *what)
 {
 	if (2 * (used + 1) > room && !grow())
 		return NULL;
-	/* Not every end of the driver's own memory is seen here (a pool's, a graph's), and
-	 * addresses come again. */
+	/* The end of the driver's own memory is not always seen here (a pool's, a graph's), and
+	 * addresses are reused. */
 	struct allocation *ended = table_find(what->address);
 	if (ended && table_only_noted(ended))
 		table_remove(ended);

@@ -69,7 +69,7 @@
 /* ASKED: it was sent the signal. LEAVING: parked in the driver, and let go. */
 enum { SEATED, ASKED, PARKED, INSIDE, LEAVING };
 
-/* A state is that of one round, so that a thread that is late from another changes nothing. */
+/* A state belongs to one round, so that a thread that is late from another changes nothing. */
 #define IN_ROUND(round, state) ((round) << 3 | (state))
 #define ROUND(value) ((value) >> 3)
 
@@ -81,7 +81,7 @@ static struct seat {
 } seats[SEATS];
 
 static atomic_uint gate; /* the round; odd: closed */
-static atomic_int arrivals; /* changes whenever somebody has parked, or is found inside */
+static atomic_int arrivals; /* changes whenever a thread has parked, or is found inside */
 static pid_t agent_thread, probe_thread;
 static atomic_int probes_wanted, probes_done;
 static unsigned seated, taken[SEATS / 2]; /* places taken in `seats` */
@@ -293,7 +293,7 @@ static bool is_called(const char *name, const char *pattern)
 	return !*pattern && *name == '\n';
 }
 
-/* Those of a program that is called like one of them inherit its name. */
+/* Threads of a program with such a name inherit it. */
 static bool drivers_name(int thread, const char *name)
 {
 	char leader[32];
@@ -314,7 +314,7 @@ static bool has_signal(const char *text, const char *line)
 	return found && strtoull(found + strlen(line), NULL, 16) >> (PARK_SIGNAL - 1) & 1;
 }
 
-/* What is to be made of a thread that is not parked, and whether it has the signal pending. */
+/* How to treat a thread that is not parked, and whether it has the signal pending. */
 static int look_at(int thread, bool *pending)
 {
 	char path[64], text[2048], *found;
@@ -380,8 +380,8 @@ static bool blocks_for_long(const struct seat *seat, int64_t at)
 	return seat->blocked_since && at - seat->blocked_since > BLOCKED_NANOSECONDS;
 }
 
-/* Sees to one that is not parked: asks it, with `ask` also where it was not asked before. Whether
- * it has to be helped for that. */
+/* Handle a thread that is not parked: ask it, with `ask` even if it was not asked before. Return
+ * whether it has to be helped. */
 static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 {
 	const unsigned state = state_of(seat);
@@ -399,8 +399,8 @@ static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 		return false;
 	if (change(seat, state, ASKED)) {
 		seat->asked = at;
-		/* One that is pending already brings it here. It may be one with a mask in which
-		 * the signal is blocked: another behind it would stay pending for ever. */
+		/* A pending signal already brings it here. It may carry a mask in which the signal
+		 * is blocked: a second one would stay pending for ever. */
 		if (!pending && ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
 			/* too many signals pending: asked again in the next pass */
 			change(seat, ASKED, SEATED);
@@ -408,8 +408,8 @@ static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 	return false;
 }
 
-/* One pass over all threads. `blocked` receives those that have blocked the signal for a while.
- * The number of those that are not parked yet, or -1; `complete`: and there are no others. */
+/* Pass once over all threads. `blocked` receives those that have blocked the signal for a while.
+ * Returns the number of those not parked yet, or -1; `complete`: there are no others. */
 static int pass(char *blocked, size_t room, bool ask, bool *complete)
 {
 	char entries[8192];
@@ -434,7 +434,7 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 			     settled = thread == agent_thread || thread == probe_thread ||
 			    (seat && state_of(seat) == PARKED);
 			int what = settled ? NOT_OURS : look_at(thread, &pending);
-			/* the first of a process is counted although it has ended */
+			/* the first thread of a process is counted although it has ended */
 			living += what != GONE || thread == getpid();
 			if (what == GONE || what == NOT_OURS)
 				continue;
@@ -449,8 +449,8 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 				    blocked + written, room - written, "%d ", thread);
 		}
 	}
-	/* Where one ends while it is being listed, the kernel leaves others out; the directory's
-	 * links are the threads and two more. */
+	/* If a thread ends while they are listed, the kernel omits others; the directory's link
+	 * count is the threads plus two. */
 	*complete = fstat(tasks, &all) == 0 && living + 2 >= all.st_nlink;
 	close(tasks);
 	return waiting;
@@ -480,8 +480,8 @@ void threads_park_end(void)
 	}
 }
 
-/* Lets those go on that were parked in the middle of a driver's call; their number. Who was outside
- * is not looked at again. */
+/* Let threads go that were parked in the middle of a driver's call; return their number. Those
+ * outside are not examined again. */
 static unsigned let_busy_go(void)
 {
 	unsigned busy = 0;
@@ -522,7 +522,7 @@ static bool all_here_or_inside(void)
 	return true;
 }
 
-/* Whether somebody was asked, or let go, and has not come, or gone, yet, and will. */
+/* Whether a thread that was asked, or let go, has not arrived or ended yet, and will. */
 static bool on_their_way(void)
 {
 	for (unsigned at = 0; at < seated; at++) {
@@ -535,8 +535,8 @@ static bool on_their_way(void)
 	return false;
 }
 
-/* Those who blocked the signal have been told of, and are helped now, or give up by themselves: the
- * next time they are given a moment again. */
+/* Threads that blocked the signal have been reported and are helped now, or stop blocking by
+ * themselves: next time they get a moment again. */
 static void forget_blocked(void)
 {
 	for (unsigned at = 0; at < seated; at++)
@@ -590,10 +590,10 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 				return 0;
 			}
 			if (busy && clock_now() < until) {
-				/* Not woken by others' arrivals: those that were let go are to get
-				 * out of the driver meanwhile. Each time another pause: at equal
-				 * ones a thread that goes round with them is met at the same point
-				 * for ever. */
+				/* Not woken by other arrivals: the threads that were let go should
+				 * leave the driver meanwhile. The pause varies: with equal pauses,
+				 * a thread in step with them would be met at the same point for
+				 * ever. */
 				random_state =
 				    random_state * 6364136223846793005u + 1442695040888963407u;
 				nanosleep(&(struct timespec){0,
@@ -651,7 +651,7 @@ int threads_park_settle(int64_t until)
 		bool complete;
 		int seen = atomic_load(&arrivals), waiting = pass(NULL, 0, false, &complete);
 		calm = waiting == 0 && complete ? calm + 1 : 0;
-		/* One that does not arrive may be waiting for what somebody who is parked holds. */
+		/* A thread that does not arrive may wait for what a parked thread holds. */
 		if (calm == 2 || (!is_free && clock_now() > suspicious)) {
 			is_free = allocator_is_free();
 			if (!is_free)
@@ -673,8 +673,8 @@ static void *nothing(void *unused)
 	return unused;
 }
 
-/* Takes the locks that the driver may need: the allocator's arenas, the loader's, and that of the
- * stacks of threads. */
+/* Take the locks that the driver may need: of the allocator's arenas, of the loader, and of the
+ * threads' stacks. */
 static void *probe(void *unused)
 {
 	(void)unused;

@@ -10,11 +10,11 @@ void threads_enter(void); /* from here on this thread parks itself only as it le
 void threads_leave(void);
 
 /* By the agent alone. */
-/* 0, EAGAIN: some block the signal; else an errno, and nobody is parked. With patience nobody is
- * parked in the driver; answer->flags: how many run on for that. */
+/* Return 0, EAGAIN if some threads block the signal, or another errno, after which nobody is
+ * parked. With patience nobody is parked in the driver; answer->flags: how many run on for that. */
 int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer);
-/* waits for threads that were inside; EAGAIN: another moment has to be found. Else than 0, nobody
- * is parked. */
+/* Wait for threads that were inside. EAGAIN: find another moment. After any other result than 0,
+ * nobody is parked. */
 int threads_park_settle(int64_t until);
 void threads_park_end(void);
 int threads_start(void); /* once */

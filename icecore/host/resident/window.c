@@ -79,11 +79,11 @@ static size_t count_open(void)
 	return some - 1;
 }
 
-/* What is released here comes back as a descriptor each, which stays, because an imported handle
- * cannot be exported to another keeper. So before that it is seen to that there can be as many:
- * above the application's own limit, which is raised until the memory is mapped again, so that the
- * application lacks none and none of its own gets a number that select() cannot take; where the
- * hard limit does not allow that, among its own, and what is raised for that stays. */
+/* Every handle that is released here comes back as a descriptor, which stays open, because an
+ * imported handle cannot be exported to another keeper. So room for them is made first: above the
+ * application's own limit, which is raised until the memory is mapped again, so that the
+ * application lacks no descriptor and gets none whose number select() cannot take. If the hard
+ * limit does not allow that, they lie among the application's own, and the raised limit stays. */
 static int make_room(struct resident_message *answer)
 {
 	struct rlimit found;
@@ -143,7 +143,7 @@ void window_drop_given(void)
 			close(given[given_count].descriptor);
 }
 
-/* Heapsort: qsort(3) may ask for memory, whose lock somebody who is parked may have. */
+/* Heapsort: qsort(3) may allocate, and a parked thread may hold the allocator's lock. */
 static void sift_given(size_t at, size_t count)
 {
 	struct given moving = given[at];
@@ -248,7 +248,7 @@ int window_unmap(int64_t until, struct resident_message *answer)
 	if (error)
 		return error;
 	if (capture_active())
-		/* it would fail when its context is synchronised; captures are short */
+		/* the capture would fail when its context is synchronised; captures are short */
 		return EAGAIN;
 	if (table_counts.multicast || table_counts.unparkable)
 		/* something shared would stay mapped: the driver's restore would fail */
@@ -327,7 +327,7 @@ static int map_one(struct allocation *what)
 	return 0;
 }
 
-/* A context may have ended unseen: it is not what this fails for. */
+/* A context may have ended unnoticed: that is no reason to fail. */
 static int in_context(struct allocation *what, int (*step)(struct allocation *))
 {
 	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0,
@@ -360,7 +360,7 @@ int window_map(void)
 	if (!error)
 		local_memory_grow();
 	d->cuCtxSetCurrent(NULL);
-	/* A new connection says that the process lives. A keeper that is not there now gets them
+	/* A new connection proves that the process lives. A keeper that is not there now gets them
 	 * later. */
 	holding_close();
 	if (!error)
