@@ -119,8 +119,8 @@ static int let_go(pid_t thread)
 	return 0;
 }
 
-/* Give a thread the options that CRIU gives its tracees (compel_wait_task), and others. Who is
- * filtered itself may not suspend filters; CRIU goes on then. */
+/* Set the options that CRIU sets for its tracees (compel_wait_task), and others. A process that is
+ * filtered itself may not suspend filters; CRIU continues then. */
 static int set_options(pid_t thread, long others)
 {
 	long options = PTRACE_O_TRACESYSGOOD | others;
@@ -148,7 +148,7 @@ static int take_back(pid_t thread, const uint64_t *mask)
 			return ESRCH;
 		if (status >> 16 == PTRACE_EVENT_STOP)
 			break;
-		/* A signal was just being delivered: it is, and then the thread stops. */
+		/* A signal was being delivered: deliver it, and then the thread stops. */
 		if (ptrace(PTRACE_CONT, thread, NULL, (void *)(long)WSTOPSIG(status)))
 			return errno;
 	}
@@ -188,8 +188,8 @@ static long idle_after(pid_t thread)
 	return !state ? 0 : state == 'S' ? (long)worked : -1;
 }
 
-/* A process may lack memory that nothing but CRIU's hold keeps it from touching: it must not
- * outlive that. */
+/* A process may lack memory that only CRIU's hold keeps it from touching: it must not outlive that
+ * hold. */
 static int bind_process(pid_t pid)
 {
 	char path[64];
@@ -225,8 +225,8 @@ static int bind_all(char *words)
 	return 0;
 }
 
-/* Who gave the orders is gone, perhaps in the middle of a call: the driver ends what it has begun
- * by itself. */
+/* The client is gone, perhaps in the middle of a call: the driver finishes what it has begun by
+ * itself. */
 static void let_end(void)
 {
 	enum { PAUSE_MS = 20, QUIET = 10, MOST_SECONDS = 60 };
@@ -331,8 +331,8 @@ static int begin(int which)
 				     : 0;
 }
 
-/* Called for each process, when all stand still. What a restore's hook returns CRIU does not heed:
- * no process that lacks something may run. */
+/* Called for each process when all are stopped. CRIU ignores what a restore's hook returns, so no
+ * process that lacks something may run. */
 static int hold(int pid)
 {
 	if (!held && peer < 0)
