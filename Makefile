@@ -1,4 +1,4 @@
-# Targets: setup demo test test-gpu lint bench bench-store torture clean. Nothing needs to be done before; run as root (CRIU needs it).
+# Targets: setup demo test test-gpu lint bench bench-store torture sanitize clean. Nothing needs to be done before; run as root (CRIU needs it).
 #   make test ARGS="-k codec -x"    arguments for pytest; ARGS="--workers 1": one test at a time
 #   make PYTHON=/path/to/python3.11 …
 
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup demo test test-gpu lint bench bench-store torture clean machine machine-tests criu criu-newer
+.PHONY: setup demo test test-gpu lint bench bench-store torture sanitize clean machine machine-tests criu criu-newer
 
 # Folders count too: their time changes when a module is removed or renamed.
 SOURCES := $(shell find icecore -name __pycache__ -prune -o -print) LICENSE README.md
@@ -51,6 +51,11 @@ torture: machine-tests criu criu-newer .stamps/installed
 	.venv-test/bin/python $(PIP_INSTALL) 'atheris>=2.3' || echo "going on without atheris: its test is skipped"
 	.venv-test/bin/python tools/run-tests --only tests --every-case --workers 2 $(ARGS)
 	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)
+
+# The preload and the keeper under AddressSanitizer and UndefinedBehaviorSanitizer, with the tests that need no job.
+SANITIZED := $(addprefix tests/resident/test_,allocation.py ipc.py recycling.py tree.py window.py)
+sanitize: machine-tests .stamps/installed
+	ICECORE_SANITIZE=1 .venv-test/bin/python tools/run-tests --only tests --workers 1 $(SANITIZED) $(ARGS)
 
 machine:
 	$(PYTHON) tools/prepare-machine

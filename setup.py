@@ -1,5 +1,5 @@
-"""Builds the C programs: init of jobs, preload and keeper for device memory; rule: without a
-compiler the installation goes on and says what is missing.
+"""Build the C programs and libraries: the job init, CRIU's libraries, the preload and the keeper.
+Without a compiler the installation continues and says what will not work.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# Freestanding: no libc's start-up code, which would choose instructions by the CPU it starts on;
-# one small mapping.
+# Freestanding: a libc's start-up code would choose instructions by the CPU that it starts on. One
+# small mapping.
 INIT_FLAGS = [
     *("-O2", "-Wall", "-Wextra"),
     *("-static", "-nostdlib", "-nostartfiles", "-ffreestanding", "-fno-pie", "-no-pie"),
@@ -31,7 +31,7 @@ RESIDENT = "icecore/host/resident/"
 COMMON_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
 LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"]
 PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
-# It is a memcpy: the compiler must not make a call of itself out of it.
+# The library defines memcpy: the compiler must not turn its loop into a call of memcpy.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
     "icecore/host/criu/memcpy.c",
@@ -39,23 +39,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/proc.c",
 ]
 PRELOAD_SOURCES = [
-    f"{RESIDENT}{name}.c"
-    for name in (
-        *(
-            "interpose",
-            "allocate",
-            "spare",
-            "handles",
-            "contexts",
-            "table",
-            "holding",
-            "ipc",
-            "threads",
-            "stack",
-            "capture",
-        ),
-        *("local_memory", "window", "agent"),
-    )
+    str(path) for path in sorted(Path(RESIDENT).glob("*.c")) if path.name != "keeper.c"
 ]
 
 
@@ -63,10 +47,10 @@ class Program(Extension):
     """A program or library that Python does not import.
 
     Args:
-        name: The package it lies in, then its file name.
-        flags: The compiler's.
-        without: What will not work where it could not be built.
-        libraries: At the end of the command.
+        name: The package that contains it, a slash, and its file name.
+        flags: Flags of the compiler.
+        without: What does not work if it could not be built.
+        libraries: The end of the command.
     """
 
     def __init__(
@@ -84,8 +68,8 @@ class Program(Extension):
 
 
 class BuildPrograms(build_ext):
-    """Makes programs where setuptools would make extension modules: it knows where they belong in
-    each kind of installation.
+    """Build programs in place of extension modules, whose place in each kind of installation
+    setuptools knows.
     """
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -96,7 +80,7 @@ class BuildPrograms(build_ext):
     def build_extension(self, ext: Program) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A running job may have the old one mapped: it keeps it.
+        # A running job may have the old file mapped, and keeps it.
         made = target.with_name(target.name + ".new")
         command = [
             *shlex.split(os.environ.get("CC", "cc")),

@@ -19,8 +19,7 @@ from icecore.config import Config
 from icecore.dumper.preflight.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
 from icecore.host.criu.hidden import hides
-from icecore.host.criu.images import load_pycriu
-from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY, Criu, find_criu
+from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY, find_criu
 from icecore.host.cuda import holder
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.gpu.backend import find_backend
@@ -144,15 +143,6 @@ def _criu(config: Config) -> Iterator[Finding]:
         message = "built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: a hundred and more)"
         message += " and by some 45 ms for each GiB of small pages that it uses; and a restore fails where processes end others while CRIU lets them go"
         yield Finding("CRIU's library", "warning", message, "install gcc, then icecore once more")
-    yield _pycriu(criu)
-
-
-def _pycriu(criu: Criu) -> Finding:
-    try:
-        load_pycriu(criu)
-    except IcecoreError as error:
-        return Finding("pycriu", "warning", error.message, error.cure)
-    return Finding("pycriu", "good", f"in {criu.pycriu}")
 
 
 def _scanning() -> Finding:

@@ -1,5 +1,5 @@
-"""Working directories on tmpfs; rule: one belongs to the processes that hold its lock, and the next
-command of the same user removes those without a holder.
+"""Working directories on tmpfs. A directory belongs to the processes that hold its lock; the user's
+next command removes those that nobody holds.
 
 The lock is flock(2) on a file in the directory. All processes that inherit its descriptor share it,
 and the kernel releases it when the last of them has ended, however it ends. A new directory has no

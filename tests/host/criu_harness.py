@@ -34,6 +34,7 @@ from icecore.host.kernel.memory import HugeBuffer, RemoteReader
 from icecore.sizes import PAGE
 from tests.host.criu_run import LazyDump, Restore
 from tests.host.target import PRELUDE, eventually
+from tests.host.userfaultfd_events import read_events
 
 PREFIXES = [Path("/usr/local/lib/icecore/criu"), Path("/usr/local/lib/icecore/criu-sid")]
 FINISHED = 0x52535446
@@ -216,7 +217,7 @@ class Daemon:
             self.failure = error
 
     def _events(self, uffd: int) -> None:
-        for event in userfaultfd.read_events(uffd):
+        for event in read_events(uffd):
             if isinstance(event, userfaultfd.Fault):
                 self.faults += 1
                 for address, buffer in self.memory.items():

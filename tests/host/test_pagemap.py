@@ -11,6 +11,8 @@ from icecore.sizes import PAGE
 from tests.host.target import dead_pid, target
 
 PAGES = 600
+#: Bit 61 of a pagemap entry: a page of a file or of shared memory.
+FILE_OR_SHARED = np.uint64(1 << 61)
 
 
 def test_both_ways_agree_with_what_was_touched():
@@ -29,11 +31,11 @@ def test_both_ways_agree_with_what_was_touched():
         touched = np.zeros(PAGES, bool)
         touched[::3] = True
         touched[1:30:3] = True
-        assert (pagemap.present_pages(it.pid, a, end) == touched).all()
         with pagemap.Pagemap(it.pid) as pages:
+            assert (pages.present(a, end) == touched).all()
             entries = pages.entries(a, end)
             assert ((entries & pagemap.PRESENT != 0) == touched).all()
-            assert not (entries & pagemap.FILE_OR_SHARED)[2:].any() or pagemap.scan_supported()
+            assert not (entries & FILE_OR_SHARED)[2:].any() or pagemap.scan_supported()
             if pagemap.scan_supported():
                 runs = pages.runs(a, end)
                 assert runs["start"][0] == a and (runs["end"] > runs["start"]).all()
@@ -69,8 +71,8 @@ def test_shared_and_file_pages_are_told_apart():
     """
     with target(code) as it, pagemap.Pagemap(it.pid) as pages:
         s, p = map(int, it.hear())
-        assert (pages.entries(s, s + 16 * 4096) & pagemap.FILE_OR_SHARED != 0).all()
-        assert (pages.entries(p, p + 16 * 4096) & pagemap.FILE_OR_SHARED == 0).all()
+        assert (pages.entries(s, s + 16 * 4096) & FILE_OR_SHARED != 0).all()
+        assert (pages.entries(p, p + 16 * 4096) & FILE_OR_SHARED == 0).all()
         if pagemap.scan_supported():
             assert (pages.runs(s, s + 16 * 4096)["categories"] & pagemap.SCAN_FILE).all()
             assert not (pages.runs(p, p + 16 * 4096)["categories"] & pagemap.SCAN_FILE).any()

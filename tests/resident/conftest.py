@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from icecore.host.gpu.backend import VARIABLE
+from icecore.host.resident import keeper
 from icecore.store.runtime.loop import LoopThread
 from tests.dumper.world import Store, until_clean
 from tests.programs import plain_criu
 
+from . import sanitized
 from .joined import Job
 from .machine import Machine, Target, build
 
@@ -29,6 +31,23 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fake-cuda")
     build(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Under `make sanitize`, uses the sanitized preload and keeper, and fails on their reports."""
+    if not sanitized.WANTED:
+        yield
+        return
+    folder = tmp_path_factory.mktemp("sanitized")
+    sanitized.build(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "_FOLDER", folder)
+        for name, value in sanitized.options(folder).items():
+            patch.setenv(name, value)
+        yield
+    found = sanitized.reports(folder)
+    assert not found, "\n".join(found)
 
 
 @pytest.fixture

@@ -1,13 +1,18 @@
-/* A libcuda.so.1 for tests on machines without a GPU; rule: memory is real, so that what is unmapped cannot be touched and what is exported can be read.
+/* A libcuda.so.1 for tests on machines without a GPU; rule: memory is real, so that what is
+ * unmapped cannot be touched and what is exported can be read.
  *
- * FAKE_CUDA=DIR: DIR/gpu0, DIR/gpu1, … are the devices, directories on tmpfs whose size is the device's memory: it is free again when the last mapping and
- * descriptor of it is gone, in whatever process. DIR/process-PID is mapped: its first word locks the process (callers wait at the door, as under
- * cuCheckpointProcessLock), the second counts calls under way. Host code stands for kernels: it reads and writes at device addresses.
+ * FAKE_CUDA=DIR: DIR/gpu0, DIR/gpu1, … are the devices, directories on tmpfs whose size is the
+ * device's memory: it is free again when the last mapping and descriptor of it is gone, in whatever
+ * process. DIR/process-PID is mapped: its first word locks the process (callers wait at the door,
+ * as under cuCheckpointProcessLock), the second counts calls under way. Host code stands for
+ * kernels: it reads and writes at device addresses.
  *
- * FAKE_CUDA_WORLD=DIR: the driver's thread also does what the fake driver of icecore.host.cuda.fake asks for: lock, checkpoint, restore, unlock.
- * What processes share is as with the real driver: each export is another open file, what was imported cannot be exported, physical memory lives as long as a
- * handle, a mapping or a descriptor of it, and a checkpoint with something imported still mapped succeeds, but cannot be restored (801).
- * FAKE_CUDA_UNFAIR: its lock is had only in a moment in which nobody is in a call, as the real one seems to be.
+ * FAKE_CUDA_WORLD=DIR: the driver's thread also does what the fake driver of icecore.host.cuda.fake
+ * asks for: lock, checkpoint, restore, unlock. What processes share is as with the real driver:
+ * each export is another open file, what was imported cannot be exported, physical memory lives as
+ * long as a handle, a mapping or a descriptor of it, and a checkpoint with something imported still
+ * mapped succeeds, but cannot be restored (801). FAKE_CUDA_UNFAIR: its lock is had only in a moment
+ * in which nobody is in a call, as the real one seems to be.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -34,7 +39,16 @@
 typedef unsigned long long ptr;
 #define GRANULE ((size_t)2 << 20)
 #define EXPORT __attribute__((visibility("default")))
-enum { INVALID = 1, NO_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 101, NO_CONTEXT = 201, PEER_TWICE = 704, NOT_FOUND = 500, CAPTURING = 900 };
+enum {
+	INVALID = 1,
+	NO_MEMORY = 2,
+	NOT_INITIALIZED = 3,
+	NO_DEVICE = 101,
+	NO_CONTEXT = 201,
+	PEER_TWICE = 704,
+	NOT_FOUND = 500,
+	CAPTURING = 900
+};
 
 struct context {
 	int device;
@@ -50,7 +64,8 @@ struct physical { /* what a CUhandle is */
 	unsigned handles;
 	int types; /* that were asked for */
 	bool imported;
-	char weight[6000];   /* so large that its release takes the lock of the arena that it came from, as the driver's own blocks do */
+	char weight[6000]; /* so large that its release takes the lock of the arena that it came
+			      from, as the driver's own blocks do */
 };
 struct block { /* cuMemAlloc's, and what is mapped */
 	struct block *next;
@@ -59,7 +74,8 @@ struct block { /* cuMemAlloc's, and what is mapped */
 	struct physical *mapped;
 	struct context *context;
 	unsigned access; /* bit per device */
-	int kind;        /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved: with what is mapped in it, 5 another process's by legacy IPC */
+	int kind; /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved: with what is mapped in it, 5
+		     another process's by legacy IPC */
 	unsigned readers;
 	size_t offset;
 };
@@ -69,10 +85,12 @@ static struct physical *physicals;
 static bool spoiled; /* by a checkpoint that cannot be restored */
 static struct context primaries[8];
 static int devices = -1;
-static int gpu_of[8] = {0, 1, 2, 3, 4, 5, 6, 7}; /* other than itself after a restore onto another GPU */
+static int gpu_of[8] = {
+    0, 1, 2, 3, 4, 5, 6, 7}; /* other than itself after a restore onto another GPU */
 static bool used[8];
 static atomic_int *door;
-static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER; /* held in every call: a thread stopped in one stops all */
+static pthread_mutex_t driver_lock =
+    PTHREAD_MUTEX_INITIALIZER; /* held in every call: a thread stopped in one stops all */
 static __thread struct context *stack[16];
 static __thread int depth;
 static unsigned peers[8]; /* by accessing device: bits of the owners that it may reach */
@@ -135,7 +153,8 @@ EXPORT unsigned long fake_calls(const char *name)
 		return result_; \
 	} while (0)
 
-/* A test's: waits there, others let in, as long as there is DIR/pause-NAME; DIR/paused-NAME tells that somebody does. */
+/* A test's: waits there, others let in, as long as there is DIR/pause-NAME; DIR/paused-NAME tells
+ * that somebody does. */
 static void pause_in(const char *name)
 {
 	char path[256];
@@ -201,8 +220,18 @@ EXPORT int cuInit(unsigned flags)
 	return 0;
 }
 
-EXPORT int cuDeviceGetCount(int *out) { ENTER; *out = devices; LEAVE(0); }
-EXPORT int cuDeviceGet(int *out, int ordinal) { ENTER; *out = ordinal; LEAVE(ordinal < devices ? 0 : NO_DEVICE); }
+EXPORT int cuDeviceGetCount(int *out)
+{
+	ENTER;
+	*out = devices;
+	LEAVE(0);
+}
+EXPORT int cuDeviceGet(int *out, int ordinal)
+{
+	ENTER;
+	*out = ordinal;
+	LEAVE(ordinal < devices ? 0 : NO_DEVICE);
+}
 EXPORT int cuDeviceGetAttribute(int *out, int attribute, int device)
 {
 	ENTER;
@@ -218,8 +247,14 @@ EXPORT int cuDeviceGetUuid(unsigned char *out, int device)
 
 /* -- contexts */
 
-static struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
-static struct context *usable(void) { return current() && !current()->destroyed ? current() : NULL; }
+static struct context *current(void)
+{
+	return depth ? stack[depth - 1] : NULL;
+}
+static struct context *usable(void)
+{
+	return current() && !current()->destroyed ? current() : NULL;
+}
 
 EXPORT int cuCtxCreate_v2(void **out, unsigned flags, int device)
 {
@@ -240,12 +275,20 @@ EXPORT int cuCtxPushCurrent_v2(struct context *context)
 	stack[depth++] = context;
 	LEAVE(0);
 }
-EXPORT int cuCtxPopCurrent_v2(void **out) { ENTER; if (!depth) LEAVE(NO_CONTEXT); *out = stack[--depth]; LEAVE(0); }
+EXPORT int cuCtxPopCurrent_v2(void **out)
+{
+	ENTER;
+	if (!depth)
+		LEAVE(NO_CONTEXT);
+	*out = stack[--depth];
+	LEAVE(0);
+}
 EXPORT int cuCtxSetCurrent(struct context *context)
 {
 	ENTER;
 	char path[256];
-	snprintf(path, sizeof path, "%s/fail-current", root()); /* a test's: fails as long as it is there */
+	snprintf(path, sizeof path, "%s/fail-current",
+	    root()); /* a test's: fails as long as it is there */
 	if (context && (context->destroyed || !access(path, F_OK)))
 		LEAVE(NO_CONTEXT);
 	depth = context ? (depth ? depth : 1) : (depth ? depth - 1 : 0);
@@ -253,9 +296,17 @@ EXPORT int cuCtxSetCurrent(struct context *context)
 		stack[depth - 1] = context;
 	LEAVE(0);
 }
-EXPORT int cuCtxGetCurrent(void **out) { ENTER; *out = current(); LEAVE(0); }
+EXPORT int cuCtxGetCurrent(void **out)
+{
+	ENTER;
+	*out = current();
+	LEAVE(0);
+}
 static size_t least_stack = 1024; /* that any context was ever set to */
-EXPORT size_t fake_least_stack(void) { return least_stack; }
+EXPORT size_t fake_least_stack(void)
+{
+	return least_stack;
+}
 EXPORT int cuCtxGetLimit(size_t *out, int limit)
 {
 	ENTER;
@@ -273,11 +324,25 @@ EXPORT int cuCtxSetLimit(int limit, size_t value)
 	least_stack = value < least_stack ? value : least_stack;
 	LEAVE(limit ? INVALID : 0);
 }
-EXPORT int cuCtxGetDevice(int *out) { ENTER; if (!usable()) LEAVE(NO_CONTEXT); *out = current()->device; LEAVE(0); }
+EXPORT int cuCtxGetDevice(int *out)
+{
+	ENTER;
+	if (!usable())
+		LEAVE(NO_CONTEXT);
+	*out = current()->device;
+	LEAVE(0);
+}
 
 /* -- stream captures: what is forbidden meanwhile makes them fail */
 
-enum { GLOBAL = 0, RELAXED = 2, INVALID_HANDLE = 400, INVALIDATED = 901, WRONG_THREAD = 908, ILLEGAL_STATE = 401 };
+enum {
+	GLOBAL = 0,
+	RELAXED = 2,
+	INVALID_HANDLE = 400,
+	INVALIDATED = 901,
+	WRONG_THREAD = 908,
+	ILLEGAL_STATE = 401
+};
 static struct capture {
 	void *stream;
 	int mode, thread;
@@ -308,18 +373,38 @@ static bool forbidden(void)
 	int thread = (int)syscall(SYS_gettid);
 	for (int i = 0; i < 16; i++)
 		if (captures[i].used && thread_mode != RELAXED &&
-		    ((captures[i].thread == thread && captures[i].mode != RELAXED) || (captures[i].mode == GLOBAL && thread_mode == GLOBAL)))
+		    ((captures[i].thread == thread && captures[i].mode != RELAXED) ||
+			(captures[i].mode == GLOBAL && thread_mode == GLOBAL)))
 			any = captures[i].failed = true;
 	return any;
 }
-EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { ENTER; int before = thread_mode; thread_mode = *mode; *mode = before; LEAVE(0); }
-EXPORT int cuCtxSynchronize(void) { ENTER; LEAVE(!usable() ? NO_CONTEXT : fails_captures(NULL) ? CAPTURING : 0); }
+EXPORT int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+	ENTER;
+	int before = thread_mode;
+	thread_mode = *mode;
+	*mode = before;
+	LEAVE(0);
+}
+EXPORT int cuCtxSynchronize(void)
+{
+	ENTER;
+	LEAVE(!usable() ? NO_CONTEXT : fails_captures(NULL) ? CAPTURING : 0);
+}
 #define NO_STREAM ((void *)0xBAD)
 /* What is wrong with one, if anything. */
-static int about(void *stream) { return stream == NO_STREAM ? INVALID_HANDLE : !usable() && stream <= (void *)2 ? NO_CONTEXT : 0; }
+static int about(void *stream)
+{
+	return stream == NO_STREAM             ? INVALID_HANDLE
+	    : !usable() && stream <= (void *)2 ? NO_CONTEXT
+					       : 0;
+}
 static void *waited_for = NO_STREAM;
 /* For tests: the stream that was waited for last. */
-EXPORT void *fake_waited_for(void) { return waited_for; }
+EXPORT void *fake_waited_for(void)
+{
+	return waited_for;
+}
 EXPORT int cuStreamSynchronize(void *stream)
 {
 	ENTER;
@@ -352,7 +437,14 @@ EXPORT int cuStreamEndCapture(void *stream, void **graph)
 	*graph = found->failed ? NULL : (void *)1;
 	LEAVE(found->failed ? INVALIDATED : 0);
 }
-EXPORT int cuStreamDestroy_v2(void *stream) { ENTER; struct capture *found = capture_of(stream); if (found) found->used = false; LEAVE(0); }
+EXPORT int cuStreamDestroy_v2(void *stream)
+{
+	ENTER;
+	struct capture *found = capture_of(stream);
+	if (found)
+		found->used = false;
+	LEAVE(0);
+}
 
 static void free_plain_of(struct context *context)
 {
@@ -378,9 +470,25 @@ static int destroy(struct context *context)
 		depth--;
 	return 0;
 }
-EXPORT int cuCtxDestroy_v2(struct context *context) { ENTER; LEAVE(destroy(context)); }
-EXPORT int cuCtxDestroy(struct context *context) { ENTER; LEAVE(destroy(context)); }
-EXPORT int cuCtxAttach(void **out, unsigned flags) { ENTER; if (!usable() || flags) LEAVE(INVALID); current()->references++; *out = current(); LEAVE(0); }
+EXPORT int cuCtxDestroy_v2(struct context *context)
+{
+	ENTER;
+	LEAVE(destroy(context));
+}
+EXPORT int cuCtxDestroy(struct context *context)
+{
+	ENTER;
+	LEAVE(destroy(context));
+}
+EXPORT int cuCtxAttach(void **out, unsigned flags)
+{
+	ENTER;
+	if (!usable() || flags)
+		LEAVE(INVALID);
+	current()->references++;
+	*out = current();
+	LEAVE(0);
+}
 EXPORT int cuCtxDetach(struct context *context)
 {
 	ENTER;
@@ -388,7 +496,11 @@ EXPORT int cuCtxDetach(struct context *context)
 		LEAVE(NO_CONTEXT);
 	LEAVE(context->references-- ? 0 : destroy(context)); /* made with one that is not counted */
 }
-EXPORT int cuGreenCtxDestroy(struct context *context) { ENTER; LEAVE(destroy(context)); } /* as for what was made of it */
+EXPORT int cuGreenCtxDestroy(struct context *context)
+{
+	ENTER;
+	LEAVE(destroy(context));
+} /* as for what was made of it */
 EXPORT int cuDevicePrimaryCtxRetain(void **out, int device)
 {
 	ENTER;
@@ -401,7 +513,13 @@ EXPORT int cuDevicePrimaryCtxRetain(void **out, int device)
 	*out = found;
 	LEAVE(0);
 }
-EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { ENTER; *flags = 0; *active = primaries[device].references > 0; LEAVE(0); }
+EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
+{
+	ENTER;
+	*flags = 0;
+	*active = primaries[device].references > 0;
+	LEAVE(0);
+}
 static void end_primary(int device)
 {
 	free_plain_of(&primaries[device]);
@@ -417,7 +535,12 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device)
 		end_primary(device);
 	LEAVE(0);
 }
-EXPORT int cuDevicePrimaryCtxReset_v2(int device) { ENTER; end_primary(device); LEAVE(0); }
+EXPORT int cuDevicePrimaryCtxReset_v2(int device)
+{
+	ENTER;
+	end_primary(device);
+	LEAVE(0);
+}
 
 /* -- physical memory */
 
@@ -434,13 +557,25 @@ static int make_file(int device, size_t size)
 	return made;
 }
 
-struct properties { int type, handles, location_type, device; void *windows; char flags[8]; };
-struct access { int location_type, device, flags; };
+struct properties {
+	int type, handles, location_type, device;
+	void *windows;
+	char flags[8];
+};
+struct access {
+	int location_type, device, flags;
+};
 
 static struct physical *new_physical(int file, int device, size_t size, int types)
 {
 	struct physical *made = malloc(sizeof *made);
-	*made = (struct physical){.next = physicals, .descriptor = file, .device = device, .size = size, .references = 1, .handles = 1, .types = types};
+	*made = (struct physical){.next = physicals,
+	    .descriptor = file,
+	    .device = device,
+	    .size = size,
+	    .references = 1,
+	    .handles = 1,
+	    .types = types};
 	return physicals = made;
 }
 static bool known(struct physical *what)
@@ -461,14 +596,23 @@ static void unreference(struct physical *what)
 	close(what->descriptor);
 	free(what);
 }
-EXPORT int cuMemGetAllocationGranularity(size_t *out, const struct properties *what, int option) { ENTER; (void)what; (void)option; *out = GRANULE; LEAVE(0); }
-EXPORT int cuMemCreate(struct physical **out, size_t size, const struct properties *what, unsigned long long flags)
+EXPORT int cuMemGetAllocationGranularity(size_t *out, const struct properties *what, int option)
+{
+	ENTER;
+	(void)what;
+	(void)option;
+	*out = GRANULE;
+	LEAVE(0);
+}
+EXPORT int cuMemCreate(
+    struct physical **out, size_t size, const struct properties *what, unsigned long long flags)
 {
 	ENTER;
 	if (forbidden())
 		LEAVE(CAPTURING);
 	bool host = what->location_type == 3;
-	if (!size || size % GRANULE || what->type != 1 || (what->location_type != 1 && !host) || flags)
+	if (!size || size % GRANULE || what->type != 1 || (what->location_type != 1 && !host) ||
+	    flags)
 		LEAVE(INVALID);
 	int file = host ? memfd_create("host", MFD_CLOEXEC) : make_file(what->device, size);
 	if (file < 0 || (host && ftruncate(file, (off_t)size)))
@@ -485,7 +629,8 @@ EXPORT int cuMemRelease(struct physical *what)
 	unreference(what);
 	LEAVE(0);
 }
-EXPORT int cuMemExportToShareableHandle(int *out, struct physical *what, int type, unsigned long long flags)
+EXPORT int cuMemExportToShareableHandle(
+    int *out, struct physical *what, int type, unsigned long long flags)
 {
 	char path[64];
 	ENTER;
@@ -503,7 +648,8 @@ static int device_of(int file)
 	char path[256];
 	for (int device = 0; device < devices; device++) {
 		snprintf(path, sizeof path, "%s/gpu%d", root(), gpu_of[device]);
-		if (fstat(file, &found) == 0 && stat(path, &directory) == 0 && found.st_dev == directory.st_dev)
+		if (fstat(file, &found) == 0 && stat(path, &directory) == 0 &&
+		    found.st_dev == directory.st_dev)
 			return device;
 	}
 	return -1;
@@ -524,7 +670,10 @@ EXPORT int cuMemGetAllocationPropertiesFromHandle(struct properties *out, struct
 	ENTER;
 	if (!known(what))
 		LEAVE(INVALID);
-	*out = (struct properties){.type = 1, .handles = what->types, .location_type = what->device < 0 ? 3 : 1, .device = what->device < 0 ? 0 : what->device};
+	*out = (struct properties){.type = 1,
+	    .handles = what->types,
+	    .location_type = what->device < 0 ? 3 : 1,
+	    .device = what->device < 0 ? 0 : what->device};
 	LEAVE(0);
 }
 static struct block *find_kind(ptr address, int kind)
@@ -544,7 +693,8 @@ static struct block *find(ptr address) /* of cuMemAlloc's */
 static struct block *add(ptr address, size_t size, int kind)
 {
 	struct block *made = calloc(1, sizeof *made);
-	*made = (struct block){.next = blocks, .address = address, .size = size, .kind = kind, .context = current()};
+	*made = (struct block){
+	    .next = blocks, .address = address, .size = size, .kind = kind, .context = current()};
 	return blocks = made;
 }
 static void drop(struct block *what)
@@ -559,15 +709,19 @@ static void drop(struct block *what)
 static struct block *meets(ptr address, size_t size, int kind)
 {
 	struct block *at = blocks;
-	while (at && (at->kind != kind || at->address >= address + size || address >= at->address + at->size))
+	while (at &&
+	    (at->kind != kind || at->address >= address + size ||
+		address >= at->address + at->size))
 		at = at->next;
 	return at;
 }
-EXPORT int cuMemAddressReserve(ptr *out, size_t size, size_t alignment, ptr hint, unsigned long long flags)
+EXPORT int cuMemAddressReserve(
+    ptr *out, size_t size, size_t alignment, ptr hint, unsigned long long flags)
 {
 	ENTER;
 	(void)alignment, (void)hint, (void)flags;
-	char *found = mmap(NULL, size + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	char *found = mmap(
+	    NULL, size + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	char *aligned = (char *)(((uintptr_t)found + GRANULE - 1) & ~(GRANULE - 1));
 	if (aligned > found)
 		munmap(found, (size_t)(aligned - found));
@@ -589,18 +743,23 @@ EXPORT int cuMemAddressFree(ptr address, size_t size)
 }
 static int place(struct block *what)
 {
-	int protection = what->access ? PROT_READ | PROT_WRITE : what->readers ? PROT_READ : PROT_NONE;
+	int protection = what->access ? PROT_READ | PROT_WRITE
+	    : what->readers           ? PROT_READ
+				      : PROT_NONE;
 
-	if (mmap((void *)what->address, what->size, protection, MAP_SHARED | MAP_FIXED, what->mapped->descriptor, (off_t)what->offset) == MAP_FAILED)
+	if (mmap((void *)what->address, what->size, protection, MAP_SHARED | MAP_FIXED,
+		what->mapped->descriptor, (off_t)what->offset) == MAP_FAILED)
 		return INVALID;
 	madvise((void *)what->address, what->size, MADV_DONTFORK);
 	return 0;
 }
-EXPORT int cuMemMap(ptr address, size_t size, size_t offset, struct physical *what, unsigned long long flags)
+EXPORT int cuMemMap(
+    ptr address, size_t size, size_t offset, struct physical *what, unsigned long long flags)
 {
 	ENTER;
 	struct block *in = meets(address, 1, 4);
-	if (!in || address + size > in->address + in->size || !size || address % GRANULE || size % GRANULE || offset % GRANULE || flags || !known(what) ||
+	if (!in || address + size > in->address + in->size || !size || address % GRANULE ||
+	    size % GRANULE || offset % GRANULE || flags || !known(what) ||
 	    offset + size > what->size || meets(address, size, 3))
 		LEAVE(INVALID);
 	struct block *made = add(address, size, 3);
@@ -629,9 +788,12 @@ EXPORT int cuMemSetAccess(ptr address, size_t size, const struct access *access,
 	for (ptr end = address + size; address < end;) {
 		struct block *found = find_kind(address, 3);
 		for (size_t i = 0; i < some; i++) {
-			unsigned bit = access[i].location_type == 1 ? 1u << access[i].device : 1u << 31;
-			found->access = access[i].flags == 3 ? found->access | bit : found->access & ~bit;
-			found->readers = access[i].flags ? found->readers | bit : found->readers & ~bit;
+			unsigned bit =
+			    access[i].location_type == 1 ? 1u << access[i].device : 1u << 31;
+			found->access =
+			    access[i].flags == 3 ? found->access | bit : found->access & ~bit;
+			found->readers =
+			    access[i].flags ? found->readers | bit : found->readers & ~bit;
 		}
 		if (place(found))
 			LEAVE(INVALID);
@@ -643,13 +805,15 @@ EXPORT int cuMemUnmap(ptr address, size_t size)
 {
 	ENTER;
 	char path[256];
-	snprintf(path, sizeof path, "%s/fail-unmap", root()); /* a test's: fails as long as it is there, from the second on */
+	snprintf(path, sizeof path, "%s/fail-unmap",
+	    root()); /* a test's: fails as long as it is there, from the second on */
 	static int unmapped;
 	if (!access(path, F_OK) && unmapped++ % 2)
 		LEAVE(999);
 	if (!whole(address, size))
 		LEAVE(INVALID);
-	mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+	mmap((void *)address, size, PROT_NONE,
+	    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 	for (ptr end = address + size; address < end;) {
 		struct block *found = find_kind(address, 3);
 		address += found->size;
@@ -669,8 +833,21 @@ EXPORT int cuMemRetainAllocationHandle(struct physical **out, ptr address)
 	found->mapped->handles++;
 	LEAVE(0);
 }
-EXPORT int cuMemPoolExportToShareableHandle(int *out, void *pool, int type, unsigned long long flags) { ENTER; (void)pool, (void)type, (void)flags; *out = memfd_create("pool", 0); LEAVE(0); }
-EXPORT int cuMulticastCreate(void **out, const void *properties) { ENTER; (void)properties; *out = (void *)0x4D43; LEAVE(0); }
+EXPORT int cuMemPoolExportToShareableHandle(
+    int *out, void *pool, int type, unsigned long long flags)
+{
+	ENTER;
+	(void)pool, (void)type, (void)flags;
+	*out = memfd_create("pool", 0);
+	LEAVE(0);
+}
+EXPORT int cuMulticastCreate(void **out, const void *properties)
+{
+	ENTER;
+	(void)properties;
+	*out = (void *)0x4D43;
+	LEAVE(0);
+}
 /* -- what is told of an address, and done to it for good */
 static struct block *holding(ptr address)
 {
@@ -679,7 +856,13 @@ static struct block *holding(ptr address)
 			return meets(address, 1, kind);
 	return NULL;
 }
-EXPORT int cuPointerGetAttribute(unsigned *out, int attribute, ptr address) { ENTER; (void)attribute; *out = 2; LEAVE(holding(address) ? 0 : INVALID); }
+EXPORT int cuPointerGetAttribute(unsigned *out, int attribute, ptr address)
+{
+	ENTER;
+	(void)attribute;
+	*out = 2;
+	LEAVE(holding(address) ? 0 : INVALID);
+}
 EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, unsigned **out, ptr address)
 {
 	ENTER;
@@ -698,8 +881,14 @@ EXPORT int cuMemGetAddressRange_v2(ptr *base, size_t *size, ptr address)
 	*size = found->size;
 	LEAVE(0);
 }
-EXPORT int cuPointerSetAttribute(const void *value, int attribute, ptr address) { ENTER; (void)value, (void)attribute; LEAVE(holding(address) ? 0 : INVALID); }
-EXPORT int cuMemGetHandleForAddressRange(int *out, ptr address, size_t size, int type, unsigned long long flags)
+EXPORT int cuPointerSetAttribute(const void *value, int attribute, ptr address)
+{
+	ENTER;
+	(void)value, (void)attribute;
+	LEAVE(holding(address) ? 0 : INVALID);
+}
+EXPORT int cuMemGetHandleForAddressRange(
+    int *out, ptr address, size_t size, int type, unsigned long long flags)
 {
 	ENTER;
 	(void)size, (void)type, (void)flags;
@@ -734,8 +923,13 @@ static int plain(ptr *out, size_t size, int kind)
 	add(*out, whole, kind);
 	return 0;
 }
-EXPORT int cuMemAlloc_v2(ptr *out, size_t size) { ENTER; LEAVE(plain(out, size, 0)); }
-EXPORT int cuMemAllocPitch_v2(ptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+EXPORT int cuMemAlloc_v2(ptr *out, size_t size)
+{
+	ENTER;
+	LEAVE(plain(out, size, 0));
+}
+EXPORT int cuMemAllocPitch_v2(
+    ptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
 	ENTER;
 	if (element != 4 && element != 8 && element != 16)
@@ -743,10 +937,30 @@ EXPORT int cuMemAllocPitch_v2(ptr *out, size_t *pitch, size_t width, size_t heig
 	*pitch = (width + 511) & ~(size_t)511;
 	LEAVE(plain(out, *pitch * height, 0));
 }
-EXPORT int cuMemAllocManaged(ptr *out, size_t size, unsigned flags) { ENTER; (void)flags; LEAVE(plain(out, size, 1)); }
-EXPORT int cuMemAllocAsync(ptr *out, size_t size, void *stream) { ENTER; (void)stream; LEAVE(plain(out, size, 2)); }
-EXPORT int cuMemAllocAsync_ptsz(ptr *out, size_t size, void *stream) { ENTER; (void)stream; LEAVE(plain(out, size, 2)); }
-EXPORT int cuMemAllocFromPoolAsync(ptr *out, size_t size, void *pool, void *stream) { ENTER; (void)pool, (void)stream; LEAVE(plain(out, size, 2)); }
+EXPORT int cuMemAllocManaged(ptr *out, size_t size, unsigned flags)
+{
+	ENTER;
+	(void)flags;
+	LEAVE(plain(out, size, 1));
+}
+EXPORT int cuMemAllocAsync(ptr *out, size_t size, void *stream)
+{
+	ENTER;
+	(void)stream;
+	LEAVE(plain(out, size, 2));
+}
+EXPORT int cuMemAllocAsync_ptsz(ptr *out, size_t size, void *stream)
+{
+	ENTER;
+	(void)stream;
+	LEAVE(plain(out, size, 2));
+}
+EXPORT int cuMemAllocFromPoolAsync(ptr *out, size_t size, void *pool, void *stream)
+{
+	ENTER;
+	(void)pool, (void)stream;
+	LEAVE(plain(out, size, 2));
+}
 static int free_plain(ptr address)
 {
 	struct block *found = find(address);
@@ -758,16 +972,34 @@ static int free_plain(ptr address)
 	drop(found);
 	return 0;
 }
-EXPORT int cuMemFree_v2(ptr address) { ENTER; LEAVE(address && forbidden() ? CAPTURING : free_plain(address)); }
-EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; LEAVE(about(stream) ? about(stream) : free_plain(address)); }
-EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; LEAVE(about(stream) ? about(stream) : free_plain(address)); }
+EXPORT int cuMemFree_v2(ptr address)
+{
+	ENTER;
+	LEAVE(address && forbidden() ? CAPTURING : free_plain(address));
+}
+EXPORT int cuMemFreeAsync(ptr address, void *stream)
+{
+	ENTER;
+	LEAVE(about(stream) ? about(stream) : free_plain(address));
+}
+EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream)
+{
+	ENTER;
+	LEAVE(about(stream) ? about(stream) : free_plain(address));
+}
 /* Legacy IPC of such memory: by the exporter's own mapping of it, whose file the importer opens. */
-struct ipc_handle { int pid, reserved; ptr address; size_t size; char rest[40]; };
+struct ipc_handle {
+	int pid, reserved;
+	ptr address;
+	size_t size;
+	char rest[40];
+};
 EXPORT int cuIpcGetMemHandle(struct ipc_handle *out, ptr address)
 {
 	ENTER;
 	struct block *found = blocks;
-	while (found && (found->kind || address < found->address || address >= found->address + found->size))
+	while (found &&
+	    (found->kind || address < found->address || address >= found->address + found->size))
 		found = found->next;
 	if (!out || !found)
 		LEAVE(INVALID);
@@ -781,7 +1013,8 @@ static int open_ipc(ptr *out, const struct ipc_handle *what, unsigned flags)
 		return INVALID;
 	if (!usable() || what->pid == getpid())
 		return NO_CONTEXT;
-	snprintf(path, sizeof path, "/proc/%d/map_files/%llx-%llx", what->pid, what->address, what->address + what->size);
+	snprintf(path, sizeof path, "/proc/%d/map_files/%llx-%llx", what->pid, what->address,
+	    what->address + what->size);
 	int file = open(path, O_RDWR | O_CLOEXEC);
 	if (file < 0)
 		return 400;
@@ -791,8 +1024,16 @@ static int open_ipc(ptr *out, const struct ipc_handle *what, unsigned flags)
 	add(*out, what->size, 5);
 	return 0;
 }
-EXPORT int cuIpcOpenMemHandle(ptr *out, struct ipc_handle what, unsigned flags) { ENTER; LEAVE(open_ipc(out, &what, flags)); }
-EXPORT int cuIpcOpenMemHandle_v2(ptr *out, struct ipc_handle what, unsigned flags) { ENTER; LEAVE(open_ipc(out, &what, flags)); }
+EXPORT int cuIpcOpenMemHandle(ptr *out, struct ipc_handle what, unsigned flags)
+{
+	ENTER;
+	LEAVE(open_ipc(out, &what, flags));
+}
+EXPORT int cuIpcOpenMemHandle_v2(ptr *out, struct ipc_handle what, unsigned flags)
+{
+	ENTER;
+	LEAVE(open_ipc(out, &what, flags));
+}
 EXPORT int cuIpcCloseMemHandle(ptr address)
 {
 	ENTER;
@@ -816,7 +1057,8 @@ EXPORT int cuMemGetInfo_v2(size_t *unused, size_t *total)
 	*total = found.f_blocks * found.f_bsize;
 	LEAVE(0);
 }
-EXPORT int cuMemsetD8_v2(ptr address, unsigned char value, size_t some) /* takes its time within the driver */
+EXPORT int cuMemsetD8_v2(
+    ptr address, unsigned char value, size_t some) /* takes its time within the driver */
 {
 	ENTER;
 	memset((void *)address, value, some);
@@ -844,9 +1086,15 @@ EXPORT int cuCtxEnablePeerAccess(struct context *peer, unsigned flags)
 	*mine |= bit;
 	LEAVE(result);
 }
-EXPORT int cuCtxDisablePeerAccess(struct context *peer) { ENTER; peers[current()->device] &= ~(1u << peer->device); LEAVE(0); }
+EXPORT int cuCtxDisablePeerAccess(struct context *peer)
+{
+	ENTER;
+	peers[current()->device] &= ~(1u << peer->device);
+	LEAVE(0);
+}
 
-/* -- the driver's thread: checkpoints, as icecore.host.cuda.fake asks for them through a page at a fixed address */
+/* -- the driver's thread: checkpoints, as icecore.host.cuda.fake asks for them through a page at a
+ * fixed address */
 
 #define CONTROL ((char *)0x6FA4E0000000)
 #define IMAGE ((char *)0x6FA500000000)
@@ -875,7 +1123,8 @@ static void open_nodes(void)
 		if (device < devices)
 			snprintf(path, sizeof path, "%s/dev/nvidia%d", world, gpu_of[device]);
 		else
-			snprintf(path, sizeof path, "%s/dev/%s", world, device == devices ? "nvidiactl" : "nvidia-uvm");
+			snprintf(path, sizeof path, "%s/dev/%s", world,
+			    device == devices ? "nvidiactl" : "nvidia-uvm");
 		nodes[node_count++] = open(path, O_RDWR | O_CLOEXEC);
 	}
 }
@@ -927,12 +1176,15 @@ static int lock_calls(unsigned milliseconds)
 	return NOT_READY;
 }
 
-/* What is there moves into memory of the process; what is exported is left to whoever has it, and so is what is written there from then on. */
+/* What is there moves into memory of the process; what is exported is left to whoever has it, and
+ * so is what is written there from then on. */
 static int save(void)
 {
 	size_t all = device_bytes(), done = 0;
 
-	if (all && mmap(IMAGE, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != IMAGE)
+	if (all &&
+	    mmap(IMAGE, all, PROT_READ | PROT_WRITE,
+		MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != IMAGE)
 		return NO_MEMORY;
 	for (struct physical *at = physicals; at; at = at->next) {
 		if (at->imported)
@@ -951,7 +1203,8 @@ static int save(void)
 			memcpy(IMAGE + done, (void *)at->address, at->size);
 			done += at->size;
 		}
-		mmap((void *)at->address, at->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+		mmap((void *)at->address, at->size, PROT_NONE,
+		    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 	}
 	close_nodes();
 	return 0;
@@ -967,7 +1220,8 @@ static int load(void)
 		return 801;
 	for (unsigned i = 0; i < control->pairs; i++)
 		for (int device = 0; device < devices; device++)
-			if (used[device] && control->pair[i][0][0] == 0xA0 + gpu_of[device] && control->pair[i][1][0] >= 0xA0) {
+			if (used[device] && control->pair[i][0][0] == 0xA0 + gpu_of[device] &&
+			    control->pair[i][1][0] >= 0xA0) {
 				gpu_of[device] = control->pair[i][1][0] - 0xA0;
 				break;
 			}
@@ -977,8 +1231,10 @@ static int load(void)
 			return NO_GPU;
 	}
 	for (struct physical *at = physicals; at; at = at->next) {
-		at->descriptor = at->device < 0 ? memfd_create("host", MFD_CLOEXEC) : make_file(at->device, at->size);
-		if (at->descriptor < 0 || pwrite(at->descriptor, IMAGE + done, at->size, 0) != (ssize_t)at->size)
+		at->descriptor = at->device < 0 ? memfd_create("host", MFD_CLOEXEC)
+						: make_file(at->device, at->size);
+		if (at->descriptor < 0 ||
+		    pwrite(at->descriptor, IMAGE + done, at->size, 0) != (ssize_t)at->size)
 			return NO_MEMORY;
 		done += at->size;
 	}
@@ -990,7 +1246,8 @@ static int load(void)
 		int file = make_file(at->context->device, at->size);
 		if (file < 0)
 			return NO_MEMORY;
-		mmap((void *)at->address, at->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+		mmap((void *)at->address, at->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+		    file, 0);
 		madvise((void *)at->address, at->size, MADV_DONTFORK);
 		memcpy((void *)at->address, IMAGE + done, at->size);
 		done += at->size;
@@ -1041,7 +1298,8 @@ static _Noreturn void *driver_thread(void *unused)
 		for (;;)
 			pause();
 	}
-	control = mmap(CONTROL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+	control = mmap(CONTROL, 4096, PROT_READ | PROT_WRITE,
+	    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
 	madvise(CONTROL, 4096, MADV_DONTFORK); /* the driver knows nothing of a child */
 	control->thread = (unsigned)syscall(SYS_gettid);
 	for (int device = 0; device < devices; device++)
@@ -1082,8 +1340,12 @@ static int lookup(const char *name, void **out, int version, unsigned long long 
 	}
 	return NOT_FOUND;
 }
-EXPORT int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags) { return lookup(name, out, version, flags); }
-EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long long flags, int *status)
+EXPORT int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags)
+{
+	return lookup(name, out, version, flags);
+}
+EXPORT int cuGetProcAddress_v2(
+    const char *name, void **out, int version, unsigned long long flags, int *status)
 {
 	int result = lookup(name, out, version, flags);
 	if (status)

@@ -27,6 +27,8 @@ from icecore.host.kernel import procfs
 from icecore.host.resident import keeper
 from icecore.host.resident.client import Agent, Keeper
 
+from . import sanitized
+
 HERE = Path(__file__).parent
 MIB = 1 << 20
 SECONDS = 30.0
@@ -154,7 +156,12 @@ class Machine:
         base = {**os.environ, "LD_LIBRARY_PATH": str(self.programs), "FAKE_CUDA": str(self.cuda)}
         if self.world:
             base["FAKE_CUDA_WORLD"] = str(self.cuda)
-        return {**base, **keeper.environment(str(self.directory), base)} if resident else base
+        if not resident:
+            return base
+        ours = keeper.environment(str(self.directory), base)
+        if sanitized.WANTED:
+            ours["LD_PRELOAD"] = f"{sanitized.runtimes()}:{ours['LD_PRELOAD']}"
+        return {**base, **ours}
 
     def target(self, resident: bool = True, **more: str) -> Target:
         """A process that evaluates expressions."""

@@ -1,9 +1,12 @@
-/* A job under load: threads rewrite device buffers, and check before each time that they hold what was written last; links libcuda.
+/* A job under load: threads rewrite device buffers, and check before each time that they hold what
+ * was written last; links libcuda.
  *
  *     stress THREADS BUFFERS MIB DEVICES
  *
- * Beside them: threads that are born and die, one that forks, one that sleeps, one that waits for all signals with sigwait, one that blocks them, one that is always within the
- * driver, and all allocate from the C library. Standard input's end ends it; it prints its rounds, or what was wrong, with a status of 1.
+ * Beside them: threads that are born and die, one that forks, one that sleeps, one that waits for
+ * all signals with sigwait, one that blocks them, one that is always within the driver, and all
+ * allocate from the C library. Standard input's end ends it; it prints its rounds, or what was
+ * wrong, with a status of 1.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -19,7 +22,8 @@
 #include <unistd.h>
 
 typedef unsigned long long ptr;
-int cuInit(unsigned), cuCtxCreate_v2(void **, unsigned, int), cuCtxSetCurrent(void *), cuMemAlloc_v2(ptr *, size_t), cuMemFree_v2(ptr);
+int cuInit(unsigned), cuCtxCreate_v2(void **, unsigned, int), cuCtxSetCurrent(void *),
+    cuMemAlloc_v2(ptr *, size_t), cuMemFree_v2(ptr);
 int cuMemsetD8_v2(ptr, unsigned char, size_t);
 
 static void *contexts[4]; /* two on each device */

@@ -550,7 +550,7 @@ def test_the_keeper_that_had_it_ends_meanwhile(
     store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ends(self: Keeper, token: bytes) -> None:
-        raise NotFound(f"nobody answers at {self.directory}")
+        raise NotFound(f"nothing listens at {self.directory}")
 
     job = launch()
     snapshot = store.dump(job.pid).snapshot

@@ -33,7 +33,7 @@ from icecore.store.format.manifest import (
 )
 from tests.restorer.places import empty_manifest
 
-CRIU = Criu(Path("/usr/sbin/criu"), (4, 1, 1), None)
+CRIU = Criu(Path("/usr/sbin/criu"), (4, 1, 1))
 HERE = Requirements(os.uname().machine, os.uname().release, "4.1.1")
 
 

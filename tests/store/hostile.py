@@ -342,7 +342,7 @@ def _restore_plan(it: Reading) -> None:
     check_requirements(
         it.manifest,
         RestoreOptions(),
-        Criu(Path("/criu"), (4, 2), None),
+        Criu(Path("/criu"), (4, 2)),
         str(it.folder),
         records=reader.records,
     )

@@ -1,12 +1,17 @@
-/* Loaded into a CRIU that restores: that a thread is killed while others run already is no failure; rule: who dies before anybody runs fails the restore, as it does
- * without this.
+/* Preloaded into a CRIU that restores: the death of a thread is no failure once other threads run.
+ * A thread that dies before any thread runs still fails the restore.
  *
- * CRIU (4.0 to 4.2: criu/cr-restore.c, finalize_restore_detach) lets the threads of the tree go one after the other, the root's first. What runs already may end what does
- * not run yet: a supervisor kills a worker, a process ends or executes another program and with that its own threads. PTRACE_DETACH says ESRCH then, and CRIU kills a
- * tree that has done nothing wrong. Where that has a pid namespace, CRIU then waits for the end of its init, which waits for processes that CRIU traces: for ever.
+ * CRIU (4.0 to 4.2: criu/cr-restore.c, finalize_restore_detach) detaches the threads of the tree
+ * one after the other, the root's first. Those that run may end those that do not run yet: a
+ * supervisor kills a worker, a process exits or executes another program, which ends its other
+ * threads. PTRACE_DETACH then returns ESRCH, and CRIU kills a healthy tree. If that tree has a pid
+ * namespace, CRIU then waits for the end of its init, which waits for processes that CRIU traces: a
+ * deadlock.
  *
- * CRIU has stopped each of these threads, and nothing but its end takes a thread out of that. Before the first of them is let go, all are asked for: who is missing then was
- * killed from outside (for want of memory, by hand), and the tree would run without it. */
+ * CRIU has stopped each of these threads, and only its end takes a thread out of that stop. Before
+ * the first is detached, all are checked: one that is missing then was killed from outside (by the
+ * OOM killer, by hand), and the tree would run without it.
+ */
 #include <errno.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -15,12 +20,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The threads that this process has seized and not let go. A child of CRIU's begins with none: it traces nobody. */
+/* The threads that this process has seized and not detached. A child of CRIU's starts with none: it
+ * traces nobody. */
 static struct {
 	pid_t of;
 	pid_t *threads;
 	size_t count, room;
-	size_t next;	/* the one after that which was let go last: they go in the order in which they came */
+	size_t next; /* the thread after the one that was detached last: they are detached in the
+			order in which they were seized */
 	bool letting_go; /* since the last one came, one has gone */
 } seized;
 
@@ -59,7 +66,9 @@ static bool all_there(void)
 	unsigned long message;
 
 	for (size_t i = 0; i < seized.count; i++)
-		if (seized.threads[i] && syscall(SYS_ptrace, (long)PTRACE_GETEVENTMSG, (long)seized.threads[i], NULL, &message) < 0)
+		if (seized.threads[i] &&
+		    syscall(SYS_ptrace, (long)PTRACE_GETEVENTMSG, (long)seized.threads[i], NULL,
+			&message) < 0)
 			return false;
 	return true;
 }
@@ -93,10 +102,13 @@ __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request
 
 	if (request == PTRACE_DETACH)
 		return detach(thread, address, data);
-	/* The kernel puts what it has read where the fourth argument points; the C library's function returns it. */
+	/* The kernel stores what it has read where the fourth argument points; the C library's
+	 * function returns it. */
 	long word;
-	bool reads = request == PTRACE_PEEKTEXT || request == PTRACE_PEEKDATA || request == PTRACE_PEEKUSER;
-	long result = syscall(SYS_ptrace, (long)request, (long)thread, address, reads ? &word : data);
+	bool reads =
+	    request == PTRACE_PEEKTEXT || request == PTRACE_PEEKDATA || request == PTRACE_PEEKUSER;
+	long result =
+	    syscall(SYS_ptrace, (long)request, (long)thread, address, reads ? &word : data);
 	if (reads && result >= 0) {
 		errno = 0;
 		return word;

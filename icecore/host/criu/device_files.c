@@ -1,9 +1,14 @@
-/* Device files of NVIDIA's driver that a process without CUDA state has open or mapped, in CRIU's images; the rule: after a restore none reaches a GPU.
+/* Device files of NVIDIA's driver that a process without CUDA state has open or mapped, in CRIU's
+ * images. After a restore none of them reaches a GPU.
  *
- * A child that was forked from a CUDA process inherits its descriptors and mappings of /dev/nvidia*, and cannot use them: CUDA does not work in it. It may only
- * close and unmap them. So a descriptor comes back as one of /dev/null, and a mapping as one of /dev/zero, of the same number and at the same address.
- * CRIU asks for any device that it does not know itself, and does not say for which process. Which processes may have such files icecore decides
- * (icecore.dumper.preflight.orphans). The record in the images says which of CRIU's files are these; what is not in it another plugin may have dumped. */
+ * A child that was forked from a CUDA process inherits its descriptors and mappings of
+ * /dev/nvidia*, and cannot use them, because CUDA does not work in it: it may only close and unmap
+ * them. So a descriptor is restored as one of /dev/null, and a mapping as one of /dev/zero, with
+ * the same number and at the same address. CRIU asks its plugins about every device that it does
+ * not know, and does not say for which process. icecore decides which processes may have such files
+ * (icecore.dumper.preflight.orphans). The record in the images says which of CRIU's files are
+ * these; another plugin may have dumped the others.
+ */
 
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -22,10 +27,17 @@
 
 extern int criu_get_image_dir(void) __attribute__((weak));
 extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
-#define SAY(...) do { if (print_on_level) print_on_level(1, "icecore: " __VA_ARGS__); } while (0)
+#define SAY(...) \
+	do { \
+		if (print_on_level) \
+			print_on_level(1, "icecore: " __VA_ARGS__); \
+	} while (0)
 
 enum { MOST_MAJORS = 64, MOST_RECORD = 1 << 24 };
-static struct { mode_t kind; unsigned major; } majors[MOST_MAJORS];
+static struct {
+	mode_t kind;
+	unsigned major;
+} majors[MOST_MAJORS];
 static int major_count;
 static char *record; /* of a restore: lines "file ID" and "mapping PATH" */
 static bool passes_retry;
@@ -39,7 +51,9 @@ int device_files_begin_dump(void)
 
 	for (major_count = 0; at && *at; major_count++) {
 		unsigned number;
-		if (major_count == MOST_MAJORS || sscanf(at, " %c%u%n", &kind, &number, &length) != 2 || (kind != 'c' && kind != 'b')) {
+		if (major_count == MOST_MAJORS ||
+		    sscanf(at, " %c%u%n", &kind, &number, &length) != 2 ||
+		    (kind != 'c' && kind != 'b')) {
 			SAY("ICECORE_DEVICE_FILES cannot be read\n");
 			return -1;
 		}
@@ -54,7 +68,8 @@ int device_files_begin_dump(void)
 static bool is_drivers(const struct stat *about)
 {
 	for (int i = 0; i < major_count; i++)
-		if ((about->st_mode & S_IFMT) == majors[i].kind && major(about->st_rdev) == majors[i].major)
+		if ((about->st_mode & S_IFMT) == majors[i].kind &&
+		    major(about->st_rdev) == majors[i].major)
 			return true;
 	return false;
 }
@@ -62,7 +77,8 @@ static bool is_drivers(const struct stat *about)
 static int note(const char *line)
 {
 	size_t length = strlen(line);
-	int file = openat(criu_get_image_dir(), RECORD, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+	int file =
+	    openat(criu_get_image_dir(), RECORD, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 	bool done = file >= 0 && write(file, line, length) == (ssize_t)length;
 
 	if (file >= 0)
@@ -106,8 +122,9 @@ int device_files_begin_restore(void)
 	int file = openat(criu_get_image_dir(), RECORD, O_RDONLY | O_CLOEXEC);
 	if (file < 0)
 		return errno == ENOENT ? 0 : -1;
-	bool done = !fstat(file, &about) && about.st_size < MOST_RECORD && (record = calloc(1, about.st_size + 1)) &&
-	            read(file, record, about.st_size) == about.st_size;
+	bool done = !fstat(file, &about) && about.st_size < MOST_RECORD &&
+	    (record = calloc(1, about.st_size + 1)) &&
+	    read(file, record, about.st_size) == about.st_size;
 	close(file);
 	if (!done)
 		SAY("%s cannot be read\n", RECORD);
@@ -124,7 +141,7 @@ static bool recorded(const char *line)
 	return false;
 }
 
-/* CRIU after 4.2 passes where to say that it is to call once more, older ones nothing. */
+/* CRIU after 4.2 passes a place in which to request another call, older versions nothing. */
 int device_file_restore(int id, bool *retry)
 {
 	char line[64];
@@ -141,7 +158,8 @@ int device_file_restore(int id, bool *retry)
 }
 
 /* The descriptor is CRIU's to close: it keeps one for each mapping. */
-int device_mapping_restore(const char *path, uint64_t address, uint64_t offset, uint64_t *new_offset, int *descriptor)
+int device_mapping_restore(
+    const char *path, uint64_t address, uint64_t offset, uint64_t *new_offset, int *descriptor)
 {
 	char line[PATH_MAX + 16];
 

@@ -1,4 +1,5 @@
-/* Device files of NVIDIA's driver in processes that have no CUDA state (device_files.c): CRIU's hooks, and what comes before them. */
+/* Device files of NVIDIA's driver in processes that have no CUDA state (device_files.c): CRIU's
+ * hooks, and what precedes them. */
 #ifndef ICECORE_CRIU_DEVICE_FILES_H
 #define ICECORE_CRIU_DEVICE_FILES_H
 
@@ -15,6 +16,7 @@ int device_files_begin_restore(void);
 int device_file_dump(int descriptor, int id);
 int device_file_restore(int id, bool *retry);
 int device_mapping_dump(int descriptor, const struct stat *about);
-int device_mapping_restore(const char *path, uint64_t address, uint64_t offset, uint64_t *new_offset, int *descriptor);
+int device_mapping_restore(
+    const char *path, uint64_t address, uint64_t offset, uint64_t *new_offset, int *descriptor);
 
 #endif

@@ -1,12 +1,17 @@
-/* A plugin of CRIU (criu(8), --libdir): while a tree stands still, the threads in which the driver works may go on, and no others; its rule: who is at the
- * other end of the socket ICECORE_DEVICES says which threads go, and until when; once he is gone nothing is kept: a dump fails, what a restore built is killed.
+/* A plugin of CRIU (criu(8), --libdir): while a tree is stopped, the threads in which the driver
+ * works may run, and no others. The peer at the socket ICECORE_DEVICES decides which threads run,
+ * and for how long. If the peer is gone, a dump fails, and what a restore built is killed.
  *
- * A checkpoint of the driver takes mappings away that it has in a process, and its restore brings them back: a thread that reads or writes there meanwhile
- * ends the process. So all other threads are held by CRIU: a dump gives the word "held" once the tree stands still and before anything is collected, and
- * before it is let go "end", or "failed"; a restore gives "held" when all is there and before anything runs. Then it takes orders, each one message, and
- * answers each with an errno: "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they did), "bind PROCESS…" (should CRIU
- * end before it lets them go, the kernel kills them), and last, without an answer, "go" or "fail". See icecore.host.cuda.holder.
- * The other hooks are device_files.c's. */
+ * A checkpoint by the driver removes mappings that the driver has in a process, and its restore
+ * brings them back: a thread that accesses them meanwhile crashes the process. So CRIU holds all
+ * other threads. A dump says "held" once the tree is stopped and before anything is collected, and
+ * "end" or "failed" before the tree is released; a restore says "held" when everything is in place
+ * and before anything runs. The plugin then takes orders, each one message, and answers each with
+ * an errno: "let THREAD..." (they run, untraced, with all signals blocked), "take" (they are
+ * stopped again, as before), "bind PROCESS..." (if CRIU ends before it releases them, the kernel
+ * kills them), and finally, without an answer, "go" or "fail". See icecore.host.cuda.holder. The
+ * other hooks are in device_files.c.
+ */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -27,7 +32,15 @@
 
 /* criu-plugin.h of version 0.2.0: CRIU 4.0 is the first to have all of these. */
 enum { STAGE_DUMP, STAGE_PRE_DUMP, STAGE_RESTORE };
-enum { DUMP_EXT_FILE = 2, RESTORE_EXT_FILE, HANDLE_DEVICE_VMA = 7, UPDATE_VMA_MAP, RESUME_DEVICES_LATE, CHECKPOINT_DEVICES = 11, HOOKS };
+enum {
+	DUMP_EXT_FILE = 2,
+	RESTORE_EXT_FILE,
+	HANDLE_DEVICE_VMA = 7,
+	UPDATE_VMA_MAP,
+	RESUME_DEVICES_LATE,
+	CHECKPOINT_DEVICES = 11,
+	HOOKS
+};
 
 static int begin(int which);
 static void end(int which, int result);
@@ -40,27 +53,35 @@ __attribute__((visibility("default"))) struct {
 	unsigned version, max_hooks;
 	void *hooks[HOOKS];
 } CR_PLUGIN_DESC = {
-	.name = "icecore",
-	.init = begin,
-	.exit = end,
-	.version = 0x200,
-	.max_hooks = HOOKS,
-	.hooks = {
-		[DUMP_EXT_FILE] = device_file_dump,
-		[RESTORE_EXT_FILE] = device_file_restore,
-		[HANDLE_DEVICE_VMA] = device_mapping_dump,
-		[UPDATE_VMA_MAP] = device_mapping_restore,
-		[RESUME_DEVICES_LATE] = hold,
-		[CHECKPOINT_DEVICES] = hold,
+    .name = "icecore",
+    .init = begin,
+    .exit = end,
+    .version = 0x200,
+    .max_hooks = HOOKS,
+    .hooks =
+	{
+	    [DUMP_EXT_FILE] = device_file_dump,
+	    [RESTORE_EXT_FILE] = device_file_restore,
+	    [HANDLE_DEVICE_VMA] = device_mapping_dump,
+	    [UPDATE_VMA_MAP] = device_mapping_restore,
+	    [RESUME_DEVICES_LATE] = hold,
+	    [CHECKPOINT_DEVICES] = hold,
 	},
 };
 
 /* CRIU's own, into its log; 1 is an error. */
 extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
-#define SAY(...) do { if (print_on_level) print_on_level(1, "icecore: " __VA_ARGS__); } while (0)
+#define SAY(...) \
+	do { \
+		if (print_on_level) \
+			print_on_level(1, "icecore: " __VA_ARGS__); \
+	} while (0)
 
 enum { MOST = 4096, MESSAGE = 1 << 16 };
-static struct { pid_t id; uint64_t mask; } gone[MOST];
+static struct {
+	pid_t id;
+	uint64_t mask;
+} gone[MOST];
 static int gone_count;
 static int peer = -1;
 static bool held, doomed, bound;
@@ -86,7 +107,8 @@ static int let_go(pid_t thread)
 
 	if (gone_count == MOST)
 		return E2BIG;
-	if (ptrace(PTRACE_GETSIGMASK, thread, sizeof all, &gone[gone_count].mask) || ptrace(PTRACE_SETSIGMASK, thread, sizeof all, &all))
+	if (ptrace(PTRACE_GETSIGMASK, thread, sizeof all, &gone[gone_count].mask) ||
+	    ptrace(PTRACE_SETSIGMASK, thread, sizeof all, &all))
 		return errno;
 	if (ptrace(PTRACE_DETACH, thread, NULL, NULL)) {
 		int why = errno;
@@ -97,12 +119,14 @@ static int let_go(pid_t thread)
 	return 0;
 }
 
-/* Give a thread the options that CRIU gives its tracees (compel_wait_task), and others. Who is filtered itself may not suspend filters; CRIU goes on then. */
+/* Set the options that CRIU sets for its tracees (compel_wait_task), and others. A process that is
+ * filtered itself may not suspend filters; CRIU continues then. */
 static int set_options(pid_t thread, long others)
 {
 	long options = PTRACE_O_TRACESYSGOOD | others;
 
-	if (suspended(thread) && !ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)(options | PTRACE_O_SUSPEND_SECCOMP)))
+	if (suspended(thread) &&
+	    !ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)(options | PTRACE_O_SUSPEND_SECCOMP)))
 		return 0;
 	return ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)options) ? errno : 0;
 }
@@ -124,7 +148,7 @@ static int take_back(pid_t thread, const uint64_t *mask)
 			return ESRCH;
 		if (status >> 16 == PTRACE_EVENT_STOP)
 			break;
-		/* A signal was just being delivered: it is, and then the thread stops. */
+		/* A signal was being delivered: deliver it, and then the thread stops. */
 		if (ptrace(PTRACE_CONT, thread, NULL, (void *)(long)WSTOPSIG(status)))
 			return errno;
 	}
@@ -132,7 +156,8 @@ static int take_back(pid_t thread, const uint64_t *mask)
 	return why ? why : ptrace(PTRACE_SETSIGMASK, thread, sizeof *mask, mask) ? errno : 0;
 }
 
-/* A thread's state and the clock ticks for which it has worked so far (proc(5), stat); 0: it has ended. */
+/* A thread's state and the clock ticks for which it has worked so far (proc(5), stat); 0: it has
+ * ended. */
 static char state_of(pid_t thread, unsigned long *worked)
 {
 	char path[64], text[1024], state = 0;
@@ -145,13 +170,16 @@ static char state_of(pid_t thread, unsigned long *worked)
 		close(file);
 	text[length < 0 ? 0 : length] = 0;
 	char *name_end = strrchr(text, ')');
-	if (!name_end || sscanf(name_end + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lu %lu", &state, &user, &system) != 3)
+	if (!name_end ||
+	    sscanf(name_end + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lu %lu", &state,
+		&user, &system) != 3)
 		return 0;
 	*worked = user + system;
 	return state;
 }
 
-/* Whether a thread waits, and how much it has worked so far: -1, it is at work; clock ticks otherwise. */
+/* Whether a thread waits, and how much it has worked so far: -1, it is at work; clock ticks
+ * otherwise. */
 static long idle_after(pid_t thread)
 {
 	unsigned long worked = 0;
@@ -160,7 +188,8 @@ static long idle_after(pid_t thread)
 	return !state ? 0 : state == 'S' ? (long)worked : -1;
 }
 
-/* A process may lack memory that nothing but CRIU's hold keeps it from touching: it must not outlive that. */
+/* A process may lack memory that only CRIU's hold keeps it from touching: it must not outlive that
+ * hold. */
 static int bind_process(pid_t pid)
 {
 	char path[64];
@@ -196,14 +225,16 @@ static int bind_all(char *words)
 	return 0;
 }
 
-/* Who gave the orders is gone, perhaps in the middle of a call: the driver ends what it has begun by itself. */
+/* The client is gone, perhaps in the middle of a call: the driver finishes what it has begun by
+ * itself. */
 static void let_end(void)
 {
 	enum { PAUSE_MS = 20, QUIET = 10, MOST_SECONDS = 60 };
 
 	for (int at = 0; at < gone_count; at++) {
 		long before = -1;
-		for (int quiet = 0, left = MOST_SECONDS * 1000 / PAUSE_MS; quiet < QUIET && left; left--) {
+		for (int quiet = 0, left = MOST_SECONDS * 1000 / PAUSE_MS; quiet < QUIET && left;
+		    left--) {
 			long now = idle_after(gone[at].id);
 			quiet = now >= 0 && now == before ? quiet + 1 : 0;
 			before = now;
@@ -220,7 +251,8 @@ static int take_all(void)
 		gone_count--;
 		int why = take_back(gone[gone_count].id, &gone[gone_count].mask);
 		if (why) {
-			SAY("thread %d does not stand again: %s\n", gone[gone_count].id, strerror(why));
+			SAY("thread %d does not stand again: %s\n", gone[gone_count].id,
+			    strerror(why));
 			failed = why;
 		}
 	}
@@ -294,10 +326,13 @@ static int begin(int which)
 	stage = which;
 	if (stage != STAGE_PRE_DUMP && number && fcntl(atoi(number), F_SETFD, FD_CLOEXEC) == 0)
 		peer = atoi(number);
-	return stage == STAGE_DUMP ? device_files_begin_dump() : stage == STAGE_RESTORE ? device_files_begin_restore() : 0;
+	return stage == STAGE_DUMP   ? device_files_begin_dump()
+	    : stage == STAGE_RESTORE ? device_files_begin_restore()
+				     : 0;
 }
 
-/* Called for each process, when all stand still. What a restore's hook returns CRIU does not heed: no process that lacks something may run. */
+/* Called for each process when all are stopped. CRIU ignores what a restore's hook returns, so no
+ * process that lacks something may run. */
 static int hold(int pid)
 {
 	if (!held && peer < 0)

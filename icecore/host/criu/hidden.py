@@ -1,5 +1,5 @@
-"""Memory that CRIU was kept from seeing in a lazy dump (icecore/host/criu/pages.c); rule: what is
-hidden is written down, and who reads it in place puts it back.
+"""Memory that CRIU does not see in a lazy dump (icecore/host/criu/pages.c). What is hidden is
+recorded, and whoever reads the memory in place adds it again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Ranges = npt.NDArray[np.void]
 
 
 def hides(criu: Criu) -> bool:
-    """Whether anything is hidden from this CRIU, here: the library was built, CRIU asks
-    PAGEMAP_SCAN (Linux 6.7), and it need not stumble over guard pages.
+    """Return whether memory is hidden from this CRIU: the library was built, CRIU uses PAGEMAP_SCAN
+    (Linux 6.7), and it handles guard pages.
     """
     return CRIU_LIBRARY.exists() and scan_supported() and criu.keeps_guard_pages(kernel_version())
 
 
 def read_hidden(path: Path) -> dict[int, Ranges]:
-    """What is written in the file.
+    """Return the records of the file.
 
     Returns:
         Pid (as CRIU sees it) → RANGE records, ascending, disjoint; neighbours are not joined.
@@ -52,7 +52,7 @@ def read_hidden(path: Path) -> dict[int, Ranges]:
 
 
 def _ascending(ranges: Ranges) -> Ranges:
-    """In order, and without what CRIU asked for twice."""
+    """Sort the records and drop those that CRIU asked for twice."""
     ranges = ranges[np.argsort(ranges["start"], kind="stable")]
     before = np.maximum.accumulate(ranges["end"])[:-1]
     start = ranges["start"].copy()

@@ -1,5 +1,4 @@
-"""Changes CRIU's images before a restore; the rule: everything that is not named stays as it was
-dumped.
+"""Edit CRIU's images before a restore. Fields that an edit does not name stay as they were dumped.
 
 Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), open files in files.img (fdinfo.proto,
 regfile.proto).

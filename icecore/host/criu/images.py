@@ -1,25 +1,20 @@
-"""CRIU's image files: what icecore asks of them, typed; rule: read by field numbers, which CRIU
-keeps stable, so that images of any version from 4.0 on are understood.
+"""CRIU's image files, typed. Fields are read by number, which CRIU keeps stable, so images of every
+version from 4.0 on are understood.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged, MissingTool
+from icecore.errors import Damaged
 from icecore.host.criu.pagemap_image import read_whole
-from icecore.host.criu.program import Criu
 from icecore.host.criu.protobuf import Message, WireError, decode_columns, read_varint
 
 COMMON, SERVICE = 0x54564319, 0x55105940
@@ -31,28 +26,27 @@ INVENTORY, PSTREE, CORE, MM, FILES, FDINFO = (
     0x56303138,
     0x56213732,
 )
-REMAP_FPATH, GHOST_FILE, MEMFD_INODE, STATS = 0x59133954, 0x52583605, 0x48453499, 0x57093306
+REMAP_FPATH, GHOST_FILE, STATS = 0x59133954, 0x52583605, 0x57093306
 
 #: VmaEntry.status bits (criu/include/image.h).
-VMA_REGULAR, VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5
+VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 1, 1 << 2, 1 << 3, 1 << 5
 VMA_FILE_PRIVATE, VMA_FILE_SHARED, VMA_ANON_SHARED, VMA_ANON_PRIVATE = (
     1 << 6,
     1 << 7,
     1 << 8,
     1 << 9,
 )
-VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING, VMA_MEMFD = (
+VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING = (
     1 << 10,
     1 << 11,
     1 << 12,
     1 << 13,
-    1 << 14,
 )
 #: No mapping: guard pages (MADV_GUARD_INSTALL) within one. They come after all others.
 VMA_GUARD = 1 << 16
 
 MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 0x1, 0x2, 0x20
-MAP_GROWSDOWN, MAP_LOCKED, MAP_HUGETLB = 0x100, 0x2000, 0x40000
+MAP_LOCKED, MAP_HUGETLB = 0x2000, 0x40000
 
 #: One VMA of a mm image. ``shmid`` is the file's id for file mappings, the shared memory's for
 #: shared anonymous ones.
@@ -75,23 +69,16 @@ ALIVE, DEAD, STOPPED = 1, 2, 3
 _MM_HEAD, _MM_VMA = 12, 14
 _VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
 
-#: file_entry.type (images/fdinfo.proto).
-REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    11,
-    16,
-    18,
-)
+#: file_entry.type of a regular file (images/fdinfo.proto).
+REGULAR_FILE = 1
 
-LINKED, GHOST, PROCFS = 0, 1, 2
+#: How a file without a name comes back (images/remap-file-path.proto): from another file's name or
+#: from a copy of its content.
+LINKED, GHOST = 0, 1
 
 
 def read_image(path: Path, magic: int) -> list[Message]:
-    """The messages of an image without extra bytes between them.
+    """Return the messages of an image that has no extra bytes between them.
 
     Raises:
         Damaged: It is not of this kind, or is cut off.
@@ -101,7 +88,7 @@ def read_image(path: Path, magic: int) -> list[Message]:
 
 
 def decode_image(data: bytes, magic: int, name: str) -> list[Message]:
-    """As `read_image`, of its bytes."""
+    """Decode the bytes of an image as `read_image` does."""
     try:
         first, second = struct.unpack_from("<II", data)
         if first in (COMMON, SERVICE):
@@ -124,7 +111,7 @@ def decode_image(data: bytes, magic: int, name: str) -> list[Message]:
 
 
 def encode_image(messages: list[Message], magic: int) -> bytes:
-    """An image file of messages."""
+    """Return an image file that contains the messages."""
     out = bytearray()
     if magic != INVENTORY:
         out += struct.pack("<I", SERVICE if magic == STATS else COMMON)
@@ -142,7 +129,7 @@ def write_image(path: Path, messages: list[Message], magic: int) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A process of the tree. Ids as in its pid namespace, which is how images are named after it."""
+    """A process of the tree. Its ids are those of its pid namespace, by which images are named."""
 
     pid: int
     parent: int
@@ -153,7 +140,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Core:
-    """What core-N.img says of a process: its name, ALIVE, DEAD or STOPPED, and the exit code of a
+    """The content of core-N.img: the process's name, ALIVE, DEAD or STOPPED, and the exit code of a
     dead one.
     """
 
@@ -164,8 +151,8 @@ class Core:
 
 @dataclass(frozen=True)
 class AddressSpace:
-    """What mm-N.img says: its VMAs in address order, the file id of its program, and the bounds of
-    its heap and arguments.
+    """The content of mm-N.img: VMAs in address order, the file id of the program, and the bounds of
+    heap and arguments.
     """
 
     vmas: Vmas
@@ -176,8 +163,8 @@ class AddressSpace:
     environment: tuple[int, int]
 
     def lazy(self) -> npt.NDArray[np.bool_]:
-        """For each VMA, whether CRIU restores its pages through userfaultfd (vma_entry_can_be_lazy
-        in criu/include/vma.h).
+        """Return, for each VMA, whether CRIU restores its pages through userfaultfd
+        (vma_entry_can_be_lazy in criu/include/vma.h).
 
         Within such a VMA only the pages that a thread's stack pointer is in are not lazy: the
         pagemap says which.
@@ -208,7 +195,7 @@ class RegularFile:
 
 @dataclass(frozen=True)
 class Remap:
-    """A file that had no name any more: file ``original`` is restored from ``target``: a ghost
+    """A file that had no name any more: file ``original`` is restored from ``target``, a ghost
     image (GHOST) or another file (LINKED).
     """
 
@@ -217,18 +204,8 @@ class Remap:
     kind: int
 
 
-@dataclass(frozen=True)
-class Memfd:
-    """A memfd: ``shmid`` names its pagemap image (pagemap-shmem-N.img)."""
-
-    name: str
-    size: int
-    shmid: int
-    inode: int
-
-
 def load_pstree(folder: Path) -> list[Task]:
-    """The processes, parents before children."""
+    """Return the processes, parents before children."""
     return [
         Task(m.integer(1), m.integer(2), m.integer(3), m.integer(4), m.integers(5))
         for m in read_image(folder / "pstree.img", PSTREE)
@@ -236,15 +213,15 @@ def load_pstree(folder: Path) -> list[Task]:
 
 
 def load_core(folder: Path, pid: int) -> Core:
-    """What core-PID.img says of a process (its main thread)."""
+    """Return the content of core-PID.img (the main thread)."""
     (message,) = read_image(folder / f"core-{pid}.img", CORE)
     task = message.message(3)
     return Core(task.text(6), task.integer(1), task.signed(2))
 
 
 def load_rseq(folder: Path) -> list[int]:
-    """Where the kernel tells the threads of all processes the numbers of their processors (struct
-    rseq), as far as they asked for it.
+    """Return the addresses of the threads' rseq areas (struct rseq), where the kernel stores
+    processor numbers, for threads that registered one.
     """
     found = []
     for path in folder.glob("core-*.img"):
@@ -255,7 +232,7 @@ def load_rseq(folder: Path) -> list[int]:
 
 
 def load_mm(folder: Path, pid: int) -> AddressSpace:
-    """The address space of a process, 20 000 VMAs in a few hundredths of a second."""
+    """Return the address space of a process; 20 000 VMAs take a few hundredths of a second."""
     path = folder / f"mm-{pid}.img"
     data = read_whole(path)
     try:
@@ -350,8 +327,8 @@ def map_file(
 
 
 def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
-    """A VMA of private anonymous memory in parts, in address order: pieces (start, end, offset) of
-    a file, and what is left.
+    """Yield the parts of a VMA of private anonymous memory, in address order: pieces (start, end,
+    offset) of a file, and the rest.
     """
     at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
     for start, end, offset in sorted(pieces):
@@ -381,8 +358,8 @@ def _changed(message: Message, values: Mapping[int, int]) -> bytes:
 
 
 def add_file(folder: Path, name: str) -> int:
-    """A regular file more in files.img, of that name, which CRIU gets as a descriptor
-    (``--inherit-fd``); its id.
+    """Add a regular file of that name to files.img, which CRIU receives as a descriptor
+    (``--inherit-fd``), and return its id.
     """
     entries = read_image(folder / "files.img", FILES)
     free = 1 + max((entry.integer(2) for entry in entries), default=0)
@@ -406,7 +383,7 @@ def add_file(folder: Path, name: str) -> int:
 
 
 def load_files(folder: Path) -> list[RegularFile]:
-    """The regular files that any process has open, mapped or runs from."""
+    """Return the regular files that any process has open, mapped or runs from."""
     found = []
     for entry in read_image(folder / "files.img", FILES):
         if entry.integer(1) == REGULAR_FILE:
@@ -428,27 +405,16 @@ def load_files(folder: Path) -> list[RegularFile]:
 
 
 def load_remaps(folder: Path) -> list[Remap]:
-    """How files without a name are brought back; empty if there are none."""
+    """Return how files without a name are restored; empty if there are none."""
     path = folder / "remap-fpath.img"
     if not path.exists():
         return []
     return [Remap(m.integer(1), m.integer(2), m.integer(3)) for m in read_image(path, REMAP_FPATH)]
 
 
-def load_memfds(folder: Path) -> list[Memfd]:
-    """The memfds; empty if there are none."""
-    path = folder / "memfd.img"
-    if not path.exists():
-        return []
-    return [
-        Memfd(m.text(1), m.integer(4), m.integer(5), m.integer(7))
-        for m in read_image(path, MEMFD_INODE)
-    ]
-
-
 def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
-    """The numbers of the pagemap images: of processes (pagemap-N.img, N the pid), and of shared
-    memory (pagemap-shmem-N.img).
+    """Return the numbers of the pagemap images: of processes (pagemap-N.img, N the pid) and of
+    shared memory (pagemap-shmem-N.img).
     """
     processes, shared = [], []
     for path in folder.glob("pagemap-*.img"):
@@ -458,50 +424,3 @@ def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
         elif number.startswith("shmem-"):
             shared.append(int(number.removeprefix("shmem-")))
     return sorted(processes), sorted(shared)
-
-
-def load_pycriu(criu: Criu) -> ModuleType:
-    """CRIU's own Python package, for reading and writing every kind of image as dicts
-    (``pycriu.images.load`` and ``dump``).
-
-    One version a process: what was imported first stays. Needs the protobuf package, older than 7.
-
-    Raises:
-        MissingTool: It is not there or does not import.
-    """
-    if "pycriu" in sys.modules:
-        return sys.modules["pycriu"]
-    cure = "run tools/install-criu"
-    if criu.pycriu is None:
-        raise MissingTool(f"{criu.path} came without pycriu", cure=cure)
-    # Found by its own path: the folder it lies in may be the system's, whose other packages must
-    # not become importable.
-    package = criu.pycriu / "pycriu"
-    spec = importlib.util.spec_from_file_location(
-        "pycriu", package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    if spec is None or spec.loader is None:
-        raise MissingTool(f"there is no pycriu in {criu.pycriu}", cure=cure)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pycriu"] = module
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, OSError, TypeError, AttributeError) as error:
-        del sys.modules["pycriu"]
-        raise MissingTool(
-            f"pycriu in {criu.pycriu} does not import: {error}", cure=cure + "; it needs protobuf<7"
-        ) from error
-    return module
-
-
-def image_as_dict(path: Path, criu: Criu) -> dict[str, Any]:
-    """Any image as a dict, through pycriu."""
-    with open(path, "rb") as file:
-        image: dict[str, Any] = load_pycriu(criu).images.load(file)
-    return image
-
-
-def write_dict(path: Path, image: dict[str, Any], criu: Criu) -> None:
-    """Write what `image_as_dict` gave, perhaps changed."""
-    with open(path, "wb") as file:
-        load_pycriu(criu).images.dump(image, file)

@@ -1,5 +1,5 @@
-"""What went wrong, from CRIU's log: its first errors, and for the known ones the cause and the
-cure; rule: pure, and the first error counts, the rest follow from it.
+"""Explain CRIU's failures from its log: the first errors, and the cause and cure of known ones. The
+first error counts: the others follow from it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A known reason for which CRIU fails: ``name`` for programs, ``message`` and ``cure`` for
-    people.
-    """
+    """A known cause of CRIU's failure: ``name`` for programs, ``message`` and ``cure`` for people."""
 
     name: str
     message: str
@@ -27,15 +25,13 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``errors``: CRIU's own error lines, first ones first. ``cause``: what they are known to mean,
-    None if they are not known.
-    """
+    """``errors``: CRIU's own error lines, in order. ``cause``: their known cause, or None."""
 
     errors: list[str]
     cause: Cause | None
 
     def sentence(self, what: str) -> tuple[str, str]:
-        """The message and the cure of an exception about it; ``what`` is what failed ("the dump of
+        """Return the message and the cure of an exception; ``what`` is what failed ("the dump of
         process 7").
         """
         first = self.errors[0] if self.errors else "CRIU gave no reason"

@@ -1,11 +1,17 @@
-/* Loaded into CRIU: a memcpy that leaves out pages of the source that were never touched; rule: wherever the source has data, the target has it afterwards.
+/* Preloaded into CRIU: a memcpy that skips pages of the source that were never touched. Wherever
+ * the source has data, the target has it afterwards.
  *
- * In a lazy dump CRIU (4.1, 4.2: criu/mem.c, __parasite_dump_pages_seized) copies its whole table of ranges into memory that it shares with the process: 16 bytes for each
- * page of every private mapping, reserved ones included, while the process stands still. Few entries are in use; they come first, and no others are
- * ever read. A process with CUDA reserves more addresses than there is memory: 64 GiB cost half a second of the window, four GPUs' 1.4 s for each rank.
+ * In a lazy dump CRIU (4.1, 4.2: criu/mem.c, __parasite_dump_pages_seized) copies its whole table
+ * of ranges into memory that it shares with the process: 16 bytes for each page of every private
+ * mapping, reserved ones included, while the process is stopped. Few entries are in use; they come
+ * first, and no others are ever read. A process with CUDA reserves more addresses than there is
+ * memory: 64 GiB cost half a second of the window, and the address space of four GPUs 1.4 s for
+ * each rank.
  *
- * A page of the source that is neither there nor swapped (/proc/self/pagemap) is zeros and is not read, which would make it there; of the target, zeros are written to what is
- * there already (mincore). */
+ * A page of the source that is neither present nor swapped (/proc/self/pagemap) is zero and is not
+ * read, because reading would make it present. In the target, zeros are written only to pages that
+ * are present (mincore).
+ */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdbool.h>
@@ -42,15 +48,17 @@ static void clear(uintptr_t start, size_t size, size_t page)
 	}
 }
 
-/* From within a page of the source on; as much as was copied. */
+/* Copy from within a page of the source; return how much was copied. */
 static size_t copy_some(int pagemap, char *target, const char *source, size_t size, size_t page)
 {
 	static __thread uint64_t entries[PIECE / SMALLEST_PAGE];
-	size_t first = (uintptr_t)source / page, most = (first + PIECE / page) * page - (uintptr_t)source;
+	size_t first = (uintptr_t)source / page,
+	       most = (first + PIECE / page) * page - (uintptr_t)source;
 
 	size = size < most ? size : most;
 	size_t count = ((uintptr_t)source + size - 1) / page - first + 1;
-	if (pread(pagemap, entries, count * sizeof *entries, (off_t)(first * sizeof *entries)) != (ssize_t)(count * sizeof *entries)) {
+	if (pread(pagemap, entries, count * sizeof *entries, (off_t)(first * sizeof *entries)) !=
+	    (ssize_t)(count * sizeof *entries)) {
 		memmove(target, source, size);
 		return size;
 	}
@@ -58,7 +66,8 @@ static size_t copy_some(int pagemap, char *target, const char *source, size_t si
 		bool data = entries[i] & HAS_DATA;
 		for (next = i + 1; next < count && !(entries[next] & HAS_DATA) == !data;)
 			next++;
-		size_t from = i ? (first + i) * page - (uintptr_t)source : 0, to = next < count ? (first + next) * page - (uintptr_t)source : size;
+		size_t from = i ? (first + i) * page - (uintptr_t)source : 0,
+		       to = next < count ? (first + next) * page - (uintptr_t)source : size;
 		if (data)
 			memmove(target + from, source + from, to - from);
 		else
@@ -75,7 +84,8 @@ void *memcpy(void *target, const void *source, size_t size)
 	if (pagemap < 0)
 		return memmove(target, source, size);
 	for (size_t at = 0; at < size;)
-		at += copy_some(pagemap, (char *)target + at, (const char *)source + at, size - at, page);
+		at += copy_some(
+		    pagemap, (char *)target + at, (const char *)source + at, size - at, page);
 	close(pagemap);
 	return target;
 }

@@ -1,5 +1,5 @@
-"""Which files CRIU opens by their paths for a process, read from its images; the rule: what the
-images do not record as a regular file, CRIU makes itself.
+"""Find the files that CRIU opens by path for a process, from its images. CRIU creates whatever the
+images do not record as a regular file.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class OpenedImages:
         }
 
     def descriptors(self, pid: int) -> dict[int, OpenedFile]:
-        """The descriptors of a process, by number; ``pid`` as in the images. A process that had
-        ended has none.
+        """Return the descriptors of a process by number; ``pid`` as in the images. A process that
+        had ended has none.
         """
         try:
             (ids,) = read_image(self._folder / f"ids-{pid}.img", _IDS)
@@ -92,7 +92,7 @@ class OpenedImages:
         }
 
     def mappings(self, pid: int) -> Iterator[tuple[int, int, OpenedFile]]:
-        """Start, end and file of the mappings of a process, in address order; ``pid`` as in the
+        """Yield start, end and file of a process's mappings in address order; ``pid`` as in the
         images. A process that had ended has none.
         """
         try:
@@ -107,7 +107,7 @@ class OpenedImages:
 
 
 def _ghost_user(folder: Path, number: int) -> int:
-    """Whom a ghost file belongs to; its content may follow in the image."""
+    """Return the owner of a ghost file, whose content may follow in the image."""
     path = folder / f"ghost-file-{number:x}.img"
     with open(path, "rb") as file:
         data = file.read(_GHOST_HEAD)

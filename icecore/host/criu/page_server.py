@@ -1,5 +1,5 @@
-"""CRIU's page-server protocol in the layouts of 4.1 and 4.2; rule: every length that arrives is
-bounded before anything is allocated for it.
+"""CRIU's page-server protocol, in the layouts of 4.1 and 4.2. Every received length is bounded
+before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from icecore.errors import DumpFailed
 
 ADD = 1
-HOLE = 2
 OPEN = 3
 OPEN2 = 4
 PARENT = 5
 ADD_FLAGS = 6
-GET = 7
 CLOSE = 0x1023
 FORCE_CLOSE = 0x1024
 
@@ -34,21 +32,16 @@ _MOST_PAGES = 1 << 35
 
 
 def page_server_record(version: tuple[int, ...]) -> struct.Struct:
-    """The layout of struct page_server_iov (command, pages, address, image) of a CRIU version: 24
-    bytes up to 4.1, 32 from 4.2 on.
+    """Return the layout of struct page_server_iov (command, pages, address, image) of a CRIU
+    version: 24 bytes up to 4.1, 32 from 4.2 on.
     """
     return _RECORD_42 if version[:2] >= (4, 2) else _RECORD_41
 
 
-def image_number(kind: int, number: int) -> int:
-    """How the protocol names an image: ``kind`` PROCESS or SHARED, and the number in its file name."""
-    return number << 8 | kind
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Pages that CRIU announces: of image ``number`` of ``kind``, ``pages`` pages from ``address``;
-    their bytes follow if PE_PRESENT is in ``flags``.
+    """Pages that CRIU announces: ``pages`` pages from ``address`` of image ``number`` of ``kind``.
+    Their bytes follow if ``flags`` contains PE_PRESENT.
     """
 
     kind: int
@@ -71,7 +64,7 @@ class Connection:
         self.record = page_server_record(version)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.socket.close()
 
     def send(self, command: int, *, pages: int = 0, address: int = 0, image: int = 0) -> None:
@@ -79,8 +72,8 @@ class Connection:
         self.socket.sendall(self.record.pack(command, pages, address, image))
 
     def finish(self, seconds: float) -> None:
-        """As the client: say that all is done and hear CRIU confirm it, which proves that it served
-        until now.
+        """As the client: report the end and require CRIU's confirmation, which proves that it
+        served until now.
 
         Raises:
             DumpFailed: No confirmation, or not in time.
@@ -94,22 +87,13 @@ class Connection:
         if status:
             raise DumpFailed(f"CRIU ended the dump with status {status}")
 
-    def serving(self) -> bool:
-        """As the client: whether the other end is still there."""
-        try:
-            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
     def confirm(self) -> None:
-        """As the server of a dump: confirm the end that `extents` has left unanswered."""
+        """As the server of a dump: confirm the end, which `extents` has left unanswered."""
         self.socket.sendall(_STATUS.pack(0))
 
     def extents(self, *, answer: bool = True) -> Iterator[Extent]:
-        """As the server of a dump: what CRIU sends, until it says that it is done, which is then
-        confirmed.
+        """As the server of a dump: yield what CRIU sends until it reports the end, and confirm
+        that.
 
         Without ``answer`` that is left to `confirm`; until then CRIU waits, the tree frozen.
 
@@ -151,7 +135,7 @@ class Connection:
                 )
 
     def receive_into(self, out: memoryview) -> None:
-        """Take exactly as many bytes as ``out`` has.
+        """Receive exactly as many bytes as ``out`` has.
 
         Raises:
             DumpFailed: The connection broke.

@@ -1,5 +1,5 @@
-"""CRIU's pagemap images as numpy arrays, in the formats of 4.1 and 4.2; rule: millions of entries
-in well under a second.
+"""CRIU's pagemap images as numpy arrays, in the formats of 4.1 and 4.2. Millions of entries take
+well under a second.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def decode_pagemap(data: bytes, name: str = "pagemap") -> tuple[int, Entries]:
 
 
 def encode_pagemap(pages_id: int, entries: Entries, version: tuple[int, ...]) -> bytes:
-    """A pagemap image for a CRIU of some version. Given a 32-bit and a 64-bit page count, 4.2's can
-    be read by older ones too.
+    """Return a pagemap image for a CRIU version. With a 32-bit and a 64-bit page count, older
+    versions can read 4.2's too.
     """
     head = Message([(1, 0, pages_id)]).encode()
     columns = [
@@ -97,7 +97,7 @@ def encode_pagemap(pages_id: int, entries: Entries, version: tuple[int, ...]) ->
 
 
 def merge_entries(entries: Entries) -> Entries:
-    """Neighbours of equal flags become one entry (4.2 ends an entry after 256 pages)."""
+    """Merge adjacent entries of equal flags (4.2 ends an entry after 256 pages)."""
     if len(entries) == 0:
         return entries
     starts = np.ones(len(entries), np.bool_)
@@ -112,7 +112,7 @@ def merge_entries(entries: Entries) -> Entries:
 
 
 def read_whole(path: Path) -> bytes:
-    """An image file, read only if it can be one: whoever made it may have made it sparse and huge.
+    """Read an image file if its size is plausible: its author may have made it sparse and huge.
 
     Raises:
         Damaged: It is longer than any image that is read whole.
@@ -125,7 +125,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def load_pagemap(path: Path, *, merge: bool = True) -> tuple[int, Entries]:
-    """`decode_pagemap` of a file, with neighbours merged unless asked not to."""
+    """Decode a pagemap file; adjacent entries are merged unless ``merge`` is False."""
     pages_id, entries = decode_pagemap(read_whole(path), path.name)
     return pages_id, merge_entries(entries) if merge else entries
 

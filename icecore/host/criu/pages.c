@@ -1,11 +1,16 @@
-/* Loaded into CRIU: private anonymous memory seems empty to it; rule: what was kept from it is written down first, or nothing is.
+/* Preloaded into CRIU: private anonymous memory appears empty to it. Whatever is hidden is recorded
+ * first; if it cannot be recorded, nothing is hidden.
  *
- * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs and drain_pages) walks the pages of one process after the other and has each put its own into pipes, where nobody
- * fetches them: the dumper reads them in place. That is some 45 ms for each GiB of 4 KiB pages in which the tree stands still, and a descriptor for every 2 MiB.
- * Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN (criu/pagemap-cache.c, pmc_fill) of a range within one private anonymous mapping of another process
- * finds nothing there, and a struct hidden says so at the end of that file.
+ * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs and drain_pages) walks the pages of
+ * one process after the other and has each put its own into pipes, from which nobody reads: the
+ * dumper reads memory in place. That adds about 45 ms of window for each GiB of 4 KiB pages, and a
+ * descriptor for every 2 MiB. Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN
+ * (criu/pagemap-cache.c, pmc_fill) of a range within one private anonymous mapping of another
+ * process finds nothing, and a struct hidden at the end of that file records the range.
  *
- * Everything else is the kernel's to answer: memory of files and shared memory (CRIU writes those), the search for guard pages, small ranges. */
+ * The kernel answers everything else: memory of files and shared memory (which CRIU writes), the
+ * search for guard pages, and small ranges.
+ */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/ioctl.h>
@@ -18,13 +23,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* More than CRIU's cache holds (PMC_SIZE): for less it asks for several mappings at once, which may have become one since (it makes all readable). */
+/* More than CRIU's cache holds (PMC_SIZE): for less, CRIU asks for several mappings at once, which
+ * may have become one since (it makes all readable). */
 #define LEAST (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
 
 /* linux/fs.h from 6.7 on; where this is built may be older. */
 struct scan {
-	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted, category_mask, category_anyof_mask, return_mask;
+	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
+	    category_mask, category_anyof_mask, return_mask;
 };
 #define SCAN _IOWR('f', 16, struct scan)
 #define PRESENT_OR_SWAPPED (1 << 3 | 1 << 4)
@@ -37,7 +44,8 @@ struct hidden {
 	uint64_t pid, start, end;
 };
 
-/* The private anonymous mappings of the process that was asked about last, ascending. CRIU has one thread. */
+/* The private anonymous mappings of the process that was asked about last, ascending. CRIU has one
+ * thread. */
 static struct {
 	pid_t pid;
 	struct range *ranges;
@@ -46,7 +54,7 @@ static struct {
 
 __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long request, ...);
 
-/* The whole of a file of /proc, which the caller frees; NULL where that cannot be had. */
+/* A whole file of /proc, which the caller frees; NULL if it cannot be read. */
 static char *contents(const char *path)
 {
 	int file = open(path, O_RDONLY | O_CLOEXEC);
@@ -75,7 +83,8 @@ static char *contents(const char *path)
 	return text;
 }
 
-/* Whether a line of /proc/PID/maps (proc_pid_maps(5)) is of private anonymous memory, and where that is. */
+/* Whether a line of /proc/PID/maps (proc_pid_maps(5)) is of private anonymous memory, and where
+ * that is. */
 static bool anonymous(const char *line, struct range *range)
 {
 	char private;
@@ -83,7 +92,8 @@ static bool anonymous(const char *line, struct range *range)
 	unsigned long inode;
 	int name;
 
-	if (sscanf(line, "%lx-%lx %*c%*c%*c%c %*x %x:%x %lu %n", &range->start, &range->end, &private, &major, &minor, &inode, &name) != 6)
+	if (sscanf(line, "%lx-%lx %*c%*c%*c%c %*x %x:%x %lu %n", &range->start, &range->end,
+		&private, &major, &minor, &inode, &name) != 6)
 		return false;
 	if (private != 'p' || major || minor || inode)
 		return false;
@@ -110,7 +120,8 @@ static bool look(pid_t pid)
 		if (!anonymous(line, &found) || found.end - found.start < LEAST)
 			continue;
 		if (known.count == room) {
-			struct range *more = realloc(known.ranges, (room = 2 * room + 64) * sizeof *more);
+			struct range *more =
+			    realloc(known.ranges, (room = 2 * room + 64) * sizeof *more);
 			if (!more) {
 				free(text);
 				return false;
@@ -135,7 +146,8 @@ static bool within_one(uint64_t start, uint64_t end)
 		else
 			high = middle;
 	}
-	return low < known.count && known.ranges[low].start <= start && end <= known.ranges[low].end;
+	return low < known.count && known.ranges[low].start <= start &&
+	    end <= known.ranges[low].end;
 }
 
 /* Whose pagemap it is; 0: no process's, or our own. */
@@ -149,7 +161,8 @@ static pid_t whose(int descriptor)
 	if (size <= 0)
 		return 0;
 	path[size] = '\0';
-	if (sscanf(path, "/proc/%d/%15s", &pid, word) != 2 || strcmp(word, "pagemap") || pid == getpid())
+	if (sscanf(path, "/proc/%d/%15s", &pid, word) != 2 || strcmp(word, "pagemap") ||
+	    pid == getpid())
 		return 0;
 	return pid;
 }
@@ -168,10 +181,12 @@ static bool note(pid_t pid, uint64_t start, uint64_t end)
 
 static bool hide(int descriptor, struct scan *scan)
 {
-	if (scan->size < sizeof *scan || scan->category_anyof_mask != PRESENT_OR_SWAPPED || scan->end < scan->start || scan->end - scan->start < LEAST)
+	if (scan->size < sizeof *scan || scan->category_anyof_mask != PRESENT_OR_SWAPPED ||
+	    scan->end < scan->start || scan->end - scan->start < LEAST)
 		return false;
 	pid_t pid = whose(descriptor);
-	return pid && look(pid) && within_one(scan->start, scan->end) && note(pid, scan->start, scan->end);
+	return pid && look(pid) && within_one(scan->start, scan->end) &&
+	    note(pid, scan->start, scan->end);
 }
 
 int ioctl(int descriptor, unsigned long request, ...)

@@ -1,11 +1,16 @@
-/* Loaded into CRIU: where a process mounts a /proc of its own for a moment; rule: a name that nobody else uses, in a directory that root can write to.
+/* Preloaded into CRIU: where a process mounts a temporary /proc of its own. The name is one that
+ * nobody else uses, in a directory that root can write to.
  *
- * Who is in a pid namespace of its own and sees the host's /proc is made by CRIU (4.0 to 4.2: criu/pie/parasite.c, get_proc_fd) to mount one as "proc.crtools" in its
- * working directory, twice in each dump. Dumps of two jobs that were started in one directory meet there, and one fails; so does every dump of a job in a directory that cannot
- * be written to (mounted read-only, NFS that knows no root), and every further one of jobs in a directory where a CRIU was killed in between.
+ * CRIU (4.0 to 4.2: criu/pie/parasite.c, get_proc_fd) makes a process that has its own pid
+ * namespace but sees the host's /proc mount one as "proc.crtools" in its working directory, twice
+ * in each dump. Dumps of two jobs that were started in one directory collide there, and one fails.
+ * So does every dump of a job in a directory that is not writable (mounted read-only, or NFS with
+ * root squashed), and every later dump of jobs in a directory where a CRIU was killed in between.
  *
- * The name is part of the code that CRIU puts into processes, which is data of its program: there it is replaced by one of the same length, for this CRIU alone.
- * A program that has it not exactly once is left as it is. */
+ * The name is part of the code that CRIU injects into processes, which is data of CRIU's program:
+ * it is replaced there by a name of the same length, for this CRIU alone. A program that does not
+ * contain it exactly once is left unchanged.
+ */
 #define _GNU_SOURCE
 #include <link.h>
 #include <stdint.h>
@@ -32,14 +37,16 @@ static int look(struct dl_phdr_info *program, size_t size, void *given)
 	(void)size;
 	for (size_t i = 0; i < program->dlpi_phnum; i++) {
 		const ElfW(Phdr) *segment = &program->dlpi_phdr[i];
-		char *start = (char *)(program->dlpi_addr + segment->p_vaddr), *end = start + segment->p_filesz, *at = start;
+		char *start = (char *)(program->dlpi_addr + segment->p_vaddr),
+		     *end = start + segment->p_filesz, *at = start;
 
 		if (segment->p_type != PT_LOAD || !(segment->p_flags & PF_R))
 			continue;
 		while ((at = memmem(at, (size_t)(end - at), KNOWN, sizeof KNOWN))) {
 			found->at = at++;
 			found->count++;
-			found->protection = PROT_READ | (segment->p_flags & PF_W ? PROT_WRITE : 0) | (segment->p_flags & PF_X ? PROT_EXEC : 0);
+			found->protection = PROT_READ | (segment->p_flags & PF_W ? PROT_WRITE : 0) |
+			    (segment->p_flags & PF_X ? PROT_EXEC : 0);
 		}
 	}
 	return 1; /* the program itself comes first; the others are libraries */
@@ -62,7 +69,8 @@ __attribute__((constructor)) static void rename_proc(void)
 	else
 		snprintf(name, sizeof name, "%s/%s", DIRECTORY, letters + sizeof DIRECTORY);
 
-	uintptr_t page = (uintptr_t)getpagesize(), from = (uintptr_t)found.at / page * page, to = (uintptr_t)found.at + sizeof name;
+	uintptr_t page = (uintptr_t)getpagesize(), from = (uintptr_t)found.at / page * page,
+		  to = (uintptr_t)found.at + sizeof name;
 	if (mprotect((void *)from, to - from, PROT_READ | PROT_WRITE))
 		return;
 	memcpy(found.at, name, sizeof name);

@@ -1,5 +1,5 @@
-"""CRIU as a program that is found, started and understood; rule: it is never killed, and never left
-holding a tree: its connection is hung up and it thaws the tree itself.
+"""Find CRIU and build its command lines. CRIU is never killed while it holds a tree: closing its
+connection makes it thaw the tree itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from icecore.host.kernel.limits import kernel_version
 
 LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
-_SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
 _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
 #: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no
 #: compiler.
@@ -34,16 +33,13 @@ Connections = Literal["refuse", "keep", "close"]
 
 @dataclass(frozen=True)
 class Criu:
-    """A CRIU that starts: its path, version, and the folder that holds its pycriu (None where it
-    has none).
-    """
+    """A CRIU that starts: its path and version."""
 
     path: Path
     version: Version
-    pycriu: Path | None
 
     def dumps_internet_sockets(self, kernel: tuple[int, int]) -> bool:
-        """Whether it can dump any TCP or UDP socket, listening ones too, on a kernel of this
+        """Return whether it can dump TCP or UDP sockets, listening ones too, on a kernel of this
         version.
 
         From Linux 6.16 on SO_PASSCRED is refused on sockets other than unix ones; CRIU 4.2 is the
@@ -52,8 +48,7 @@ class Criu:
         return self.version >= (4, 2) or kernel < (6, 16)
 
     def keeps_guard_pages(self, kernel: tuple[int, int]) -> bool:
-        """Whether guard pages (MADV_GUARD_INSTALL, from Linux 6.13 on), if there are any, come
-        back.
+        """Return whether guard pages (MADV_GUARD_INSTALL, from Linux 6.13 on) are restored.
 
         CRIU 4.2 is the first to know them. Older ones fail, because they cannot read them: where
         nobody hides that memory from them.
@@ -61,7 +56,7 @@ class Criu:
         return self.version >= (4, 2) or kernel < (6, 13)
 
     def check(self, seconds: float = 60) -> None:
-        """Have it look at the kernel (``criu check``).
+        """Run ``criu check``, which tests the kernel.
 
         Raises:
             MissingTool: It found something lacking.
@@ -97,9 +92,9 @@ def _version(path: Path) -> Version | None:
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
-def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | None:
-    """The binary, the pycriu folder and the version that a prefix of tools/install-criu records: it
-    has started that CRIU, which takes a while.
+def _from_prefix(prefix: Path) -> tuple[Path, Version | None] | None:
+    """Return the binary and the version that a prefix of tools/install-criu records, which saves
+    starting that CRIU.
     """
     try:
         record = json.loads((prefix / "criu.json").read_text())
@@ -112,13 +107,13 @@ def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | Non
             if len(numbers) > 1
             else None
         )
-        return path, Path(record["pycriu_path"]), version
+        return path, version
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def newer_prefix(prefix: Path) -> Path:
-    """Where tools/install-criu puts a newer CRIU beside the one in ``prefix``."""
+    """Return where tools/install-criu puts a newer CRIU beside the one in ``prefix``."""
     return prefix.with_name(f"{prefix.name}-sid")
 
 
@@ -138,14 +133,14 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
             another.
     """
     named = explicit or os.environ.get("ICECORE_CRIU")
-    candidates: list[tuple[Path, Path | None, Version | None]] = []
+    candidates: list[tuple[Path, Version | None]] = []
     if named:
         path = Path(named)
         recorded = _from_prefix(path) if path.is_dir() else _from_prefix(path.parent.parent)
         if path.is_dir() and recorded is None:
             raise MissingTool(f"{path} holds no criu.json", cure=_CURE)
         same = recorded if recorded and (path.is_dir() or path == recorded[0]) else None
-        candidates.append(same or (path, None, None))
+        candidates.append(same or (path, None))
     else:
         prefix = Path(os.environ.get("ICECORE_CRIU_PREFIX") or PREFIX)
         candidates += [
@@ -155,19 +150,17 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
             "criu", path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
         )
         if system:
-            candidates.append((Path(system), None, None))
+            candidates.append((Path(system), None))
     reasons = []
     usable: list[Criu] = []
-    for path, pycriu, recorded_version in candidates:
+    for path, recorded_version in candidates:
         version = recorded_version or _version(path)
         if version is None:
             reasons.append(f"{path} does not start")
         elif version[:2] < LEAST_VERSION:
             reasons.append(f"{path} is version {version[0]}.{version[1]}, older than 4.0")
         else:
-            if pycriu is None and (_SYSTEM_PYTHON / "pycriu").is_dir():
-                pycriu = _SYSTEM_PYTHON
-            criu = Criu(path, version, pycriu)
+            criu = Criu(path, version)
             kernel = kernel_version()
             if named or (criu.dumps_internet_sockets(kernel) and criu.keeps_guard_pages(kernel)):
                 return criu
@@ -178,13 +171,15 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
 
 
 def has_plugin(folder: str, name: str) -> bool:
-    """Whether a directory of CRIU's plugins (``--libdir``) holds this one; "" holds none."""
+    """Return whether a directory of CRIU's plugins (``--libdir``) contains this one; "" contains
+    none.
+    """
     return bool(folder) and (Path(folder) / f"{name}_plugin.so").is_file()
 
 
 @dataclass(frozen=True)
 class DumpArguments:
-    """What a dump is told.
+    """The options of a dump.
 
     Attributes:
         external: Resources that the restore will provide ("net[4026531840]:job").
@@ -213,7 +208,7 @@ class DumpArguments:
     extra: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """As command-line arguments."""
+        """Return the command-line arguments."""
         return [
             f"-v{self.verbosity}",
             *(word for name in self.external for word in ("--external", name)),
@@ -234,7 +229,7 @@ class DumpArguments:
 
 @dataclass(frozen=True)
 class RestoreArguments:
-    """What a restore is told; as `DumpArguments`, and:
+    """The options of a restore: those of `DumpArguments`, and:
 
     Attributes:
         lazy: Leave lazy pages to the daemon that listens on ``lazy-pages.socket`` in the work
@@ -264,7 +259,7 @@ class RestoreArguments:
     extra: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """As command-line arguments."""
+        """Return the command-line arguments."""
         return [
             f"-v{self.verbosity}",
             *(["--lazy-pages"] if self.lazy else []),
@@ -289,9 +284,10 @@ class RestoreArguments:
 
 
 def dump_environment(hidden: str | None) -> dict[str, str]:
-    """The environment in which CRIU dumps: with a library, where it was built, that leaves out what
-    need not be copied (icecore/host/criu/memcpy.c) nor put into pipes (icecore/host/criu/pages.c),
-    and that keeps CRIU out of the job's working directory (icecore/host/criu/proc.c).
+    """Return the environment of a CRIU that dumps. If its library was built, CRIU does not copy
+    what need not be copied (icecore/host/criu/memcpy.c) nor put memory into pipes
+    (icecore/host/criu/pages.c), and stays out of the job's working directory
+    (icecore/host/criu/proc.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
     reserved, and by some 45 ms for each GiB of small pages that they use, and dumps of two jobs at
@@ -308,10 +304,10 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
 
 
 def restore_environment() -> dict[str, str]:
-    """What CRIU's environment has beside ours when it restores: a library, where it was built, for
-    which a thread that was killed while others run already is one that was let go
+    """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
+    that treats a thread killed while others run as one that was detached
     (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another,
-    or its own threads, while CRIU lets them go.
+    or its own threads, while CRIU detaches them.
     """
     return _preloading(RESTORE_LIBRARY)
 
@@ -333,7 +329,7 @@ def lazy_dump_command(
     pages: int | str,
     status: int | str,
 ) -> list[str]:
-    """The command line of a lazy dump, for who starts CRIU by himself.
+    """Return the command line of a lazy dump.
 
     Args:
         pages: Descriptor that CRIU inherits: one end of a stream socket pair; the tree is thawed
@@ -359,7 +355,7 @@ def lazy_dump_command(
 
 
 def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> list[str]:
-    """The command line of a dump that writes the memory into the images folder too."""
+    """Return the command line of a dump that also writes the memory into the images folder."""
     return [
         *(
             str(criu.path),
@@ -379,8 +375,8 @@ def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArgume
 def stream_dump_command(
     criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str
 ) -> list[str]:
-    """The command line of a dump that sends the memory through an inherited descriptor, in the
-    page-server protocol.
+    """Return the command line of a dump that sends the memory through an inherited descriptor, in
+    the page-server protocol.
     """
     return [
         *plain_dump_command(criu, pid, images, arguments),
@@ -393,7 +389,7 @@ def stream_dump_command(
 def restore_command(
     criu: Criu, images: Path, work: Path, arguments: RestoreArguments, *, pid_file: Path
 ) -> list[str]:
-    """The command line of a restore; CRIU creates ``pid_file``, which must not exist."""
+    """Return the command line of a restore; CRIU creates ``pid_file``, which must not exist."""
     return [
         *(str(criu.path), "restore", "-D", str(images), "-W", str(work), "-o", "restore.log", "-d"),
         *("--pidfile", str(pid_file), *arguments.arguments()),
@@ -401,8 +397,8 @@ def restore_command(
 
 
 def explain(folder: Path, log: str = "dump.log") -> Diagnosis:
-    """What a log in ``folder`` (and what CRIU said before it had one, in LOG.stderr) says went
-    wrong.
+    """Explain a failure from a log in ``folder`` and from CRIU's output before it had one
+    (LOG.stderr).
     """
     text = ""
     for path in (folder / log, folder / f"{log}.stderr"):

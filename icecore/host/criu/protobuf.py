@@ -1,5 +1,5 @@
-"""The protobuf wire format, as far as CRIU's images need it; rule: what is not understood is kept,
-and every length is checked before it is believed.
+"""The protobuf wire format, as far as CRIU's images need it. Unknown fields are kept, and every
+length is checked before use.
 
 CRIU's images promise stable field numbers, so a few numbers replace generated code: nothing depends
 on which CRIU's pycriu is installed or on which protobuf package it needs.
@@ -23,7 +23,7 @@ class WireError(ValueError):
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The varint at ``at``, and where the next thing begins."""
+    """Return the varint at ``at`` and the position after it."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -37,7 +37,9 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def write_varint(value: int) -> bytes:
-    """A varint; negative numbers as 64-bit two's complement, as int32 and int64 fields want them."""
+    """Encode a varint; negative numbers as 64-bit two's complement, as int32 and int64 fields
+    require.
+    """
     value &= _MASK
     out = bytearray()
     while value > 0x7F:
@@ -49,15 +51,15 @@ def write_varint(value: int) -> bytes:
 
 @dataclass
 class Message:
-    """A message as its fields in their order: (number, wire type, value); a value is an int, or
-    bytes for what has a length.
+    """A message as its fields in order: (number, wire type, value). A value is an int, or bytes if
+    it has a length.
     """
 
     fields: list[tuple[int, int, int | bytes]] = field(default_factory=list)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Message:
-        """Take a message apart.
+        """Decode a message.
 
         Raises:
             WireError: It is none.
@@ -85,7 +87,7 @@ class Message:
         return cls(fields)
 
     def encode(self) -> bytes:
-        """Put it together again."""
+        """Encode the message."""
         out = bytearray()
         for number, kind, value in self.fields:
             out += write_varint(number << 3 | kind)
@@ -101,11 +103,11 @@ class Message:
         return (value for n, _, value in self.fields if n == number)
 
     def has(self, number: int) -> bool:
-        """Whether the field is there."""
+        """Return whether the field is present."""
         return any(n == number for n, _, _ in self.fields)
 
     def integer(self, number: int, default: int = 0) -> int:
-        """The (last) value of an unsigned field or enum."""
+        """Return the (last) value of an unsigned field or enum."""
         value: int | bytes = default
         for found in self._values(number):
             value = found
@@ -114,17 +116,17 @@ class Message:
         return value
 
     def signed(self, number: int, default: int = 0) -> int:
-        """The value of an int32 or int64 field."""
+        """Return the value of an int32 or int64 field."""
         value = self.integer(number, default & _MASK)
         return value - (1 << 64) if value >> 63 else value
 
     def zigzag(self, number: int, default: int = 0) -> int:
-        """The value of a sint32 or sint64 field."""
+        """Return the value of a sint32 or sint64 field."""
         value = self.integer(number, default << 1 if default >= 0 else (-default << 1) - 1)
         return (value >> 1) ^ -(value & 1)
 
     def integers(self, number: int) -> list[int]:
-        """The values of a repeated field, packed or not."""
+        """Return the values of a repeated field, packed or not."""
         found: list[int] = []
         for value in self._values(number):
             if isinstance(value, int):
@@ -137,7 +139,7 @@ class Message:
         return found
 
     def raw(self, number: int) -> bytes:
-        """The (last) bytes of a field; empty if it is not there."""
+        """Return the (last) bytes of a field; empty if it is absent."""
         found = b""
         for value in self._values(number):
             if not isinstance(value, bytes):
@@ -146,19 +148,19 @@ class Message:
         return found
 
     def text(self, number: int) -> str:
-        """A string field; file names need not be UTF-8."""
+        """Return a string field; file names need not be UTF-8."""
         return self.raw(number).decode("utf-8", "surrogateescape")
 
     def message(self, number: int) -> Message:
-        """The message in a field; empty if it is not there."""
+        """Return the message in a field; empty if it is absent."""
         return Message.decode(self.raw(number))
 
     def messages(self, number: int) -> list[Message]:
-        """The messages of a repeated field."""
+        """Return the messages of a repeated field."""
         return [Message.decode(value) for value in self._values(number) if isinstance(value, bytes)]
 
     def set(self, number: int, value: int | bytes | str | Message) -> None:
-        """Replace a field where it stands, or append it; a repeated one becomes a single one."""
+        """Replace a field in place, or append it; a repeated field becomes a single one."""
         if isinstance(value, Message):
             value = value.encode()
         elif isinstance(value, str):

@@ -1,5 +1,5 @@
-"""Device checkpointing as the rest of icecore sees it: states, calls by pid, errors; its rule:
-every error says what cures it.
+"""Checkpoints of CUDA processes, independent of the back end: states, calls by pid, errors. Every
+error names its cure.
 
 The states and calls are those of CUDA's process checkpointing (CUDA driver API, "Checkpointing"):
 RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCKED → unlock → RUNNING. All pids
@@ -17,7 +17,7 @@ from icecore.errors import IcecoreError, MissingTool
 
 
 class State(Enum):
-    """What the driver says of a process; ``NOT_CUDA``: it has no CUDA state."""
+    """The state of a process according to the driver; ``NOT_CUDA``: it has no CUDA state."""
 
     NOT_CUDA = "not-cuda"
     RUNNING = "running"
@@ -57,35 +57,34 @@ class Checkpointed:
 
 
 class DeviceCheckpoint(Protocol):
-    """The calls, each for one process; different processes may be called for at the same time, from
-    different threads.
+    """The calls, each for one process. Threads may call for different processes at the same time.
 
     All raise `DeviceError` for what the driver answers.
     """
 
     def state(self, pid: int) -> State:
-        """The state of a process. Does not raise for one without CUDA."""
+        """Return the state of a process. Does not raise for one without CUDA."""
 
     def lock(self, pid: int, seconds: float) -> None:
-        """Let its submitted work end and hold back its further CUDA calls; after ``seconds`` it
-        runs as before (`LockTimeout`).
+        """Wait for submitted work and block further CUDA calls; after ``seconds`` the process runs
+        as before (`LockTimeout`).
         """
 
     def checkpoint(self, pid: int) -> Placement:
-        """Of a locked process: move device memory to the host and let go of the GPUs."""
+        """Move the memory of a locked process to the host and release its GPUs."""
 
     def restore(self, pid: int, gpus: Mapping[str, str]) -> None:
-        """Of a checkpointed process: take GPUs again and move the memory back.
+        """Acquire GPUs for a checkpointed process and move its memory back.
 
         Args:
             gpus: UUID ("GPU-…") of each GPU that it had → of the one it gets. Empty: the same ones.
         """
 
     def unlock(self, pid: int) -> None:
-        """Of a locked process: let it make CUDA calls again."""
+        """Allow a locked process to make CUDA calls again."""
 
     def restore_thread(self, pid: int) -> int:
-        """The thread of the process in which the driver restores it."""
+        """Return the thread of the process in which the driver restores it."""
 
 
 class DeviceError(IcecoreError):
@@ -125,8 +124,8 @@ class NotSupported(DeviceError):
 
 
 class IllegalState(DeviceError):
-    """The process is in another state than the call needs: somebody else checkpoints it too, or an
-    earlier call failed.
+    """The process is in another state than the call requires: another program checkpoints it too,
+    or an earlier call failed.
     """
 
     cures = "let whoever else checkpoints it finish ('cuda-checkpoint --get-state --pid PID' shows its state)"
@@ -139,21 +138,21 @@ class NoNamespace(DeviceError):
 
 
 class NoMemory(DeviceError):
-    """The GPU lacks memory for what is to come back."""
+    """The GPU lacks memory for the restore."""
 
     cures = "free memory on it, or name another GPU with --gpu-map"
 
 
 class HelperLost(DeviceError):
-    """The process that makes the driver's calls ended; another one is started to bring the job back
-    to running.
+    """The process that makes the driver's calls has ended; another one is started to make the job
+    run again.
     """
 
     cures = "look why it was killed (out of memory?), and try again"
 
 
 class DriverMissing(MissingTool):
-    """There is no NVIDIA driver, or what speaks to it is not installed."""
+    """No NVIDIA driver is available, or the package that calls it is not installed."""
 
 
 _CLASSES: Mapping[int, type[DeviceError]] = {
@@ -167,10 +166,10 @@ _LOST = -1
 
 
 def device_error(call: str, pid: int, code: int, name: str) -> DeviceError:
-    """The error for a CUresult that is not success; ``code`` -1: the helper was lost."""
+    """Return the exception for a CUresult that is not success; ``code`` -1: the helper was lost."""
     return (HelperLost if code == _LOST else _CLASSES.get(code, DeviceError))(call, pid, code, name)
 
 
 def helper_lost(call: str, pid: int) -> DeviceError:
-    """The error for a call that nobody will answer."""
+    """Return the exception for a call that gets no answer any more."""
     return device_error(call, pid, _LOST, "the helper process ended")

@@ -1,5 +1,5 @@
-"""Device checkpointing through the NVIDIA driver; its rule: one process initialises CUDA once and
-makes all calls (`icecore.host.gpu.helper`).
+"""Checkpoints through the NVIDIA driver. One process initialises CUDA once and makes all calls
+(`icecore.host.gpu.helper`).
 
 Uses ``cuda.bindings.driver`` of 13.0 or newer (the extra ``icecore[gpu]``), which lets the
 interpreter's lock go during a call, so that threads call for several processes at the same time;
@@ -25,7 +25,7 @@ _STATES = {0: State.RUNNING, 1: State.LOCKED, 2: State.CHECKPOINTED, 3: State.FA
 
 
 class Driver:
-    """The driver's calls; makes CUDA initialise in this process.
+    """The driver's calls. Creating it initialises CUDA in this process.
 
     Raises:
         DriverMissing: No driver, no GPU, or no cuda.bindings.
@@ -110,12 +110,12 @@ class Driver:
 
 
 def uuid_bytes(text: str) -> bytes:
-    """The 16 bytes of ``GPU-8-4-4-4-12``."""
+    """Return the 16 bytes of ``GPU-8-4-4-4-12``."""
     return uuid.UUID(text.removeprefix("GPU-")).bytes
 
 
 def has_bindings() -> bool:
-    """Whether cuda.bindings is installed; it is not loaded for that."""
+    """Return whether cuda.bindings is installed, without loading it."""
     try:
         return importlib.util.find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:

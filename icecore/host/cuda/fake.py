@@ -1,5 +1,5 @@
-"""A driver for tests that behaves like the real one, without a GPU; its rule: the state lives in
-the target, so that it outlives whoever calls.
+"""A fake driver for tests without a GPU. The state lives in the target process, so that it outlives
+the caller.
 
 The target (tests/programs/fake_device.c) has a page at a fixed address in which this leaves its
 request; a thread of the target, as the driver has one there, acts on it and answers. So it works by
@@ -131,7 +131,7 @@ _Header = tuple[bytes, int, int, int, int, int, int, int, int, int, bytes]
 
 
 def _header(pid: int) -> _Header | None:
-    """The target's page; None if it is no target."""
+    """Return the target's page; None if the process is no target."""
     end = time.monotonic() + _PAGE_SECONDS
     while True:
         try:
@@ -158,7 +158,7 @@ def _has_page(pid: int) -> bool:
 
 
 def _ask(pid: int, operation: int, seconds: float, gpus: Mapping[str, str]) -> int:
-    """Leave a request, wait for the answer; the CUresult."""
+    """Post a request, wait for the answer and return the CUresult."""
     before = _header(pid)
     if before is None:
         return 1
@@ -185,7 +185,7 @@ def _ask(pid: int, operation: int, seconds: float, gpus: Mapping[str, str]) -> i
 
 
 def fake_inventory(world: Path, pids: Collection[int]) -> Inventory:
-    """The world's inventory, and what those of ``pids`` use that are targets."""
+    """Return the world's inventory, and what those of ``pids`` that are targets use."""
     try:
         known = json.loads((world / "inventory.json").read_text())
     except FileNotFoundError:

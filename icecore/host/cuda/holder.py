@@ -1,5 +1,5 @@
-"""The CRIU that holds a tree while the driver works in it (icecore/host/criu/devices.c); its rule:
-what was let go stands again before CRIU goes on.
+"""A CRIU that holds a tree while the driver works in it (icecore/host/criu/devices.c). Processes
+that were let go are stopped again before CRIU continues.
 
 The driver's checkpoint takes mappings away from a process and its restore brings them back; a
 thread that touches them meanwhile ends the process. So of all its threads only the one in which the
@@ -106,12 +106,11 @@ def restore_environment(holder: int | None, criu: tuple[int, int, int]) -> dict[
 
 
 class NotHeld(IcecoreError):
-    """CRIU does not hold the tree, or has not done what it was told."""
+    """CRIU does not hold the tree, or did not carry out an order."""
 
 
 class Holder:
-    """What CRIU's plugin says, and is told. Thread-safe; threads run only between `let_go` and
-    `go_on`.
+    """The connection to CRIU's plugin. Thread-safe; threads run only between `let_go` and `go_on`.
 
     Args:
         peer: Our end of the socket.
@@ -133,17 +132,17 @@ class Holder:
 
     @property
     def lost(self) -> bool:
-        """There is no such CRIU any more, or nothing more is wanted of it."""
+        """Return whether this CRIU is gone, or nothing more is wanted of it."""
         return self._lost or self._left
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the tree is held and CRIU waits for orders; whether it does."""
+        """Wait until the tree is held and CRIU waits for orders; return whether it does."""
         with self._change:
             self._change.wait_for(lambda: self._held or self.lost, seconds)
             return self._held and not self.lost
 
     def let_go(self, threads: Collection[int]) -> None:
-        """Threads of a tree that is held run again, with all signals blocked.
+        """Let threads of a held tree run, with all signals blocked.
 
         Raises:
             NotHeld: They do not.
@@ -162,7 +161,7 @@ class Holder:
                     raise
 
     def bind(self, pids: Collection[int]) -> None:
-        """Processes of a tree that is held die with CRIU, should it end before it lets them go.
+        """Make processes of a held tree die with CRIU if it ends before it releases them.
 
         Raises:
             NotHeld: They do not.
@@ -171,7 +170,8 @@ class Holder:
             self._order(f"bind {' '.join(map(str, pids))}")
 
     def go_on(self, *, failed: bool = False) -> None:
-        """All stand again, and CRIU goes on, to the end of its dump or until it lets the tree go.
+        """Stop all threads again and let CRIU continue, to the end of its dump or until it releases
+        the tree.
 
         Args:
             failed: What it does has failed: a dump ends with that, a restore with the end of the
@@ -189,9 +189,7 @@ class Holder:
             self._release("fail" if failed else "go")
 
     def leave(self) -> None:
-        """Nothing is to be done any more wherever CRIU comes to: what is not at its end fails.
-        Returns at once.
-        """
+        """Make a CRIU that has not finished fail. Returns at once."""
         with self._change:
             self._left = True
             self._change.notify_all()

@@ -1,6 +1,4 @@
-"""The GPUs of a machine and who uses them, through NVML; its rule: nothing is initialised on a GPU
-to find out.
-"""
+"""The GPUs of a machine and who uses them, through NVML, which initialises nothing on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What NVML tells.
+    """The GPUs and their processes as NVML reports them.
 
     Attributes:
         driver: Version of the driver, "580.159.03".
@@ -50,21 +48,21 @@ class Inventory:
 
     @property
     def branch(self) -> int:
-        """The driver's branch, 580."""
+        """Return the driver's branch, such as 580."""
         found = re.match(r"\d+", self.driver)
         return int(found[0]) if found else 0
 
     def gpu(self, uuid: str) -> Gpu | None:
-        """The GPU with this UUID."""
+        """Return the GPU with this UUID."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def by_minor(self, minor: int) -> Gpu | None:
-        """The GPU behind /dev/nvidiaN."""
+        """Return the GPU behind /dev/nvidiaN."""
         return next((gpu for gpu in self.gpus if gpu.minor == minor), None)
 
 
 def read_inventory(pids: Collection[int] = ()) -> Inventory:
-    """Ask NVML.
+    """Query NVML.
 
     Args:
         pids: Processes whose use of the GPUs is wanted too.

@@ -1,5 +1,5 @@
-"""How NCCL must be set for its jobs to be snapshotable, and how a process has set it; its rule:
-what can be checkpointed but not restored is a lost job.
+"""How NCCL must be configured for a job to be snapshotable, and how a process has configured it. A
+job that can be checkpointed but not restored is lost, so doubtful settings are refused.
 
 Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks
 share lets the driver's checkpoint succeed and its restore fail. Under the preload
@@ -49,8 +49,8 @@ _SOCKET = re.compile(
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that must be off: what it is, the setting that turns it off, and how one sees that
-    it is.
+    """One feature that must be off: what it is, the setting that turns it off, and how to see
+    whether it is off.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Requirement:
 
 
 def without_peers(own: Mapping[str, str]) -> bool:
-    """Whether settings keep ranks from each other's device memory."""
+    """Return whether settings keep ranks from accessing each other's GPU memory."""
     return own.get("NCCL_P2P_DISABLE") == "1" or own.get("NCCL_P2P_LEVEL", "").upper() in (
         "LOC",
         "0",
@@ -92,8 +92,8 @@ REQUIREMENTS = (
 
 
 def lacking(settings: Mapping[str, str], *, parked: bool = False) -> list[Requirement]:
-    """What is not met by a process's settings. ``parked``: windows take away what all ranks share
-    through cuMem.
+    """Return the requirements that a process's settings do not meet. ``parked``: windows take away
+    what ranks share through cuMem.
     """
     return [
         one
@@ -103,7 +103,7 @@ def lacking(settings: Mapping[str, str], *, parked: bool = False) -> list[Requir
 
 
 def passes_descriptors(pid: int, sockets: Collection[int]) -> bool:
-    """Whether a process has a communicator whose ranks give each other descriptors of device
+    """Return whether a process has a communicator whose ranks pass each other descriptors of GPU
     memory.
 
     Args:
@@ -117,13 +117,13 @@ def passes_descriptors(pid: int, sockets: Collection[int]) -> bool:
 
 
 def is_library(path: str) -> bool:
-    """Whether a mapped file is NCCL."""
+    """Return whether a mapped file is NCCL."""
     return path.rsplit("/", 1)[-1].startswith(_LIBRARY)
 
 
 def settings_of(pid: int) -> dict[str, str]:
-    """The ``NCCL_…`` settings that a process was started with: its environment, else its
-    configuration files (nccl.conf), as NCCL reads them.
+    """Return the ``NCCL_…`` settings that a process was started with: from its environment, else
+    from its configuration files (nccl.conf), as NCCL reads them.
 
     What a program sets in its own environment after its start cannot be seen from outside, and does
     not count.

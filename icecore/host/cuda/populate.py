@@ -1,5 +1,5 @@
-"""The mapping into which the driver moves device memory, made by all cores and of huge pages; its
-rule: an optimisation, which never fails a checkpoint nor outlives it.
+"""Fault in the mapping into which the driver copies GPU memory, on all cores and with huge pages.
+This is an optimisation: it never fails a checkpoint and never outlives it.
 
 The driver makes one large private anonymous mapping with MAP_POPULATE, in its own thread of the
 process: one core then makes and clears all of it, in pages of 4 KiB, before a byte is copied, which
@@ -44,8 +44,8 @@ _HUGE_AT_ONCE, _SMALL_AT_ONCE = 32, 1024
 
 
 def touch(pid: int, start: int, length: int, page: int) -> int:
-    """Have a process's fresh anonymous memory there, by writing a zero into each page; nobody else
-    may write to it meanwhile.
+    """Fault in a process's fresh anonymous memory by writing a zero to each page; nobody else may
+    write to it meanwhile.
 
     Returns:
         Bytes that are there; less than ``length`` where the kernel has no more.
@@ -75,7 +75,7 @@ def touch(pid: int, start: int, length: int, page: int) -> int:
 
 
 class Populating:
-    """Watches over the driver's thread while it checkpoints a process (a context manager: left, the
+    """Traces the driver's thread while it checkpoints a process (a context manager: on exit the
     thread is no longer traced).
 
     Args:
@@ -146,7 +146,7 @@ class Populating:
         return ""
 
     def _watch(self) -> None:
-        """Until the mapping is made, or it is over; the thread stands then."""
+        """Wait until the mapping is created or the checkpoint is over; the thread is stopped then."""
         passed_on = 0
         while True:
             stop = self._go(passed_on)
@@ -162,7 +162,7 @@ class Populating:
                 return
 
     def _go(self, passed_on: int = 0) -> ptrace.Stop:
-        """Let the thread go on until it stops again.
+        """Let the thread run until it stops again.
 
         Raises:
             TimeoutError: It is over, and it does not stop: the end of this thread lets it go.
@@ -195,7 +195,7 @@ class Populating:
                 return call
 
     def _made(self, call: ptrace.SystemCall) -> None:
-        """The thread is about to make the mapping."""
+        """Handle a thread that is about to create the mapping."""
         flags = call.arguments[3]
         self._set({_R10: flags & ~_MAP_POPULATE})
         start = self._to_call().result
@@ -256,8 +256,8 @@ class Populating:
 
 
 def host_thread(pid: int, said: int) -> int:
-    """A thread of a process by its number here, given that or the one that it has in its own pid
-    namespace; 0: there is none.
+    """Return the number of a thread in this pid namespace, given that number or the one in its own;
+    0: there is no such thread.
     """
     if not said:
         return 0
@@ -274,7 +274,7 @@ def host_thread(pid: int, said: int) -> int:
 
 
 def _wanted(call: ptrace.SystemCall) -> bool:
-    """Whether a thread is about to make the driver's mapping."""
+    """Return whether a thread is about to create the driver's mapping."""
     if not call.entered or call.number != _MMAP:
         return False
     _, length, protection, flags, _, _ = call.arguments

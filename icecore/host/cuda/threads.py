@@ -1,5 +1,5 @@
-"""Finds the driver's threads in a process, which show that it has CUDA state; rule: /proc is the
-only source, no process is asked or stopped.
+"""Find the driver's threads in a process, which show that it has CUDA state. Only /proc is read: no
+process is stopped.
 """
 
 from __future__ import annotations

@@ -1,1 +1,6 @@
-"""Processes that make CUDA calls for others."""
+"""The processes that call CUDA for a dump or a restore, and their clients.
+
+- `backend`: chooses the driver or a fake
+- `helper`: checkpoints processes; `client`: its client
+- `worker`: maps and copies resident memory; `working`: its client
+"""

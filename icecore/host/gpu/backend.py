@@ -1,4 +1,4 @@
-"""Which back end there is for device memory; its rule: the driver's, unless a test names another."""
+"""Choose the back end for GPU memory: the NVIDIA driver, unless a test names another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIABLE = "ICECORE_CUDA"
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to device memory.
+    """A way to access GPU memory.
 
     Attributes:
         devices: Begin of the paths of its device files: "/dev/nvidia".
@@ -36,11 +36,12 @@ class Backend:
 
     @property
     def present(self) -> bool:
-        """Whether there is a driver at all; it need not be one that works."""
+        """Return whether there is a driver; it need not work."""
         return os.path.exists(f"{self.devices}ctl")
 
     def connect(self) -> DeviceCheckpoint:
-        """The calls, in this process, which then has CUDA's own state: only the helper does this.
+        """Return the calls for this process, which then has CUDA state of its own: only the helper
+        calls this.
 
         Raises:
             DriverMissing: They cannot be had.
@@ -54,8 +55,8 @@ class Backend:
         return Driver()
 
     def memory(self, device: str) -> DeviceMemory:
-        """The memory of a GPU, in this process, which then has CUDA's own state: only the worker
-        does this.
+        """Return the memory of a GPU for this process, which then has CUDA state of its own: only
+        the worker calls this.
 
         Raises:
             DriverMissing, MemoryFailed: It cannot be had.
@@ -69,7 +70,7 @@ class Backend:
         return CudaMemory(Cuda(), device)
 
     def inventory(self, pids: Collection[int] = ()) -> Inventory:
-        """The GPUs, and which of them ``pids`` use.
+        """Return the GPUs, and which of them ``pids`` use.
 
         Raises:
             DriverMissing: It cannot be had.
@@ -81,8 +82,8 @@ class Backend:
         return read_inventory(pids)
 
     def kinds(self) -> tuple[str, ...]:
-        """Kind (c: character device, b: block device) and major number of the driver's device
-        files, such as "c195".
+        """Return the kind (c: character device, b: block device) and major number of the driver's
+        device files, such as "c195".
         """
         if self.world is not None:
             found = (os.stat(node) for node in (self.world / "dev").iterdir())
@@ -101,17 +102,17 @@ class Backend:
         )
 
     def is_device(self, path: str) -> bool:
-        """Whether a path is a device file of the driver's."""
+        """Return whether a path is one of the driver's device files."""
         return path.startswith(self.devices)
 
     def minor(self, path: str) -> int | None:
-        """N of the device file of a GPU; None for the others ("nvidiactl", "nvidia-uvm")."""
+        """Return N of a GPU's device file; None for the others ("nvidiactl", "nvidia-uvm")."""
         found = re.fullmatch(re.escape(self.devices) + r"(\d+)", path)
         return int(found[1]) if found else None
 
 
 def find_backend() -> Backend:
-    """The back end of this machine.
+    """Return the back end of this machine.
 
     Raises:
         UsageError: The variable names none.

@@ -1,5 +1,5 @@
-"""The side of whoever checkpoints: calls to the helper, many at once; its rule: each is answered or
-raises, whatever becomes of the helper.
+"""The client of the helper: many calls at once, each of which returns or raises even if the helper
+dies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None
 
 
 def helper_command(word: str) -> list[str]:
-    """The argument vector of a helper; ``word`` shows in its command line."""
+    """Return the argument vector of a helper; ``word`` shows in its command line."""
     return [sys.executable, "-P", "-m", "icecore.host.gpu.helper", "{control}", "{life}", word]
 
 
@@ -62,8 +62,8 @@ def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Pop
 
 
 class Helper:
-    """A helper process (a context manager: leaving it ends the helper, which first brings back to
-    running what it had locked).
+    """A helper process (a context manager: on exit the helper first unlocks what it had locked,
+    then ends).
 
     Args:
         start: How it is started.
@@ -88,7 +88,7 @@ class Helper:
         self._thread.start()
 
     def wait_ready(self) -> int:
-        """Wait until CUDA is initialised in it; its pid.
+        """Wait until it has initialised CUDA, and return its pid.
 
         Raises:
             DriverMissing: It cannot be.
@@ -106,14 +106,14 @@ class Helper:
         return State(self._result(self._send("state", pid), "state", pid, _STATE_SECONDS))
 
     def restore_thread(self, pid: int) -> int:
-        """The thread in which the driver restores a process."""
+        """Return the thread in which the driver restores a process."""
         return int(
             self._result(self._send("restore-thread", pid), "restore-thread", pid, _STATE_SECONDS)
         )
 
     def holder(self) -> socket.socket:
-        """The end of a socket for the plugin in the CRIU that will hold the processes; to be
-        closed. Does not wait until the helper is ready.
+        """Return the socket end, for the caller to close, of the plugin in the CRIU that will hold
+        the processes. Does not wait until the helper is ready.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
@@ -121,7 +121,7 @@ class Helper:
         return theirs
 
     def hold(self, pids: Collection[int], seconds: float) -> bool:
-        """Wait until CRIU holds the tree, and have the driver's threads in these processes run.
+        """Wait until CRIU holds the tree, and let the driver's threads in these processes run.
 
         Returns:
             Whether it holds it: it may have ended, or take longer.
@@ -138,8 +138,8 @@ class Helper:
         return bool(found)
 
     def bind(self, pids: Collection[int]) -> None:
-        """Have these processes die with the CRIU that holds them, should it end before it lets them
-        go.
+        """Make these processes die with the CRIU that holds them if it ends before it releases
+        them.
 
         Raises:
             DeviceError: It does not hold them.
@@ -154,7 +154,7 @@ class Helper:
             )
 
     def go_on(self) -> None:
-        """The driver's threads stand again, and CRIU goes on.
+        """Stop the driver's threads again and let CRIU continue.
 
         Raises:
             DeviceError: It does not.
@@ -162,18 +162,18 @@ class Helper:
         self._result(self._send("go-on", 0), "go-on", 0, _STATE_SECONDS)
 
     def leave(self) -> None:
-        """The processes are dead: CRIU need not wait for anything."""
+        """Tell CRIU not to wait for anything: the processes are dead."""
         self._result(self._send("leave", 0), "leave", 0, _STATE_SECONDS)
 
     def lock(self, pids: Iterable[int], seconds: float) -> dict[int, DeviceError]:
-        """Lock all, at once; those that could not be, and why."""
+        """Lock all at once; return the failures."""
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
 
     def checkpoint(
         self, pids: Iterable[int], *, populate: bool = True
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
-        """Checkpoint all, at once; where their memory is now, and those that could not be.
-        ``populate``: make the driver's mappings for it.
+        """Checkpoint all at once; return where their memory is now, and the failures. ``populate``:
+        create the driver's mappings for it.
         """
         done, failed = self._each("checkpoint", {pid: {"populate": populate} for pid in pids})
         return {
@@ -182,7 +182,7 @@ class Helper:
         }, failed
 
     def restore(self, gpus: Mapping[int, Mapping[str, str]]) -> dict[int, DeviceError]:
-        """Restore all, at once (pid → its pairs of GPUs); those that could not be."""
+        """Restore all at once (pid → its pairs of GPUs); return the failures."""
         return self._each("restore", {pid: {"gpus": dict(pairs)} for pid, pairs in gpus.items()})[1]
 
     def begin_restore(self, pid: int, gpus: Mapping[str, str]) -> Future[Any]:
@@ -190,12 +190,12 @@ class Helper:
         return self._send("restore", pid, gpus=dict(gpus))
 
     def unlock(self, pids: Iterable[int]) -> dict[int, DeviceError]:
-        """Unlock all, at once; those that could not be."""
+        """Unlock all at once; return the failures."""
         return self._each("unlock", {pid: {} for pid in pids})[1]
 
     def deadline(self, seconds: float | None) -> None:
-        """From then on, whatever this process does, what was locked is brought back to running.
-        None: no such time.
+        """Set the time from which on everything locked is made to run again, whatever this process
+        does. None: no such time.
         """
         self._result(self._send("deadline", 0, seconds=seconds), "deadline", 0, _STATE_SECONDS)
 
@@ -204,8 +204,8 @@ class Helper:
         self._result(self._send("adopt", 0, pids=list(pids)), "adopt", 0, _STATE_SECONDS)
 
     def resident(self, agents: Sequence[tuple[str, int, int]]) -> None:
-        """Whose resident memory is given back, too, when all is undone: directory, pid as the
-        process sees itself, pid here. None any more: empty.
+        """Set whose resident memory is also given back when everything is undone: directory, pid as
+        the process sees itself, pid here. Empty: nobody's.
         """
         self._result(
             self._send("resident", 0, agents=[list(one) for one in agents]),
@@ -215,12 +215,12 @@ class Helper:
         )
 
     def undo(self) -> dict[int, str]:
-        """Bring back to running all that was locked here; those that could not be, and why."""
+        """Make everything that was locked here run again; return the failures."""
         found: dict[str, str] = self._result(self._send("undo", 0), "undo", 0, CALL_SECONDS)
         return {int(pid): why for pid, why in found.items()}
 
     def close(self) -> None:
-        """Let it end. May be called twice."""
+        """End the helper. May be called twice."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
@@ -309,7 +309,7 @@ class Helper:
                 )
 
     def _end(self) -> None:
-        """The helper is gone: nobody will answer."""
+        """Fail all pending calls: the helper is gone."""
         with self._lock:
             self._lost = True
             waiting, self._waiting = self._waiting, {}

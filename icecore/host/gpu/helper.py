@@ -1,5 +1,5 @@
-"""The helper: the one process of a dump or restore in which CUDA is initialised; its rule: when its
-client is gone, every process it locked runs again.
+"""The helper: the one process of a dump or restore that initialises CUDA. When its client is gone,
+it unlocks every process that it locked.
 
 It is started by the guard of a dump (or by the restorer), outlives both where it must, and is never
 part of a job. Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call":
@@ -47,7 +47,7 @@ _ACTING = frozenset(("lock", "checkpoint", "restore", "unlock", "hold", "go-on")
 
 
 class Undo:
-    """Remembers which processes were locked here and are not running again, and makes them run."""
+    """Tracks which processes were locked here and do not run again yet, and makes them run."""
 
     def __init__(self, api: DeviceCheckpoint) -> None:
         self._api = api
@@ -59,36 +59,36 @@ class Undo:
         self._one_at_a_time = threading.Lock()
 
     def locking(self, pid: int) -> None:
-        """A process is about to be locked."""
+        """Note that a process is about to be locked."""
         with self._lock:
             self._touched[pid] = procfs.start_time(pid)
 
     def running(self, pid: int) -> None:
-        """It runs again."""
+        """Note that a process runs again."""
         with self._lock:
             self._touched.pop(pid, None)
 
     def standing(self, agents: list[Agent]) -> None:
-        """These are having their resident memory taken away, or have none standing any more."""
+        """Note whose resident memory is being taken away; empty: nobody's any more."""
         with self._lock:
             self._agents = agents
 
     def held_by(self, holder: Holder) -> None:
-        """A CRIU holds them, or will."""
+        """Note that a CRIU holds the processes, or will."""
         self._holder = holder
 
     def begin(self) -> None:
-        """All is about to be undone: nothing more is begun."""
+        """Begin to undo everything: no other call begins any more."""
         self._over = True
 
     @property
     def over(self) -> bool:
-        """All is undone, or is being undone."""
+        """Return whether everything is undone, or is being undone."""
         return self._over
 
     def hold(self, pids: Iterable[int], seconds: float) -> bool:
-        """Wait until that CRIU holds the tree, and have it let the driver's threads in these
-        processes go.
+        """Wait until that CRIU holds the tree, and make it release the driver's threads in these
+        processes.
 
         Returns:
             Whether it holds it: it may have ended, or take longer.
@@ -102,7 +102,7 @@ class Undo:
         return True
 
     def bind(self, pids: Collection[int]) -> None:
-        """These die with that CRIU, should it end before it lets them go.
+        """Make these processes die with that CRIU if it ends before it releases them.
 
         Raises:
             NotHeld: They do not.
@@ -112,7 +112,7 @@ class Undo:
         self._holder.bind(pids)
 
     def go_on(self) -> None:
-        """Nothing runs any more, and CRIU goes on.
+        """Let CRIU continue; nothing runs any more.
 
         Raises:
             NotHeld: It does not.
@@ -122,7 +122,7 @@ class Undo:
         self._holder.go_on()
 
     def leave(self) -> None:
-        """Nothing is to be done any more while CRIU holds them: they are dead."""
+        """Do nothing more while CRIU holds the processes: they are dead."""
         if self._holder is not None:
             self._holder.leave()
 
@@ -160,7 +160,9 @@ class Undo:
         return failed
 
     def _reach(self, holder: Holder, touched: Mapping[int, int]) -> frozenset[int]:
-        """Wait until CRIU holds them, if it does or will; those in which the driver can work then."""
+        """Wait until CRIU holds the processes, if it does or will; return those in which the driver
+        can work then.
+        """
         end = time.monotonic() + _TRACED_SECONDS
         while not holder.wait(_POLL_SECONDS):
             if holder.lost or time.monotonic() > end or not any(_traced(pid) for pid in touched):
@@ -178,7 +180,7 @@ class Undo:
 
 
 def _drivers_thread(api: DeviceCheckpoint, pid: int) -> int:
-    """The thread in which the driver works in a process, by its number here."""
+    """Return the thread in which the driver works in a process, by its number here."""
     thread = host_thread(pid, api.restore_thread(pid))
     if not thread:
         raise device_error("restore-thread", pid, 1, "it has no such thread")
@@ -186,8 +188,8 @@ def _drivers_thread(api: DeviceCheckpoint, pid: int) -> int:
 
 
 def give_back(agent: Agent) -> None:
-    """Let a process have its resident memory again, whatever state it is in; where it cannot be,
-    the end of its lease does it.
+    """Give a process its resident memory back, whatever its state; if that fails, the end of its
+    lease does it.
     """
     with suppress(IcecoreError):  # an older preload knows nothing of it
         agent.look(_WORKER_SECONDS)  # the worker of the dump may have it mapped until it has ended
@@ -197,7 +199,8 @@ def give_back(agent: Agent) -> None:
 
 
 def back_to_running(api: DeviceCheckpoint, pid: int, started: int, *, held: bool = False) -> None:
-    """Restore and unlock a process from whatever state it is in; one that has ended is left alone.
+    """Restore and unlock a process from whatever state it is in; a process that has ended is left
+    alone.
 
     Args:
         held: CRIU traces it, but for the driver's thread.
@@ -232,8 +235,8 @@ def back_to_running(api: DeviceCheckpoint, pid: int, started: int, *, held: bool
 
 @contextmanager
 def _others_standing(api: DeviceCheckpoint, pid: int) -> Iterator[None]:
-    """Nobody but the driver's thread runs in a process: here, where no CRIU holds it (any more).
-    For the calling thread.
+    """Stop all but the driver's thread of a process here, where no CRIU holds it (any more). For
+    the calling thread.
     """
     drivers = _drivers_thread(api, pid)
     with ExitStack() as stack:
@@ -253,7 +256,7 @@ def _lives(pid: int, started: int) -> bool:
 
 
 def _wait_untraced(pid: int, started: int) -> None:
-    """Until CRIU has let go: the thread in which the driver restores a process must run."""
+    """Wait until CRIU has detached: the thread in which the driver restores a process must run."""
     end = time.monotonic() + _TRACED_SECONDS
     while time.monotonic() < end and _lives(pid, started) and _traced(pid):
         time.sleep(_POLL_SECONDS)
@@ -267,7 +270,7 @@ def _traced(pid: int) -> bool:
 
 
 def in_parallel(work: Iterable[Callable[[], None]]) -> None:
-    """Each in a thread of its own; returns when all have ended."""
+    """Run each in a thread of its own; return when all have ended."""
     threads = [threading.Thread(target=one) for one in work]
     for thread in threads:
         thread.start()
@@ -276,7 +279,7 @@ def in_parallel(work: Iterable[Callable[[], None]]) -> None:
 
 
 def _checkpoint(api: DeviceCheckpoint, pid: int, *, populate: bool) -> list[object]:
-    """The fields of `Checkpointed`."""
+    """Return the fields of `Checkpointed`."""
     if not populate:
         return [api.checkpoint(pid).value]
     thread = 0
@@ -327,8 +330,8 @@ class _Server:
         self._undo_all()
 
     def _undo_all(self) -> dict[int, str]:
-        """Once the calls that are under way have ended: a process is not to be touched by two at a
-        time.
+        """Undo everything once the calls under way have ended: two calls must not work on one
+        process at a time.
         """
         self._undo.begin()
         for thread in self._calls:
@@ -411,7 +414,7 @@ class _Server:
 
 
 def main() -> None:
-    """Entry: ``helper CONTROL_FD LIFE_FD WORD``."""
+    """Run the helper: ``helper CONTROL_FD LIFE_FD WORD``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -1,5 +1,5 @@
-"""The worker: a process that maps the resident memory of others, fingerprints it and copies it;
-rule: whatever becomes of it costs a snapshot, never a job.
+"""The worker: a process that maps the resident memory of others, fingerprints it and copies it. If
+it dies, the snapshot fails and the job runs on.
 
 It holds no process and no lock, and what it has mapped its owners have too. It ends with its
 socket. Each GPU has a thread, which makes all calls for it in their order, and one for digests;
@@ -70,7 +70,7 @@ class _Server:
         os._exit(0)
 
     def _receive(self) -> bool:
-        """Take a request; False: the client is gone."""
+        """Take a request; return False if the client is gone."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, MOST_DESCRIPTORS + 1)
         except OSError:
@@ -118,7 +118,7 @@ def _say(control: socket.socket, message: dict[str, Any], descriptors: Sequence[
 
 
 def _answer_all(gpu: Gpu, requests: queue.SimpleQueue[Item]) -> None:
-    """A GPU's second thread, for digests, which are made while cells go to their places."""
+    """Run a GPU's second thread, for digests, which are computed while cells are placed."""
     while True:
         _answer(gpu, requests.get())
 
@@ -136,14 +136,14 @@ def _answer(gpu: Gpu, item: Item) -> None:
 
 
 def _done(item: Item, error: str = "") -> None:
-    """Answer a request that has no value."""
+    """Answer a request that returns no value."""
     _say(
         item.control, {"id": item.request["id"], **({"error": error} if error else {"value": None})}
     )
 
 
 def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list[int]) -> object:
-    """Carry a request out; descriptors for the answer go into ``given``."""
+    """Carry out a request; descriptors for the answer go into ``given``."""
     match request["call"]:
         case "begin":
             return gpu.begin(request["fingerprints"])
@@ -182,7 +182,7 @@ def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list
 
 
 def as_memory(array: npt.NDArray[Any]) -> int:
-    """A memfd with an array's bytes; the caller's to close."""
+    """Return a memfd with an array's bytes, which the caller closes."""
     made = os.memfd_create("icecore-worker", os.MFD_CLOEXEC)
     with open(made, "wb", closefd=False, buffering=0) as file:
         left = memoryview(array.tobytes())
@@ -192,7 +192,7 @@ def as_memory(array: npt.NDArray[Any]) -> int:
 
 
 def from_memory(descriptor: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The array in a memfd, which stays the caller's."""
+    """Return the array in a memfd, which the caller still owns."""
     size = os.fstat(descriptor).st_size
     data = bytearray(size)
     view, done = memoryview(data), 0
@@ -205,7 +205,7 @@ def from_memory(descriptor: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def main() -> None:
-    """Entry: ``worker CONTROL_FD LIFE_FD WORD``."""
+    """Run the worker: ``worker CONTROL_FD LIFE_FD WORD``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))

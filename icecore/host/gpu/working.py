@@ -1,5 +1,5 @@
-"""The side of whoever has a worker: calls for each GPU, many at once; rule: each is answered or
-raises, whatever becomes of the worker.
+"""The client of the worker: many calls at once to each GPU, each of which returns or raises even if
+the worker dies.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ RING = 32
 
 
 class WorkerFailed(IcecoreError):
-    """The worker could not do something, or is gone."""
+    """The worker failed, or is gone."""
 
 
 def worker_command(word: str) -> list[str]:
-    """The argument vector of a worker; ``word`` shows in its command line."""
+    """Return the argument vector of a worker; ``word`` shows in its command line."""
     return [sys.executable, "-P", "-m", "icecore.host.gpu.worker", "{control}", "{life}", word]
 
 
@@ -65,7 +65,7 @@ class HostRegion:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def prefault(self) -> None:
-        """Have its memory now rather than in a window."""
+        """Fault its memory in now, not in a window."""
         libc = ctypes.CDLL(None)
 
         def some(at: int) -> None:
@@ -86,7 +86,7 @@ class HostRegion:
 
 
 class Worker:
-    """A worker process (a context manager: left, it ends).
+    """A worker process (a context manager: on exit it ends).
 
     Args:
         word: Shows in its command line.
@@ -117,7 +117,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process.
+        """Return the worker's pid.
 
         Raises:
             WorkerFailed: It did not come up.
@@ -126,7 +126,7 @@ class Worker:
         return int(value)
 
     def new_handles(self, some: int) -> list[int]:
-        """Numbers for `map` and `allocate`."""
+        """Return numbers for `map` and `allocate`."""
         with self._lock:
             first, self._handles = self._handles, self._handles + some
         return list(range(first, first + some))
@@ -134,9 +134,7 @@ class Worker:
     # -- calls; all raise WorkerFailed
 
     def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
-        """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their
-        free bytes.
-        """
+        """Prepare these GPUs, with `fingerprints` if they will be wanted; return their free bytes."""
         futures = {
             device: self._send("begin", device, fingerprints=fingerprints) for device in devices
         }
@@ -149,7 +147,7 @@ class Worker:
 
     @contextmanager
     def connect(self, device: str) -> Iterator[socket.socket]:
-        """A socket to a GPU's thread for somebody else, who gets it within the context
+        """Yield a socket to a GPU's thread for another process, which gets it within the block
         (`icecore.host.resident.gpu_thread`).
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -165,7 +163,7 @@ class Worker:
         descriptors: Sequence[int],
         seconds: float = _CALL_SECONDS,
     ) -> None:
-        """Map what descriptors hold."""
+        """Map the memory of descriptors."""
         futures = [
             self._send(
                 "map",
@@ -180,7 +178,7 @@ class Worker:
             self._result(future, "map", seconds)
 
     def allocate(self, device: str, handles: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """New zeroed memory on a GPU; descriptors, the caller's to close."""
+        """Allocate zeroed memory on a GPU; return descriptors, which the caller closes."""
         found: list[int] = []
         futures = [
             self._send("allocate", device, handles=list(handles[at:end]), sizes=list(sizes[at:end]))
@@ -201,7 +199,7 @@ class Worker:
     def fingerprints(
         self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS
     ) -> Words:
-        """Of all cells of these, one after the other."""
+        """Return the fingerprints of all cells of these, one after the other."""
         _, descriptors = self._result(
             self._send("fingerprints", device, handles=list(handles), seed=seed),
             "fingerprints",
@@ -210,7 +208,7 @@ class Worker:
         return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
 
     def spare_fingerprints(self, device: str, seed: int, seconds: float = _CALL_SECONDS) -> Words:
-        """Of all cells of the spare memory that the last `stage` took."""
+        """Return the fingerprints of all cells of the spare memory that the last `stage` took."""
         return self.fingerprints(device, [SPARE], seed, seconds)
 
     def stage(
@@ -247,23 +245,23 @@ class Worker:
         self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
     ) -> Future[Any]:
         """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region;
-        `finish` it.
+        `finish` waits for it.
         """
         return self._send("fetch", device, cells=list(cells), places=list(places))
 
     def place(
         self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
     ) -> Future[Any]:
-        """Begin the reverse of `fetch`."""
+        """Begin to copy cells from the host region to their places, the reverse of `fetch`."""
         return self._send("place", device, cells=list(cells), places=list(places))
 
     def prepare_digests(self, devices: Sequence[str]) -> list[Future[Any]]:
-        """Begin to make `digests` ready on GPUs that have begun; `finish` each."""
+        """Begin to prepare `digests` on GPUs that have begun; `finish` waits for each."""
         return [self._send("prepare-digests", device) for device in devices]
 
     def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
-        """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while
-        other cells go to their places.
+        """Return the digests of cells, (number, offset) each (`icecore.host.resident.digest`): at
+        most 1024, while other cells are placed.
         """
         value, _ = self._result(
             self._send("digests", device, cells=list(cells), key=key.hex()), "digests"
@@ -271,7 +269,7 @@ class Worker:
         return np.frombuffer(bytes.fromhex(value), np.uint8).reshape(-1, BYTES)
 
     def finish(self, future: Future[Any]) -> None:
-        """Wait for what was begun."""
+        """Wait for a call that was begun."""
         self._result(future, "copy")
 
     def release(
@@ -282,24 +280,24 @@ class Worker:
         spare: bool = False,
         seconds: float = _CALL_SECONDS,
     ) -> None:
-        """Let go of what was mapped or allocated, and of the spare memory."""
+        """Release what was mapped or allocated, and the spare memory."""
         self._result(
             self._send("release", device, handles=list(handles), spare=spare), "release", seconds
         )
 
     @property
     def gone(self) -> bool:
-        """It has ended, and let go of everything."""
+        """Return whether it has ended and released everything."""
         return self._lost
 
     def kill(self) -> None:
-        """End it at once: it does not do what it is asked for. What it had mapped it lets go of."""
+        """End it at once because it does not respond. It releases what it had mapped."""
         if self._process is not None:
             self._process.kill()
 
     def linger(self, seconds: float) -> None:
-        """Have it end only so long after `close`, which does not wait for it then: the driver takes
-        0.15 s to let go of its memory, and holds up all other processes' calls meanwhile (H200).
+        """Make it end only this long after `close`, which then does not wait for it: the driver
+        takes 0.15 s to release its memory, and delays all other processes' calls meanwhile (H200).
         """
         self._result(self._send("linger", "", seconds=seconds), "linger")
         self._lingers = True
@@ -408,7 +406,7 @@ class Worker:
 
 
 def _close_unheard(future: Future[Any]) -> None:
-    """The answer comes to somebody who does not wait any more."""
+    """Close the descriptors of an answer for which nobody waits any more."""
     if future.exception() is None:
         for descriptor in future.result()[1]:
             os.close(descriptor)

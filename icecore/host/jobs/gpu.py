@@ -1,5 +1,5 @@
-"""How a GPU job is started so that it can be snapshotted: its namespaces and what NCCL is told; the
-rule: what is changed is said, with what it costs.
+"""Settings with which a GPU job is started so that it can be snapshotted: namespaces and NCCL's
+environment. Each change is reported with its cost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROBE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class GpuRun:
-    """How a GPU job will be started.
+    """The settings with which a GPU job is started.
 
     Attributes:
         isolation: Its namespaces.
@@ -45,7 +45,7 @@ def gpu_run(
     root: Literal["", "host", "private"] = "",
     resident: bool = False,
 ) -> GpuRun:
-    """Namespaces and variables for a GPU job.
+    """Return namespaces and variables for a GPU job.
 
     CUDA does not start in a pid namespace that sees another one's /proc (error 304). So a GPU job
     gets a private root with a /proc of its own; where that cannot be had, or is not wanted, it
@@ -73,11 +73,13 @@ def gpu_run(
     elif (lack := private_root_lack()) == "":
         isolation, why = replace(wanted, pid=True, root=True), ""
     elif root == "private":
-        raise UsageError(f"a private root cannot be had: {lack}", cure="leave out --root private")
+        raise UsageError(
+            f"a private root is not available: {lack}", cure="leave out --root private"
+        )
     else:
         isolation, why = (
             replace(wanted, pid=False, root=False),
-            f"because a private root cannot be had ({lack})",
+            f"because a private root is not available ({lack})",
         )
     if why:
         notes.append(
@@ -105,7 +107,7 @@ def gpu_run(
 
 
 def private_root_lack() -> str:
-    """Why a job cannot have a private root with a /proc of its own here; "": it can."""
+    """Return why a job cannot have a private root with a /proc of its own here; "" if it can."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return "unshare(1) is missing: apt-get install util-linux"

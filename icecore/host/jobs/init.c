@@ -1,13 +1,16 @@
-/* The first process of a job: it starts the command, reaps orphans, passes on signals from outside, and records how the command ended.
+/* The first process of a job: it starts the command, reaps orphans, passes on signals from outside,
+ * and records how the command ended.
  *
  *     icecore-init STATUS_FD REPORT_FD PATH ARGV0 [ARGUMENT...]
  *
- * Rule: it keeps nothing that a restore elsewhere could miss. So it is freestanding (no libc, whose start-up chooses
- * code by CPU feature), single threaded, holds one descriptor (STATUS_FD), stands in "/", and asks for no memory.
+ * It keeps nothing that a restore elsewhere could lack. So it is freestanding (no libc, whose
+ * start-up selects code by CPU feature), single-threaded, holds one descriptor (STATUS_FD), stays
+ * in "/", and allocates no memory.
  *
- * STATUS_FD receives one line when the command has ended and all it left behind is dead: "exited CODE" or
- * "killed SIGNAL". REPORT_FD is closed when the command has been started; where it cannot be, it first receives
- * {"exec_errno": N}. The exit status is the command's, 128 + SIGNAL where a signal killed it.
+ * STATUS_FD receives one line when the command has ended and all that it left behind is dead:
+ * "exited CODE" or "killed SIGNAL". REPORT_FD is closed when the command has started; if it cannot
+ * be started, REPORT_FD first receives {"exec_errno": N}. The exit status is the command's, or 128
+ * + SIGNAL if a signal killed it.
  */
 
 #include <errno.h>
@@ -18,7 +21,8 @@
 #include <sys/wait.h>
 
 #if defined(__x86_64__)
-__asm__(".globl _start\n_start:\n\txor %ebp, %ebp\n\tmov %rsp, %rdi\n\tand $-16, %rsp\n\tcall begin\n");
+__asm__(
+    ".globl _start\n_start:\n\txor %ebp, %ebp\n\tmov %rsp, %rdi\n\tand $-16, %rsp\n\tcall begin\n");
 __asm__(".globl restore_rt\nrestore_rt:\n\tmov $15, %eax\n\tsyscall\n"); /* 15: rt_sigreturn */
 void restore_rt(void);
 #define KERNEL_SA_RESTORER 0x04000000
@@ -31,9 +35,9 @@ static long call(long number, long a, long b, long c, long d, long e)
 	long result;
 
 	__asm__ volatile("syscall"
-			 : "=a"(result)
-			 : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8)
-			 : "rcx", "r11", "memory");
+	    : "=a"(result)
+	    : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8)
+	    : "rcx", "r11", "memory");
 	return result;
 }
 #elif defined(__aarch64__)
@@ -50,7 +54,10 @@ static long call(long number, long a, long b, long c, long d, long e)
 	register long x3 __asm__("x3") = d;
 	register long x4 __asm__("x4") = e;
 
-	__asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4) : "memory");
+	__asm__ volatile("svc 0"
+	    : "+r"(x0)
+	    : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+	    : "memory");
 	return x0;
 }
 #else
@@ -68,14 +75,15 @@ struct kernel_sigaction {
 static const unsigned long all_signals = ~0UL;
 static const unsigned long no_signals = 0;
 static volatile int command; /* pid; 0 before it runs and after it was reaped */
-static int own_namespace;    /* this process is pid 1 */
+static int own_namespace; /* this process is pid 1 */
 
 static void mask_signals(const unsigned long *mask)
 {
 	call(SYS_rt_sigprocmask, SIG_SETMASK, (long)mask, 0, sizeof *mask, 0);
 }
 
-/* What comes from inside the job's own namespace (si_pid is then visible, so not 0) was not meant for the command. */
+/* A signal from inside the job's own namespace (si_pid is visible then, so not 0) was not meant for
+ * the command. */
 static void pass_on(int signal, siginfo_t *info, void *context)
 {
 	(void)context;
@@ -86,9 +94,15 @@ static void pass_on(int signal, siginfo_t *info, void *context)
 static int is_passed_on(int signal)
 {
 	switch (signal) {
-	case SIGKILL: case SIGSTOP:                                             /* cannot be caught */
-	case SIGCHLD:                                                           /* this process's own */
-	case SIGSEGV: case SIGBUS: case SIGILL: case SIGFPE: case SIGTRAP: case SIGSYS: /* its own faults */
+	case SIGKILL:
+	case SIGSTOP: /* cannot be caught */
+	case SIGCHLD: /* this process's own */
+	case SIGSEGV:
+	case SIGBUS:
+	case SIGILL:
+	case SIGFPE:
+	case SIGTRAP:
+	case SIGSYS: /* its own faults */
 		return 0;
 	}
 	return 1;
@@ -144,12 +158,13 @@ static long wait_any(siginfo_t *info, int options)
 	return result;
 }
 
-/* Outside a pid namespace kill(-1) would reach the whole machine: there the children are killed one by one, and as
- * subreaper this process becomes the parent of their children in turn. */
+/* Outside a pid namespace kill(-1) would reach the whole machine: there the children are killed one
+ * by one, and as subreaper this process becomes the parent of their children in turn. */
 static void kill_children(void)
 {
 	char text[4096];
-	long fd = call(SYS_openat, AT_FDCWD, (long)"/proc/thread-self/children", O_RDONLY | O_CLOEXEC, 0, 0);
+	long fd = call(
+	    SYS_openat, AT_FDCWD, (long)"/proc/thread-self/children", O_RDONLY | O_CLOEXEC, 0, 0);
 	long length;
 	int pid = 0;
 
@@ -193,7 +208,8 @@ static __attribute__((noreturn)) void become(int report_fd, char **arguments, ch
 
 	call(SYS_setpgid, 0, 0, 0, 0, 0); /* a kill(0) of the command's must not reach its init */
 	mask_signals(&no_signals);
-	error = call(SYS_execve, (long)arguments[0], (long)(arguments + 1), (long)environment, 0, 0);
+	error =
+	    call(SYS_execve, (long)arguments[0], (long)(arguments + 1), (long)environment, 0, 0);
 	write_line(report_fd, "{\"exec_errno\": ", -error, "}\n");
 	leave(error == -ENOENT ? 127 : 126);
 }
@@ -204,7 +220,8 @@ static __attribute__((noreturn)) void supervise(int status_fd)
 	int killed, number;
 
 	for (;;) {
-		if (wait_any(&info, WNOWAIT) != 0) /* no child at all: cannot be before the command was reaped */
+		if (wait_any(&info, WNOWAIT) !=
+		    0) /* no child at all, which cannot happen before the command was reaped */
 			leave(125);
 		if (info.si_pid == command)
 			break;

@@ -1,5 +1,5 @@
-"""One instance of a job on this node, as its directory describes it; rule: a pid counts only
-together with its start time and this boot.
+"""One instance of a job on this node, as its directory describes it. A pid is valid only together
+with its start time and the boot id.
 
 The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log``
 (append-only), ``status`` (one line by the init once the command has ended) and ``icecore-init``
@@ -35,13 +35,13 @@ _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
 def boot_id() -> str:
-    """Names this boot of the machine."""
+    """Return the id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def init_of(directory: Path) -> int:
-    """The pid of the init that holds the status file of the instance in ``directory``; 0: none
-    does.
+    """Return the pid of the init that holds the status file of the instance in ``directory``; 0 if
+    none does.
     """
     try:
         ours = os.stat(directory / "status")
@@ -56,7 +56,7 @@ def init_of(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Description:
-    """What ``job.json`` says.
+    """The content of ``job.json``.
 
     Attributes:
         name: The job's; instances of one job may share it only while at most one of them lives.
@@ -103,7 +103,7 @@ class Description:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a command ended: ``code`` or ``signal``; both None where nobody knows (the machine was
+    """How a command ended: ``code`` or ``signal``; both None if it is unknown (the machine was
     restarted meanwhile).
     """
 
@@ -112,7 +112,7 @@ class ExitStatus:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would give it: the code, or 128 + the signal; 255 where nobody knows."""
+        """Return the status as a shell would: the code, or 128 + the signal; 255 if it is unknown."""
         if self.code is not None:
             return self.code
         return 255 if self.signal is None else 128 + self.signal
@@ -127,9 +127,7 @@ class ExitStatus:
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes that a command wrote, in the order of one stream (between two streams there is no
-    order).
-    """
+    """Bytes that a command wrote, in the order of one stream (two streams have no common order)."""
 
     stream: Stream
     data: bytes
@@ -137,8 +135,8 @@ class LogPiece:
 
 @dataclass(frozen=True)
 class Job:
-    """One instance. ``description`` is what was read when the object was made; the methods look at
-    the machine as it is.
+    """One instance. ``description`` is what was read when the object was created; the methods query
+    the machine.
     """
 
     directory: Path
@@ -146,7 +144,7 @@ class Job:
 
     @classmethod
     def load(cls, directory: Path) -> Job:
-        """The instance in ``directory``.
+        """Load the instance in ``directory``.
 
         Raises:
             NotFound: There is none.
@@ -165,7 +163,7 @@ class Job:
         return cls(directory, description)._found_restored()
 
     def save(self) -> None:
-        """Write job.json, whole or not at all, whatever becomes of the machine."""
+        """Write job.json atomically and durably."""
         path, new = self.directory / "job.json", self.directory / "job.json.new"
         with open(create_private(new), "w") as file:
             # The standard library's JSON: it can hold names that are not UTF-8, escaped.
@@ -180,7 +178,7 @@ class Job:
             os.close(directory)
 
     def with_pid(self, pid: int) -> Job:
-        """The same with its init known, written down.
+        """Record the init's pid and return the job with it.
 
         Raises:
             NotFound: There is no such process.
@@ -193,8 +191,8 @@ class Job:
         return job
 
     def with_lost(self, pid: int) -> Job:
-        """The same with its init that ran and ended before anybody could look at it, written down:
-        that pid, whoever has it by now, is not its own.
+        """Record that the init ran and ended before it was seen, and return the job with that:
+        another process may have its pid by now.
         """
         job = Job(
             self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id())
@@ -203,14 +201,14 @@ class Job:
         return job
 
     def with_snapshot(self, snapshot: str, lineage: str) -> Job:
-        """The same, written down with the snapshot that was just taken of it, and its lineage."""
+        """Record the snapshot just taken of the job, and its lineage, and return the job with them."""
         job = Job(self.directory, replace(self.description, snapshot=snapshot, lineage=lineage))
         job.save()
         return job
 
     def with_resident(self, place: Path, *, keep: bool) -> Job:
-        """The same, written down with where its keeper is, and whether its device memory outlives
-        it.
+        """Record where the job's keeper is and whether its GPU memory outlives it, and return the
+        job with that.
         """
         job = Job(
             self.directory, replace(self.description, resident=str(place), keep_resident=keep)
@@ -222,30 +220,30 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self.description.name
 
     @property
     def instance(self) -> str:
-        """The instance's id."""
+        """Return the instance's id."""
         return self.description.instance
 
     @property
     def pid(self) -> int:
-        """The init's pid; 0 before there is one."""
+        """Return the init's pid; 0 before there is one."""
         return self.description.pid
 
     @property
     def status_path(self) -> Path:
-        """Where its init writes how the command ended, as this machine sees it."""
+        """Return where the init records how the command ended, as this machine sees it."""
         return self.directory / "status"
 
     def log_path(self, stream: Stream) -> Path:
-        """The file of one stream, as this machine sees it."""
+        """Return the file of one stream, as this machine sees it."""
         return self.directory / f"{stream}.log"
 
     def record(self) -> RunRecord:
-        """What a snapshot of it has to keep (`RunRecord`)."""
+        """Return what a snapshot of the job must keep (`RunRecord`)."""
         known = self.description
         return RunRecord(
             name=known.name,
@@ -263,7 +261,7 @@ class Job:
 
     @property
     def alive(self) -> bool:
-        """Whether its init runs (a dead one that nobody waited for does not count)."""
+        """Return whether the init runs (a zombie does not count)."""
         known = self.description
         if known.pid == 0 or known.boot != boot_id():
             return False
@@ -276,7 +274,7 @@ class Job:
 
     @property
     def state(self) -> Literal["starting", "running", "ended", "failed"]:
-        """``failed``: whoever was starting or restoring it died before it ran."""
+        """Return the state; ``failed``: the process that started or restored it died before it ran."""
         if self.alive:
             return "running"
         if self.description.pid:
@@ -289,7 +287,7 @@ class Job:
         return "starting" if owned else "failed"
 
     def status(self) -> ExitStatus | None:
-        """How it ended; None while it runs or starts."""
+        """Return how it ended; None while it runs or starts."""
         if self.state in ("running", "starting"):
             return None
         try:
@@ -306,7 +304,7 @@ class Job:
         return ExitStatus(signal=signal.SIGKILL) if same_boot else ExitStatus()
 
     def main_process(self) -> int:
-        """The pid of the command itself (the init's first child), as this machine sees it.
+        """Return the pid of the command itself (the init's first child), as this machine sees it.
 
         Raises:
             NotFound: It has ended.
@@ -346,8 +344,8 @@ class Job:
         return status
 
     def _open(self) -> int | None:
-        """A pidfd of the init; None where it has ended. That it is the init's is checked after it
-        was opened: from then on it cannot change.
+        """Open a pidfd of the init; None if it has ended. Its identity is checked after opening:
+        from then on it cannot change.
         """
         try:
             fd = os.pidfd_open(self.pid) if self.pid else None
@@ -359,8 +357,7 @@ class Job:
         return fd
 
     def _open_command(self) -> int:
-        """A pidfd of the command. That it is the init's child is checked after it was opened, as in
-        `_open`.
+        """Open a pidfd of the command. Its parent is checked after opening, as in `_open`.
 
         Raises:
             NotFound: It has ended.
@@ -380,7 +377,7 @@ class Job:
         return fd
 
     def _sleep_until_end(self, seconds: float | None) -> bool:
-        """Whether the init has ended within ``seconds``."""
+        """Wait up to ``seconds``; return whether the init has ended."""
         fd = self._open()
         if fd is None:
             return True
@@ -422,12 +419,12 @@ class Job:
             os.close(fd)
 
     def log_sizes(self) -> dict[Stream, int]:
-        """How many bytes each log holds by now."""
+        """Return the current size of each log in bytes."""
         return {stream: self.log_path(stream).stat().st_size for stream in _STREAMS}
 
     def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
-        """What the command wrote so far, both streams; with ``follow`` also what it writes until it
-        ends.
+        """Yield what the command has written to both streams; with ``follow`` also what it writes
+        until it ends.
         """
         files = {stream: open(self.log_path(stream), "rb") for stream in _STREAMS}  # noqa: SIM115 - closed below
         try:
@@ -444,8 +441,8 @@ class Job:
                 file.close()
 
     def _found_restored(self) -> Job:
-        """Itself; where whoever restored it died before noting down the pid, with the pid of the
-        init that holds this instance's status file.
+        """Return the job; if its restorer died before it recorded the pid, with the pid of the init
+        that holds this instance's status file.
         """
         if self.description.pid or self.state != "failed" or self.description.boot != boot_id():
             return self

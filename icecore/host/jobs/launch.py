@@ -1,5 +1,5 @@
-"""The program that starts a job's init inside its namespaces; rule: it runs alone (`python -I -S
-launch.py`) and imports nothing of icecore's.
+"""The program that starts a job's init inside its namespaces. It runs alone (`python -I -S
+launch.py`) and imports nothing of icecore.
 
 A process of its own, because unshare, fork and pivot_root are not for a program with threads. The
 protocol:
@@ -32,8 +32,7 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
-    1,
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
     2,
     4,
     8,
@@ -105,8 +104,8 @@ def raise_loopback() -> None:
 
 
 def bind_root(root: str) -> None:
-    """In the calling thread's mount namespace, which must be its own: make ``root`` a mount of the
-    host's root alone.
+    """Make ``root`` a mount of the host's root alone, in the calling thread's mount namespace,
+    which must be its own.
     """
     mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing of this reaches the host
     mount("/", root, None, MS_BIND)
@@ -141,7 +140,7 @@ def _open_log(path: str) -> int:
 
 
 def _default_signals() -> None:
-    """Default handling of every signal, also of 32 and 33, which the C library keeps from its
+    """Reset the handling of every signal, also of 32 and 33, which the C library hides from its
     callers but which may be inherited ignored.
     """
     call = 13 if os.uname().machine == "x86_64" else 134  # rt_sigaction
@@ -159,9 +158,7 @@ def _default_signals() -> None:
 
 
 def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
-    """The rest of the way: from here on this is the job's first process (pid 1 where it has a pid
-    namespace).
-    """
+    """Become the job's first process (pid 1 if it has a pid namespace)."""
     if launch["root"] is not None:
         _enter_root(launch["root"], launch["binds"], launch["private"])
     os.setsid()
@@ -211,7 +208,7 @@ def _say_error(fd: int, error: OSError | StepFailed) -> None:
 
 
 def _read_line(fd: int) -> bytes:
-    """One line and no byte more: what follows is the child's to read."""
+    """Read one line and not a byte more: the rest is for the child."""
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(fd, 65536)

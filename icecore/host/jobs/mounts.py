@@ -1,5 +1,5 @@
-"""Files that a tree sees at the paths of others; the rule: the mounts are made in the tree's own
-namespace, so that no other process sees them, and they vanish with the last process in it.
+"""Mount files over others for a tree. The mounts are made in the tree's own mount namespace: no
+other process sees them, and they vanish with its last process.
 
 A bind mount covers one file, by its directory entry. Its limits are the kernel's (rename(2)): a
 process in the namespace cannot rename or remove the file (EBUSY); a process outside can, and the

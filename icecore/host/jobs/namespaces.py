@@ -1,5 +1,5 @@
-"""What a job has for itself and how CRIU is told; rule: what is not dumped with the job is named at
-the dump and given anew at every restore.
+"""The namespaces of a job, and the options that tell CRIU of them. What is not dumped with the job
+is named at the dump and supplied anew at each restore.
 
 - pid, ipc: CRIU dumps and makes them itself.
 - network: external to CRIU (``--external net[INODE]:NAME``); a restore gets a fresh one with
@@ -87,7 +87,7 @@ _OWN_MOUNTS = ("/proc", "/dev/pts", "/dev/shm", "/dev/mqueue", "/run/icecore")
 
 @dataclass(frozen=True)
 class Isolation:
-    """Which namespaces a job gets.
+    """The namespaces that a job gets.
 
     Attributes:
         pid: Its own process ids: it can then be restored anywhere and several times at once.
@@ -108,7 +108,7 @@ class Isolation:
             )
 
     def names(self) -> list[str]:
-        """The namespaces in launch.py's words."""
+        """Return the namespaces by launch.py's names."""
         pairs = (
             ("pid", self.pid),
             ("ipc", self.ipc),
@@ -120,7 +120,7 @@ class Isolation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a snapshot keeps of how its job was started: all that a restore needs beside CRIU's
+    """How a job was started, as a snapshot records it: all that a restore needs besides CRIU's
     images.
 
     Attributes:
@@ -148,8 +148,8 @@ class RunRecord:
     copies: list[str] = field(default_factory=list)
 
     def is_own(self, path: str) -> bool:
-        """Whether a path in CRIU's images is the instance's own: nothing may be read or put back at
-        that path of the host.
+        """Return whether a path in CRIU's images is the instance's own: nothing may be read or put
+        back at that path of the host.
 
         These are `OWN_FILES`, and in a private root whatever lies on its private mounts (CRIU's
         images hold what is in them).
@@ -160,7 +160,7 @@ class RunRecord:
         return any(path == point or path.startswith(f"{point}/") for point in own)
 
     def encode(self) -> str:
-        """As text, for the manifest."""
+        """Encode as text, for the manifest."""
         fields = {**asdict(self), "init": base64.b64encode(self.init).decode()}
         if not self.copies:  # as it was before there were any, for an icecore that knows of none
             del fields["files_to"], fields["copies"]
@@ -168,7 +168,7 @@ class RunRecord:
 
     @classmethod
     def decode(cls, text: str) -> RunRecord:
-        """The inverse of `encode`.
+        """Decode what `encode` returned.
 
         Raises:
             ValueError: It is none.
@@ -208,24 +208,26 @@ class RunRecord:
 
 
 def _sound(paths: Iterable[str]) -> bool:
-    """Whether all are absolute paths that go nowhere up."""
+    """Return whether all are absolute paths without ".."."""
     return all(
         path.startswith("/") and "\0" not in path and ".." not in path.split("/") for path in paths
     )
 
 
 def can_cover(path: str, isolation: Isolation) -> bool:
-    """Whether a job with this isolation can see a copy at a path: CRIU must be able to name it."""
+    """Return whether a job with this isolation can see a copy at a path: CRIU must be able to name
+    it.
+    """
     return not isolation.root or not _UNSPEAKABLE.search(path)
 
 
 def _is_plain(path: str) -> bool:
-    """Whether a path is absolute and in its shortest form."""
+    """Return whether a path is absolute and in its shortest form."""
     return path.startswith("/") and "\0" not in path and os.path.normpath(path) == path
 
 
 def init_program() -> Path:
-    """The job init that came with the installation (init.c).
+    """Return the job init of this installation (init.c).
 
     Raises:
         MissingTool: It was not built.
@@ -240,7 +242,7 @@ def init_program() -> Path:
 
 
 def own_paths(directory: Path, isolation: Isolation) -> dict[str, str]:
-    """Each of `OWN_FILES` of the instance in ``directory`` → the path under which its processes
+    """Map each of `OWN_FILES` of the instance in ``directory`` to the path by which its processes
     (and CRIU's images) know it.
     """
     seen = INSTANCE_MOUNT if isolation.root else str(directory)
@@ -248,7 +250,8 @@ def own_paths(directory: Path, isolation: Isolation) -> dict[str, str]:
 
 
 def bindable_mounts() -> list[str]:
-    """The mount points of this process that a private root gets bound, parents first, without "/".
+    """Return the mount points of this process that are bound into a private root, parents first,
+    without "/".
 
     Left out: what the private root has anew, the kernel's own file systems, and paths that CRIU's
     option syntax cannot say.
@@ -271,7 +274,7 @@ def bindable_mounts() -> list[str]:
 
 
 def private_mounts() -> list[tuple[str, str, str | None]]:
-    """``(mount point, type, options)`` of what a private root has anew."""
+    """Return ``(mount point, type, options)`` of the fresh mounts of a private root."""
     mounts: list[tuple[str, str, str | None]] = [
         ("/proc", "proc", None),
         ("/dev/pts", "devpts", "newinstance,ptmxmode=0666,mode=0620"),
@@ -288,7 +291,7 @@ def make_instance_mount() -> None:
 
 
 def dump_options(pid: int, record: RunRecord) -> list[str]:
-    """What `criu dump` must be told of the job whose init is ``pid``, beside ``-t pid``.
+    """Return the options of `criu dump` for the job whose init is ``pid``, besides ``-t pid``.
 
     File locks are dumped, and unix sockets may lead outside (to a log daemon, say). Connections of
     a private network have both ends inside, so they are dumped established, and nothing from
@@ -314,7 +317,7 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
 
 
 def dump_prefix(pid: int, record: RunRecord) -> list[str]:
-    """What stands before ``criu dump``: CRIU must see the copies where the job whose init is
+    """Return the command before ``criu dump``: CRIU must see the copies where the job whose init is
     ``pid`` sees them.
 
     Raises:
@@ -333,8 +336,8 @@ def _nsenter() -> str:
 
 
 class RestoreNamespaces:
-    """What `criu restore` needs for one new instance of a run: open until the restore has ended (a
-    context manager).
+    """The resources that `criu restore` needs for one new instance of a run: open until the restore
+    has ended (a context manager).
 
     Args:
         record: From the snapshot, with the copies that the new instance gets.
@@ -446,7 +449,7 @@ class RestoreNamespaces:
         return tuple(self._fds)
 
     def close(self) -> None:
-        """Close the descriptors: the restored tree holds what it needs."""
+        """Close the descriptors; the restored tree has its own."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -463,7 +466,7 @@ class RestoreNamespaces:
 
 
 def _open_own(directory: Path) -> dict[str, int]:
-    """`OWN_FILES` of an instance, as its processes have them open."""
+    """Open `OWN_FILES` of an instance as its processes have them open."""
     return {
         name: os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
         for name, flags in OWN_FILES.items()

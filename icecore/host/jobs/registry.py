@@ -1,5 +1,5 @@
-"""The jobs of this node: where they are noted down, started and found again; rule: no job runs that
-is not written down, and nothing here needs a daemon.
+"""The jobs of this node: recorded, started and found again. A job is recorded before it runs, and
+no daemon is needed.
 
 ``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is `state_directory`. Names are handed
 out under a lock on ``STATE/lock``.
@@ -47,8 +47,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def state_directory() -> Path:
-    """``$ICECORE_STATE``; where that is not set, /var/lib/icecore, or below ~/.local/state for
-    others than root, who can only look.
+    """Return ``$ICECORE_STATE``; if it is not set, /var/lib/icecore, or a directory below
+    ~/.local/state for users other than root, who can only read.
     """
     named = os.environ.get("ICECORE_STATE", "")
     if named:
@@ -59,7 +59,7 @@ def state_directory() -> Path:
 
 
 def require_name(name: str) -> None:
-    """Nothing, if a job may have this name.
+    """Require a name that a job may have.
 
     Raises:
         UsageError: None may.
@@ -86,14 +86,14 @@ class Registry:
     # -- finding
 
     def instances(self) -> list[Job]:
-        """All instances, oldest first: running, ended, failed. Those of `damaged` are not among
-        them.
+        """Return all instances, oldest first: running, ended, failed. Those of `damaged` are not
+        included.
         """
         return self._look()[0]
 
     def damaged(self) -> dict[str, Damaged]:
-        """The instances of which nothing is known, because their job.json cannot be read (after a
-        crash of the machine, say), and why.
+        """Return the instances whose job.json cannot be read (after a crash of the machine, for
+        example), and why.
         """
         return self._look()[1]
 
@@ -116,7 +116,7 @@ class Registry:
         return sorted(found, key=lambda job: job.description.created), damaged
 
     def find(self, which: str | int) -> Job:
-        """The job with this name, instance id, or a process of this pid in its tree.
+        """Return the job with this name or instance id, or with a process of this pid in its tree.
 
         Of several instances of one name it is the living one, else the newest.
 
@@ -306,8 +306,8 @@ class Registry:
             raise
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
-        """Where the keepers of instances are: first of those last dumped to or restored from a
-        snapshot, then of those with a name, and newer ones first.
+        """Return where the keepers of instances are: first of those last dumped to or restored from
+        a snapshot, then of those with a name, newer ones first.
         """
         jobs = self.instances()[::-1]
         jobs.sort(key=lambda job: (job.description.snapshot != snapshot, job.name != name))
@@ -315,8 +315,8 @@ class Registry:
         return [place for place in places if (place / "keeper").is_socket()]
 
     def left_keepers(self, lineage: str, besides: str = "") -> set[Path]:
-        """Where the keepers are, or were, of which all instances have ended, with one of a lineage
-        among them.
+        """Return where the keepers are, or were, whose instances have all ended, if one of a
+        lineage is among them.
 
         Args:
             lineage: Its id.
@@ -327,8 +327,8 @@ class Registry:
         return {_keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
 
     def kept(self, job: Job) -> int:
-        """Bytes of device memory that are kept of an instance although it has ended: for ``restore
-        --from-resident``, until `remove`.
+        """Return the bytes of GPU memory that are kept of an instance although it has ended: for
+        ``restore --from-resident``, until `remove`.
         """
         with suppress(IcecoreError, OSError):
             place = _keeper_place(job)
@@ -349,8 +349,8 @@ class Registry:
         return 0
 
     def _has_last(self, job: Job) -> bool:
-        """Whether no later instance has the same keeper, as those of one snapshot have without a
-        root of their own: what is kept is the last one's.
+        """Return whether no later instance has the same keeper, as instances of one snapshot do
+        without a root of their own: the memory that is kept is the last one's.
         """
         same = [other for other in self.instances() if _keeper_place(other) == _keeper_place(job)]
         return not same or same[-1].instance == job.instance
@@ -397,7 +397,9 @@ class Registry:
             shutil.rmtree(directory)
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
-        """The instances that have ended and were created more than ``older_than`` seconds ago."""
+        """Return the instances that have ended and were created more than ``older_than`` seconds
+        ago.
+        """
         return [
             job
             for job in self.instances()
@@ -420,7 +422,7 @@ class Registry:
             os.close(fd)
 
     def _note_down(self, wanted: Description, *, exact: bool, init: bytes) -> Job:
-        """A new instance, written down, not yet running. ``exact``: the name was asked for and gets
+        """Record a new instance that does not run yet. ``exact``: the name was requested and gets
         no number.
         """
         name = wanted.name
@@ -477,7 +479,7 @@ def _let_go(place: Path) -> None:
 
 
 def _discard(job: Job) -> None:
-    """An instance that was never started, with its keeper, which nobody could find any more."""
+    """Discard an instance that was never started, and its keeper, which nobody could find any more."""
     if job.description.resident:
         with suppress(IcecoreError, OSError):  # it ends by itself
             _let_go(_keeper_place(job))
@@ -485,7 +487,7 @@ def _discard(job: Job) -> None:
 
 
 def _let_go_claimed(place: Path, whose: str) -> None:
-    """`_let_go`, unless a restore takes what is kept there.
+    """Release what a keeper has kept, as `_let_go` does, unless a restore takes it.
 
     Raises:
         UsageError: One does.
@@ -500,8 +502,8 @@ def _let_go_claimed(place: Path, whose: str) -> None:
 
 
 def _keeper_place(job: Job) -> Path:
-    """Where an instance's keeper is, if it has one. Where it has no root of its own, all see one
-    short path, which a restore finds again.
+    """Return where an instance's keeper is, if it has one. Instances without a root of their own
+    share one short path, which a restore finds again.
     """
     known = job.description
     return Path(
@@ -527,7 +529,7 @@ def _describe(
     snapshot: str = "",
     lineage: str = "",
 ) -> Description:
-    """A new instance that this process brings to life."""
+    """Describe a new instance that this process starts."""
     return Description(
         name=name,
         instance=f"i{secrets.token_hex(4)}",
@@ -545,7 +547,7 @@ def _describe(
 
 
 class Restoring:
-    """An instance that CRIU is about to restore (a context manager: left before `started`, the
+    """An instance that CRIU is about to restore (a context manager: on exit before `started`, the
     instance is forgotten).
 
     The caller puts back what the logs held (`redirected`), runs ``[*prefix, criu, "restore", …,
@@ -564,29 +566,29 @@ class Restoring:
 
     @property
     def prefix(self) -> list[str]:
-        """Command line before ``criu``; often empty."""
+        """Return the command line before ``criu``; often empty."""
         return self._namespaces.prefix
 
     @property
     def options(self) -> list[str]:
-        """Options of ``criu restore``."""
+        """Return the options of ``criu restore``."""
         return self._namespaces.options
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
-        """Descriptors that CRIU must inherit."""
+        """Return the descriptors that CRIU must inherit."""
         return self._namespaces.pass_fds
 
     @property
     def redirected(self) -> dict[str, Path]:
-        """Paths in the images of files that are the instance's own → the new instance's files.
+        """Map the paths in the images that are the instance's own to the new instance's files.
         Nothing else may be put at those paths.
         """
         return {path: self.job.directory / name for name, path in self._record.files.items()}
 
     def bind_copies(self, images: Path) -> None:
-        """Put the instance's copies over the files that they are of, or have CRIU do so; they are
-        written, and CRIU does not run yet.
+        """Mount the instance's copies over the originals, or make CRIU do so; they are written, and
+        CRIU does not run yet.
 
         Args:
             images: CRIU's images.
@@ -603,12 +605,12 @@ class Restoring:
             ) from error
 
     def has_keeper(self, place: Path, *, keep: bool) -> None:
-        """Note down where the keeper of its device memory is, and whether that memory outlives it."""
+        """Record where the keeper of its GPU memory is, and whether that memory outlives it."""
         self.job = self.job.with_resident(place, keep=keep)
 
     def started(self, pid: int) -> Job:
-        """Note down the restored init, which CRIU has let go; it may have ended since, and is known
-        as a job that has.
+        """Record the restored init, which CRIU has released; it may have ended since, and is then
+        known as an ended job.
 
         Args:
             pid: As this machine sees it (CRIU's ``--pidfile``).
@@ -635,7 +637,7 @@ class Restoring:
 
 
 def _umask() -> int:
-    """This process's umask; /proc tells it without changing it for the other threads."""
+    """Return this process's umask from /proc, without changing it for other threads."""
     found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None  # there since Linux 4.7
     return int(found[1], 8)

@@ -1,5 +1,5 @@
-"""A user's shell command; rule: it has a session of its own, and where it is not waited for to its
-end, all that it started ends with it.
+"""A shell command that the user configures. It has a session of its own, and everything that it
+started ends with it unless it ends by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _END_SECONDS = 3.0
 
 
 def run_shell(command: str, environment: Mapping[str, str], *, seconds: float, output: int) -> int:
-    """Run ``command`` with /bin/sh; its exit status, negative: the signal that ended it.
+    """Run ``command`` with /bin/sh; return its exit status, or the negated number of the signal
+    that ended it.
 
     What it leaves running in the background runs on, unless it is given up: then its process group
     is ended, by TERM and soon by KILL.

@@ -1,5 +1,5 @@
-"""Starts a job's init through launch.py and holds it back until its starter has noted it down;
-rule: should the starter die before, the init ends.
+"""Start a job's init through launch.py, and hold it back until the starter has recorded it. If the
+starter dies first, the init ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StartFailed(IcecoreError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started.
+    """The description of what is to be started.
 
     Attributes:
         directory: The instance's; the init's program lies there as ``icecore-init``.
@@ -54,7 +54,7 @@ class Launch:
     binds: Sequence[str]
 
     def as_line(self) -> bytes:
-        """For launch.py."""
+        """Encode it for launch.py."""
         paths = own_paths(self.directory, self.isolation)
         private = self.isolation.root
         binds = [[point, point] for point in self.binds] + [[str(self.directory), INSTANCE_MOUNT]]
@@ -80,7 +80,7 @@ class Launch:
 
 
 class Starting:
-    """An init that waits for `go` (a context manager: left without it, the init is gone).
+    """An init that waits for `go` (a context manager: on exit without it, the init ends).
 
     Args:
         wanted: What is to be started.
@@ -143,7 +143,7 @@ class Starting:
             pass  # why it ended stands in its answer
 
     def _read_answer(self) -> dict[str, Any] | None:
-        """The next line as JSON; None at the end of the output."""
+        """Return the next line as JSON; None at the end of the output."""
         assert self._launcher.stdout is not None
         fd = self._launcher.stdout.fileno()
         poll = select.poll()

@@ -1,5 +1,5 @@
 """File system calls that Python lacks: resolution without symbolic links, exchange of two names,
-and access as another user.
+and access checks as another user.
 
 The rule: a name is resolved below a directory descriptor, and a thread acts as another user only
 within `acting_as`.

@@ -1,5 +1,5 @@
-"""Finds the processes that have a file open; the rule: the kernel says whether any has, /proc only
-says which.
+"""Find the processes that have a file open. The kernel says whether there are any; /proc says only
+which.
 
 A write lease (fcntl(2), F_SETLEASE) is granted only on a file that no other process has open, and a
 read lease only on one that no process has open for writing. Mappings count, and so do processes in
@@ -223,7 +223,7 @@ def _lines_with(text: bytes, words: set[bytes]) -> Iterator[bytes]:
 
 
 def _span(line: bytes) -> str:
-    """The name in map_files: as in maps, without leading zeros."""
+    """Return the name in map_files: as in maps, without leading zeros."""
     start, _, end = line.split(b" ", 1)[0].partition(b"-")
     return f"{int(start, 16):x}-{int(end, 16):x}"
 

@@ -1,5 +1,5 @@
-"""Files in memory, of huge pages as far as there are some, in a tmpfs that is mounted nowhere;
-rule: a file is gone with its last descriptor and mapping.
+"""Files in memory, on huge pages where some are free, in a tmpfs that is mounted nowhere. A file is
+gone with its last descriptor and mapping.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SET_STRING, _CREATE = 1, 6
 
 
 def create(size: int) -> int:
-    """A file of ``size`` bytes, none of which takes memory before it is written.
+    """Create a file of ``size`` bytes, none of which takes memory before it is written.
 
     Its pages are of 2 MiB where such are free (tmpfs(5), ``huge=always``), whatever the machine's
     policy for other shared memory.

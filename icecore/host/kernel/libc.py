@@ -1,5 +1,5 @@
-"""The system calls that Python does not offer, typed once for ctypes; rule: every call here
-releases the GIL and leaves its errno in ``ctypes.get_errno``.
+"""System calls that Python does not offer, typed for ctypes. Every call releases the GIL and leaves
+its errno in ``ctypes.get_errno``.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ syscall = _libc.syscall
 
 
 def last_error(what: str) -> OSError:
-    """The OSError of the call that just failed on this thread."""
+    """Return the OSError of the call that just failed on this thread."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def in_memory(path: str) -> bool:
-    """Whether a file lies in memory: on tmpfs, ramfs or hugetlbfs.
+    """Return whether a file lies in memory: on tmpfs, ramfs or hugetlbfs.
 
     Raises:
         OSError: There is no such file.

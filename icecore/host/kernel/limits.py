@@ -1,5 +1,5 @@
-"""What this machine allows: capabilities, kernel version, descriptor, pipe, memory and space
-limits; rule: read anew at every call, and never changed but where the name says so.
+"""The limits of this machine: capabilities, kernel version, descriptors, pipes, memory and space.
+Each call reads them anew, and only functions whose names say so change them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CAPABILITIES = tuple(f"CAP_{name}" for name in _NAMES.split())
 
 
 def capabilities(pid: int | None = None) -> frozenset[str]:
-    """The effective capabilities of a process (default: this thread) by name, e.g.
+    """Return the effective capabilities of a process (default: this thread) by name, such as
     "CAP_SYS_PTRACE".
     """
     bits = int(procfs.status_fields("thread-self" if pid is None else pid)["CapEff"][0], 16)
@@ -42,7 +42,7 @@ def capabilities(pid: int | None = None) -> frozenset[str]:
 
 
 def kernel_version() -> tuple[int, int]:
-    """Major and minor version of the running kernel."""
+    """Return major and minor version of the running kernel."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if found is None:
         raise ValueError(f"the kernel release {os.uname().release!r} is not a version")
@@ -57,13 +57,15 @@ def _sysctl(name: str) -> int | None:
 
 
 def pipe_max_size() -> int:
-    """Bytes up to which a pipe grows for who lacks CAP_SYS_RESOURCE (fs.pipe-max-size)."""
+    """Return the size in bytes to which a process without CAP_SYS_RESOURCE can grow a pipe
+    (fs.pipe-max-size).
+    """
     size = _sysctl("fs.pipe-max-size")
     return 1 << 20 if size is None else size
 
 
 def pipe_capacity() -> int:
-    """Bytes that CRIU gets into one of its page pipes on this machine."""
+    """Return how many bytes CRIU gets into one of its page pipes on this machine."""
     most = CRIU_PIPE_PAGES * PAGE
     if "CAP_SYS_RESOURCE" in capabilities():
         return most
@@ -73,8 +75,8 @@ def pipe_capacity() -> int:
 
 
 def pipe_need(size: int, processes: int = 1) -> int:
-    """Descriptors that CRIU's lazy dump needs to hold references to ``size`` bytes of private
-    memory in pipes.
+    """Return how many descriptors CRIU's lazy dump needs to hold references to ``size`` bytes of
+    private memory in pipes.
 
     Two a pipe, pipes filled to the brim but for the last of each process (criu/page-pipe.c: pages
     that may be restored lazily and the others never share one). At 1 MiB a pipe 16 GiB need 32 000,
@@ -89,7 +91,7 @@ def pipe_need(size: int, processes: int = 1) -> int:
 
 
 def descriptor_limit() -> int:
-    """Descriptors that a CRIU started from here can have.
+    """Return how many descriptors a CRIU that is started from here can have.
 
     CRIU sets its limit to fs.nr_open, which needs CAP_SYS_RESOURCE where the hard limit is lower;
     if that fails it keeps what it was started with: the hard limit, if `raise_descriptor_limit` was
@@ -103,8 +105,8 @@ def descriptor_limit() -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Set this process's soft limit on descriptors to its hard limit, for itself and whom it
-    starts; returns it.
+    """Raise this process's soft limit on descriptors to its hard limit, for itself and its
+    children; return it.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -112,7 +114,7 @@ def raise_descriptor_limit() -> int:
 
 
 def threads_for(most: int) -> int:
-    """A thread for each core, but no more than ``most``.
+    """Return one thread for each core, but at most ``most``.
 
     Between its calls into C every thread needs the interpreter's lock, and is woken for it by the
     one before: past some number the waking costs more than another thread brings
@@ -122,12 +124,14 @@ def threads_for(most: int) -> int:
 
 
 def io_uring_disabled() -> int:
-    """kernel.io_uring_disabled: 0 anybody may use io_uring, 1 only privileged processes, 2 nobody."""
+    """Return kernel.io_uring_disabled: 0 everybody may use io_uring, 1 only privileged processes, 2
+    nobody.
+    """
     return _sysctl("kernel.io_uring_disabled") or 0
 
 
 def huge_pages() -> str:
-    """When the kernel uses transparent huge pages: "always", "madvise" or "never"."""
+    """Return when the kernel uses transparent huge pages: "always", "madvise" or "never"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except FileNotFoundError:
@@ -137,7 +141,7 @@ def huge_pages() -> str:
 
 
 def huge_page_bytes() -> int:
-    """Size of a transparent huge page; 0: there are none."""
+    """Return the size of a transparent huge page; 0 if there are none."""
     try:
         return int(_HUGE_SIZE.read_text()) if huge_pages() != "never" else 0
     except OSError:
@@ -145,15 +149,13 @@ def huge_page_bytes() -> int:
 
 
 def overcommits() -> bool:
-    """Whether memory can be mapped that may turn out not to be there (vm.overcommit_memory is not
-    2).
-    """
+    """Return whether memory can be mapped beyond what is available (vm.overcommit_memory is not 2)."""
     return _sysctl("vm.overcommit_memory") != 2
 
 
 def free_huge_bytes() -> int:
-    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact,
-    which takes longer than it gains (proc(5), buddyinfo).
+    """Return the free memory in pieces of at least a huge page: for more, the kernel would have to
+    compact, which takes longer than it gains (proc(5), buddyinfo).
 
     What counts as free and is in no list of free pieces belongs to it: memory that a virtual
     machine has not accepted or taken into use yet, which it does in pieces as large, when it is
@@ -176,8 +178,8 @@ def free_huge_bytes() -> int:
 
 
 def memory_available() -> int:
-    """Bytes that can be taken without swapping (MemAvailable), or that the cgroup leaves, whichever
-    is less.
+    """Return how many bytes can be allocated without swapping (MemAvailable) or within the cgroup's
+    limit, whichever is less.
     """
     found = re.search(
         r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
@@ -202,7 +204,7 @@ def memory_available() -> int:
 
 
 def require_directory(path: str, option: str) -> None:
-    """Nothing, if there is such a directory.
+    """Require an existing directory.
 
     Raises:
         UsageError: There is none; ``option`` names who asked for it.
@@ -214,6 +216,8 @@ def require_directory(path: str, option: str) -> None:
 
 
 def free_space(path: str | Path) -> int:
-    """Bytes that can still be written where ``path`` lies; on tmpfs no more than there is memory."""
+    """Return how many bytes can still be written where ``path`` lies; on tmpfs at most the
+    available memory.
+    """
     about = os.statvfs(path)
     return about.f_bavail * about.f_frsize

@@ -1,6 +1,4 @@
-"""Another process's memory, read in place into reused buffers; rule: a read gives all the bytes
-that were asked for, or raises.
-"""
+"""Read another process's memory in place. A read returns all requested bytes or raises."""
 
 from __future__ import annotations
 
@@ -9,9 +7,6 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -20,132 +15,24 @@ import numpy.typing as npt
 
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import libc
-from icecore.sizes import CELL_BYTES, CELL_PAGES, HUGE_PAGE, PAGE
-
-#: Most iovecs that one process_vm_readv takes (limits.h).
-IOV_MAX = 1024
+from icecore.sizes import HUGE_PAGE, PAGE
 
 MADV_HUGEPAGE = 14
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 
-Addresses = npt.NDArray[np.uint64]
-
 #: struct iovec.
 IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 
 
-@dataclass(frozen=True)
-class CellTable:
-    """The iovecs of many cells, and which of them make up each cell; made by `cell_table`.
-
-    Attributes:
-        iovecs: IOVEC records in address order, none of which crosses a cell's bounds.
-        origin: For each cell, where its region's cell 0 begins.
-        cell: For each cell, its number counted from there.
-        first: For each cell, its first iovec.
-        count: For each cell, how many iovecs it has (at most 128 after merging, so always one
-            call).
-        size: For each cell, its bytes.
-    """
-
-    iovecs: npt.NDArray[np.void]
-    origin: Addresses
-    cell: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    count: npt.NDArray[np.int64]
-    size: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.cell)
-
-    def addresses(self) -> npt.NDArray[np.int64]:
-        """The address of each cell's first iovec in this process, for `RemoteReader.read_into`."""
-        return self.iovecs.ctypes.data + self.first * IOVEC.itemsize
-
-    def bitmaps(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
-        """Page bitmaps (n × 32 bytes, least significant bit first) of cells ``start`` to ``stop``:
-        which pages the iovecs cover.
-        """
-        stop = len(self) if stop is None else stop
-        if stop <= start:
-            return np.empty((0, CELL_PAGES // 8), np.uint8)
-        low, high = int(self.first[start]), int(self.first[stop - 1] + self.count[stop - 1])
-        cells = np.repeat(np.arange(stop - start), self.count[start:stop])
-        page = (
-            self.iovecs["base"][low:high]
-            - np.repeat(self.origin[start:stop], self.count[start:stop])
-        ) // PAGE
-        position = cells * CELL_PAGES + page.astype(np.int64) % CELL_PAGES
-        pages = self.iovecs["length"][low:high].astype(np.int64) // PAGE
-        edges = np.zeros((stop - start) * CELL_PAGES + 1, np.int8)
-        # Two runs may touch at a cell's bound, so ends and starts meet at one place: add.at adds
-        # both.
-        np.add.at(edges, position, 1)
-        np.add.at(edges, position + pages, -1)
-        covered = np.cumsum(edges[:-1], dtype=np.int8).view(np.bool_)
-        return np.packbits(covered.reshape(-1, CELL_PAGES), axis=1, bitorder="little")
-
-
-def cell_table(start: Addresses, length: Addresses, origin: Addresses) -> CellTable:
-    """Cut extents at cell bounds and group them by cell, for any number of cells at once.
-
-    Args:
-        start: First byte of each extent, ascending, page-aligned.
-        length: Bytes of each extent, whole pages; extents do not overlap.
-        origin: Where cell 0 of the extent's region begins; an extent lies in one region.
-
-    Returns:
-        The table. Extents that touch within a cell become one iovec.
-    """
-    start, length, origin = (np.ascontiguousarray(a, np.uint64) for a in (start, length, origin))
-    kept = length > 0
-    start, length, origin = start[kept], length[kept], origin[kept]
-    if len(start) == 0:
-        nothing = np.empty(0, np.int64)
-        return CellTable(
-            np.empty(0, IOVEC), np.empty(0, np.uint64), nothing, nothing, nothing, nothing
-        )
-    merged = np.ones(len(start), np.bool_)
-    merged[1:] = (start[1:] != start[:-1] + length[:-1]) | (origin[1:] != origin[:-1])
-    heads = np.flatnonzero(merged)
-    length = np.add.reduceat(length, heads)
-    start, origin = start[heads], origin[heads]
-
-    offset = (start - origin).astype(np.int64)
-    lowest = offset // CELL_BYTES
-    pieces = (offset + length.astype(np.int64) - 1) // CELL_BYTES - lowest + 1
-    owner = np.repeat(np.arange(len(start)), pieces)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    cell = lowest[owner] + nth
-    begin = np.maximum(offset[owner], cell * CELL_BYTES)
-    end = np.minimum(offset[owner] + length.astype(np.int64)[owner], (cell + 1) * CELL_BYTES)
-
-    iovecs = np.empty(len(owner), IOVEC)
-    iovecs["base"] = origin[owner] + begin.astype(np.uint64)
-    iovecs["length"] = (end - begin).astype(np.uint64)
-    changes = np.ones(len(owner), np.bool_)
-    changes[1:] = (cell[1:] != cell[:-1]) | (origin[owner][1:] != origin[owner][:-1])
-    first = np.flatnonzero(changes)
-    count = np.diff(first, append=len(owner))
-    return CellTable(
-        iovecs,
-        origin[owner][first],
-        cell[first],
-        first,
-        count,
-        np.add.reduceat(end - begin, first).astype(np.int64),
-    )
-
-
 def address_of(data: memoryview) -> int:
-    """Where a buffer lies."""
+    """Return the address of a buffer."""
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 class HugeBuffer:
-    """Anonymous memory on huge pages, faulted in once and then reused: first touch of small pages
-    runs at an eighth of that speed.
+    """Anonymous memory on huge pages, faulted in once and then reused: the first touch of small
+    pages is eight times slower.
 
     Args:
         size: Bytes; rounded up to whole huge pages inside, exposed as asked.
@@ -179,7 +66,7 @@ class HugeBuffer:
             self.prefault()
 
     def prefault(self) -> None:
-        """Fault all pages in."""
+        """Fault in all pages."""
         whole = -(-self.size // HUGE_PAGE) * HUGE_PAGE
         try:
             libc.madvise(self.address, whole, MADV_POPULATE_WRITE)
@@ -190,85 +77,12 @@ class HugeBuffer:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The bytes as a numpy array."""
+        """Return the bytes as a numpy array."""
         return self._array
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The bytes from ``start`` to ``stop`` as a writable memoryview."""
+        """Return the bytes from ``start`` to ``stop`` as a writable memoryview."""
         return self._array[start:stop].data
-
-
-class BufferPool:
-    """At most ``count`` equal buffers, made when first needed and reused; whoever finds none waits.
-    Thread-safe.
-
-    Args:
-        size: Bytes of each buffer.
-        count: How many there may be at a time.
-    """
-
-    def __init__(self, size: int, count: int, *, prefault: bool = True) -> None:
-        if count <= 0:
-            raise ValueError(f"a pool needs at least one buffer, not {count}")
-        self.size = size
-        self.count = count
-        self._prefault = prefault
-        self._free: list[HugeBuffer] = []
-        self._made = 0
-        self._closed = False
-        self._change = threading.Condition()
-
-    def acquire(self, seconds: float | None = None) -> HugeBuffer:
-        """A buffer, with whatever bytes it last held.
-
-        Args:
-            seconds: How long to wait for one; None: as long as it takes.
-
-        Raises:
-            TimeoutError: None came free in that time.
-            ValueError: The pool is closed.
-        """
-        with self._change:
-            if not self._change.wait_for(
-                lambda: self._closed or self._free or self._made < self.count, seconds
-            ):
-                raise TimeoutError(f"none of {self.count} buffers came free within {seconds} s")
-            if self._closed:
-                raise ValueError("the buffer pool is closed")
-            if self._free:
-                return self._free.pop()
-            self._made += 1
-        try:
-            return HugeBuffer(self.size, prefault=self._prefault)
-        except BaseException:
-            with self._change:
-                self._made -= 1
-                self._change.notify()
-            raise
-
-    def release(self, buffer: HugeBuffer) -> None:
-        """Give a buffer back; the giver must not touch it any more."""
-        with self._change:
-            if self._closed:
-                return
-            self._free.append(buffer)
-            self._change.notify()
-
-    @contextmanager
-    def borrow(self, seconds: float | None = None) -> Iterator[HugeBuffer]:
-        """`acquire`, and `release` at the end of the block."""
-        buffer = self.acquire(seconds)
-        try:
-            yield buffer
-        finally:
-            self.release(buffer)
-
-    def close(self) -> None:
-        """Drop the free buffers and refuse new ones; a buffer in use goes when its user drops it."""
-        with self._change:
-            self._closed = True
-            self._free.clear()
-            self._change.notify_all()
 
 
 class Destination(Protocol):
@@ -288,8 +102,8 @@ class Destination(Protocol):
 
 
 class RemoteReader:
-    """Reads the memory of one process by process_vm_readv, PROT_NONE pages through /proc/PID/mem.
-    Thread-safe: no state changes but the open file.
+    """Reads the memory of one process by process_vm_readv, and PROT_NONE pages through
+    /proc/PID/mem. Thread-safe.
 
     Args:
         pid: The process; it may run or stand still. Needs CAP_SYS_PTRACE or the same user.
@@ -321,11 +135,12 @@ class RemoteReader:
                 self._memory = None
 
     def read_into(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
-        """Read remote extents one after the other into the start of a buffer: one system call.
+        """Read remote extents, one after the other, into the start of a buffer, with one system
+        call.
 
         Args:
-            iovecs: Address in this process of the first IOVEC (`CellTable.addresses`).
-            count: How many, at most IOV_MAX.
+            iovecs: Address in this process of the first IOVEC .
+            count: How many, at most 1024 (IOV_MAX).
             buffer: Where to; at least ``size`` bytes.
             size: Sum of the extents' lengths.
 
@@ -337,8 +152,8 @@ class RemoteReader:
             self._read_slowly(iovecs, count, buffer, size)
 
     def read(self, start: int, length: int) -> bytearray:
-        """``length`` bytes at ``start``. For small things; `read_into` is the fast way. Raises as
-        that does.
+        """Return ``length`` bytes at ``start``. For small reads; `read_into` is faster. Raises as
+        it does.
         """
         if length <= 0:
             return bytearray()
@@ -357,7 +172,7 @@ class RemoteReader:
         return data
 
     def _read_slowly(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
-        """The extents again, each through process_vm_readv if that can read it, else through
+        """Read the extents again, each through process_vm_readv if possible, else through
         /proc/PID/mem.
         """
         if size > buffer.size:
@@ -380,8 +195,8 @@ class RemoteReader:
             at += length
 
     def _check_failure(self) -> None:
-        """Raise unless the process is there and may be read: then a page kept process_vm_readv from
-        going on.
+        """Raise unless the process exists and may be read: then one page made process_vm_readv
+        stop.
         """
         probe = libc.process_vm_readv(self.pid, 0, 0, 0, 0, 0)
         if probe == 0 and os.path.exists(f"/proc/{self.pid}/mem"):

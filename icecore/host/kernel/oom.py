@@ -1,5 +1,5 @@
-"""Sets how the kernel's OOM killer ranks a process; rule: processes that hold a job are protected,
-and the job keeps its rank.
+"""Set how the OOM killer ranks a process. Processes that hold a job are protected, and the job
+keeps its own rank.
 
 The rank is inherited by children (proc(5), oom_score_adj). Lowering it requires CAP_SYS_RESOURCE,
 down to a minimum that is inherited too.

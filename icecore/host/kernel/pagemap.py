@@ -1,5 +1,5 @@
-"""Which pages of a process are there, for millions of pages at once: /proc/PID/pagemap and its
-PAGEMAP_SCAN; rule: the answer is numpy, never a Python object a page.
+"""Which pages of a process exist, for millions of pages at once: /proc/PID/pagemap and its
+PAGEMAP_SCAN. Results are numpy arrays, never a Python object per page.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from icecore.sizes import PAGE
 
 PRESENT = np.uint64(1 << 63)
 SWAPPED = np.uint64(1 << 62)
-#: Set for pages of files and of shared memory, clear for the process's own.
-FILE_OR_SHARED = np.uint64(1 << 61)
 
 #: Categories of PAGEMAP_SCAN (linux/fs.h).
-SCAN_WRITE_PROTECTABLE = 1 << 0
-SCAN_WRITTEN = 1 << 1
 SCAN_FILE = 1 << 2
 SCAN_PRESENT = 1 << 3
 SCAN_SWAPPED = 1 << 4
 SCAN_ZERO_FRAME = 1 << 5
-SCAN_HUGE = 1 << 6
-SCAN_SOFT_DIRTY = 1 << 7
 #: From Linux 6.15 on; what madvise(MADV_GUARD_INSTALL) made counts as swapped, too.
 SCAN_GUARD = 1 << 8
 
@@ -91,8 +85,8 @@ class Pagemap:
         os.close(self._file)
 
     def entries(self, start: int, end: int) -> npt.NDArray[np.uint64]:
-        """The 64-bit pagemap entry (proc_pid_pagemap(5)) of each page from ``start`` to ``end``;
-        without CAP_SYS_ADMIN frame numbers are 0.
+        """Return the 64-bit pagemap entry (proc_pid_pagemap(5)) of each page from ``start`` to
+        ``end``; without CAP_SYS_ADMIN frame numbers are 0.
         """
         first, pages = start // PAGE, (end - start) // PAGE
         out = np.empty(pages, np.uint64)
@@ -118,8 +112,8 @@ class Pagemap:
         any_of: int = SCAN_PRESENT | SCAN_SWAPPED,
         wanted: int = SCAN_FILE | SCAN_ZERO_FRAME,
     ) -> npt.NDArray[np.void]:
-        """The runs of pages with any of some categories, by PAGEMAP_SCAN (Linux 6.7): it skips what
-        is not mapped and merges what is alike.
+        """Return the runs of pages in any of some categories, by PAGEMAP_SCAN (Linux 6.7), which
+        skips what is not mapped and merges equal neighbours.
 
         Args:
             start: First address, page-aligned.
@@ -183,7 +177,7 @@ class Pagemap:
         return full
 
     def _entry_runs(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """Pages with content by their entries, one by one: only for addresses that are mapped."""
+        """Return the pages with content by their entries, one by one: only for mapped addresses."""
         found = [np.empty(0, PAGE_RUN)]
         step = _BATCH * PAGE
         for first in range(start, end, step):
@@ -197,8 +191,8 @@ class Pagemap:
         return np.concatenate(found)
 
     def guards(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """The runs of guard pages (madvise(2), MADV_GUARD_INSTALL), as PAGE_RUN records; none where
-        the kernel does not tell (`guards_told`).
+        """Return the runs of guard pages (madvise(2), MADV_GUARD_INSTALL) as PAGE_RUN records; none
+        if the kernel does not distinguish them (`guards_told`).
         """
         return (
             self.runs(start, end, any_of=SCAN_GUARD, wanted=SCAN_GUARD)
@@ -207,8 +201,8 @@ class Pagemap:
         )
 
     def present(self, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """For each page from ``start`` to ``end``, whether it has content: in memory or swapped
-        out.
+        """Return, for each page from ``start`` to ``end``, whether it has content: in memory or
+        swapped out.
         """
         try:
             runs = self.runs(start, end, wanted=0)
@@ -226,8 +220,8 @@ class Pagemap:
 
 
 def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
-    """`Pagemap.contents` of a process in many ranges of addresses at once: a walk takes 12 ms a GiB
-    of small pages.
+    """Return `Pagemap.contents` of a process for many address ranges at once: a walk takes 12 ms
+    for each GiB of small pages.
 
     Args:
         ranges: (start, end), ascending, disjoint.
@@ -251,8 +245,8 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges and what lies between them, but for wide gaps, in pieces that hold about as much
-    of the ranges each.
+    """Return the ranges and the gaps between them, except for wide gaps, in pieces that contain
+    about as much of the ranges each.
     """
     pieces = []
     # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call,
@@ -289,21 +283,15 @@ def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return out
 
 
-def present_pages(pid: int, start: int, end: int) -> npt.NDArray[np.bool_]:
-    """`Pagemap.present` of a process, opened for one answer."""
-    with Pagemap(pid) as pagemap:
-        return pagemap.present(start, end)
-
-
 @functools.cache
 def scan_supported() -> bool:
-    """Whether this kernel has PAGEMAP_SCAN."""
+    """Return whether this kernel has PAGEMAP_SCAN."""
     return _scans(SCAN_PRESENT)
 
 
 @functools.cache
 def guards_told() -> bool:
-    """Whether this kernel's PAGEMAP_SCAN tells guard pages from others."""
+    """Return whether this kernel's PAGEMAP_SCAN distinguishes guard pages from others."""
     return _scans(SCAN_GUARD)
 
 

@@ -1,5 +1,5 @@
-"""The pipes of another process, held open from here too; its rule: what lies in them is freed when
-this process lets go, not when the other one does.
+"""The pipes of another process, opened here too, so that their contents live until this process
+closes them.
 
 CRIU takes the private memory of a tree that it sees into pipes, and closes them before it lets the
 tree go: freeing page after page takes 7 to 18 ms a GiB, in which the tree stands still.
@@ -21,9 +21,7 @@ _ROOM = 1 << 15
 
 
 def make_room() -> None:
-    """Have a table for many descriptors now: in a process with threads each time it grows takes
-    milliseconds.
-    """
+    """Grow the descriptor table now: in a process with threads each growth takes milliseconds."""
     with suppress(OSError, ValueError):  # as many are not allowed
         os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _ROOM))
 
@@ -63,7 +61,7 @@ class HeldPipes:
         return len(self._held)
 
     def release(self) -> None:
-        """Let go of all of them. May be called twice."""
+        """Close all of them. May be called twice."""
         held, self._held = self._held, []
         self._close(held)
 

@@ -1,5 +1,5 @@
-"""What /proc tells about processes; rule: a process that is gone is `NotFound`, never a half-filled
-answer.
+"""Processes as /proc shows them. A process that is gone raises `NotFound`; no answer is half
+filled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mapping:
 
     @property
     def private(self) -> bool:
-        """Whether writes stay in this process."""
+        """Return whether writes stay in this process."""
         return self.flags == MAP_PRIVATE
 
     @property
@@ -114,7 +114,7 @@ class Descriptor:
 
     @property
     def writable(self) -> bool:
-        """Whether it was opened for writing."""
+        """Return whether it was opened for writing."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
@@ -128,7 +128,7 @@ def _process(pid: int | str) -> Iterator[None]:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is such a process; a zombie counts."""
+    """Return whether the process exists; a zombie counts."""
     return os.path.exists(f"/proc/{pid}/stat")
 
 
@@ -143,31 +143,31 @@ def _stat_fields(pid: int, thread: str = "") -> tuple[str, list[str]]:
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks after boot: with the pid it names a process for
-    good.
+    """Return when the process started, in clock ticks after boot: together with the pid this
+    identifies a process for good.
     """
     return int(_stat_fields(pid)[1][19])
 
 
 def began(pid: int) -> float:
-    """When the process started, in seconds since 1970."""
+    """Return when the process started, in seconds since 1970."""
     since_boot = start_time(pid) / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
 def is_kernel_thread(pid: int) -> bool:
-    """Whether it is a thread of the kernel."""
+    """Return whether it is a kernel thread."""
     return bool(int(_stat_fields(pid)[1][6]) & _PF_KTHREAD)
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether it is dead, but not yet waited for."""
+    """Return whether it is dead but not yet reaped."""
     return _stat_fields(pid)[1][0] in "ZX"
 
 
 def is_over(pid: int) -> bool:
-    """Whether none of its threads runs the program again: each has ended, or is about to. It may
-    still be waited for, or wait itself for others' end.
+    """Return whether none of its threads runs the program again: each has ended or is about to. It
+    may still be a zombie, or wait for others to end.
     """
 
     def ends(thread: int) -> bool:
@@ -200,7 +200,7 @@ def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]
 
 
 def status(pid: int) -> Status:
-    """State, parents and sizes of a process."""
+    """Return state, parents and sizes of a process."""
     name, stat = _stat_fields(pid)
     fields = status_fields(pid)
 
@@ -230,14 +230,14 @@ def status(pid: int) -> Status:
 
 
 def threads(pid: int) -> list[int]:
-    """The thread ids of a process, ascending."""
+    """Return the thread ids of a process, ascending."""
     with _process(pid):
         return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of a process, of whichever thread, in the order in which each thread made
-    them. Zombies count.
+    """Return the direct children of a process, of all its threads, in the order in which each
+    thread created them. Zombies count.
     """
     found: list[int] = []
     for thread in threads(pid):
@@ -250,7 +250,7 @@ def children(pid: int) -> list[int]:
 
 
 def tree(pid: int, *, attempts: int = 50) -> list[int]:
-    """The process and all its descendants, root first, parents before children.
+    """Return the process and all its descendants, root first, parents before children.
 
     Args:
         pid: The root.
@@ -319,7 +319,7 @@ def _mapping(fields: tuple[bytes, ...], vm_flags: frozenset[str]) -> Mapping:
 
 
 def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
-    """The mappings of a process in address order, without the kernel's own [vsyscall].
+    """Return the mappings of a process in address order, without the kernel's own [vsyscall].
 
     Args:
         pid: The process. A zombie and a kernel thread have none.
@@ -345,7 +345,7 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
 
 
 def parse_maps(text: bytes) -> list[Mapping]:
-    """The lines of a /proc/PID/maps."""
+    """Parse the lines of a /proc/PID/maps."""
     none: frozenset[str] = frozenset()
     return [_mapping(fields, none) for fields in _MAPS_LINE.findall(text)]
 
@@ -353,8 +353,8 @@ def parse_maps(text: bytes) -> list[Mapping]:
 def appeared(
     before: Sequence[Mapping], after: Sequence[Mapping], protection: int = PROT_READ
 ) -> list[tuple[int, int]]:
-    """Private anonymous memory that a process did not have before: start and end of each piece. The
-    driver puts device memory into such.
+    """Return private anonymous memory that a process did not have before, as start and end of each
+    piece. The driver puts GPU memory there.
 
     Args:
         before, after: In address order.
@@ -386,7 +386,7 @@ def appeared(
 
 
 def descriptors(pid: int) -> list[Descriptor]:
-    """The open files of a process, by number; those that are closed while it is read are left out."""
+    """Return the open files of a process by number; those that are closed meanwhile are left out."""
     found = []
     with _process(pid):
         numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
@@ -421,8 +421,8 @@ def descriptors(pid: int) -> list[Descriptor]:
 
 
 def namespaces(pid: int) -> dict[str, int]:
-    """The inode numbers of a process's namespaces by kind ("net", "pid", "mnt", …): equal numbers
-    are one namespace.
+    """Return the inode numbers of a process's namespaces by kind ("net", "pid", "mnt", …): equal
+    numbers are one namespace.
     """
     with _process(pid):
         found = {}
@@ -436,7 +436,7 @@ def namespaces(pid: int) -> dict[str, int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process as it shows them; empty for kernel threads and zombies."""
+    """Return the arguments of a process as it shows them; empty for kernel threads and zombies."""
     with _process(pid), open(f"/proc/{pid}/cmdline", "rb") as file:
         data = file.read()
     return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
@@ -469,7 +469,7 @@ def mounts(pid: int | str = "self") -> list[Mount]:
 
 
 def executable(pid: int) -> str:
-    """The path of a process's program; empty for kernel threads and zombies."""
+    """Return the path of a process's program; empty for kernel threads and zombies."""
     try:
         return os.readlink(f"/proc/{pid}/exe")
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Threads of other processes, stopped by ptrace(2); its rule: a tracer is a thread, so all of it
-happens in one that ends soon (`apart`).
+"""Stop threads of other processes with ptrace(2). A tracer is a thread, so all calls for a tracee
+happen in one short-lived thread (`apart`).
 
 A thread of ours that ends lets go of all that it traces, also of one that has not stopped yet: that
 could not be detached from, and would stand for ever.
@@ -41,8 +41,8 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 class Stop(NamedTuple):
-    """Why a thread stands: the signal that is about to be delivered (``event`` 0), or with which a
-    stop is reported.
+    """Why a thread is stopped: the signal about to be delivered (``event`` 0), or the one with
+    which a stop is reported.
     """
 
     signal: int
@@ -66,15 +66,15 @@ class _Vector(ctypes.Structure):
 
 
 def apart(work: Callable[[], T]) -> T:
-    """What ``work`` returns, done in a thread of its own."""
+    """Run ``work`` in a thread of its own and return its result."""
     with ThreadPoolExecutor(1, "tracer") as pool:
         return pool.submit(work).result()
 
 
 @contextmanager
 def standing(thread: int, seconds: float) -> Iterator[int]:
-    """Stop a thread, and let it go on afterwards. For the calling thread alone, and so is all
-    below, within.
+    """Stop a thread for the duration of the block. Only the calling thread may use it and the
+    functions below.
 
     Yields:
         SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand,
@@ -90,24 +90,24 @@ def standing(thread: int, seconds: float) -> Iterator[int]:
 
 
 def request(what: int, thread: int, address: int = 0, data: object = None) -> bool:
-    """A request that answers nothing; False: the thread has ended, does not stand, or the kernel
-    refuses.
+    """Make a request that returns nothing; False: the thread has ended or is not stopped, or the
+    kernel refuses.
     """
     return ask(what, thread, address, data) >= 0
 
 
 def ask(what: int, thread: int, address: int = 0, data: object = None) -> int:
-    """A request; -1 is a failure."""
+    """Make a request and return its result; -1 is a failure."""
     return int(_libc.ptrace(what, thread, address, data))
 
 
 def interrupt(thread: int) -> bool:
-    """It will stop before it comes to run its program's code again."""
+    """Stop the thread before it runs its program's code again."""
     return request(_INTERRUPT, thread)
 
 
 def wait(thread: int, *, block: bool) -> Stop | None:
-    """The next stop of a thread; None where there is none yet, and ``block`` is not asked for.
+    """Return the next stop of a thread; None if there is none yet and ``block`` is False.
 
     Raises:
         ProcessLookupError: It has ended.
@@ -142,7 +142,7 @@ def _stopped(thread: int, seconds: float) -> int:
 
 
 class SystemCall(NamedTuple):
-    """What a thread stands before, or after.
+    """A system call that a thread is stopped before or after.
 
     Attributes:
         entered: It stands before the call.
@@ -157,7 +157,7 @@ class SystemCall(NamedTuple):
 
 
 def system_call(thread: int) -> SystemCall | None:
-    """The system call of a thread that stands at one; None: it does not."""
+    """Return the system call that a thread is stopped at; None if it is not at one."""
     buffer = ctypes.create_string_buffer(_CALL.size)
     if ask(_GET_SYSCALL_INFO, thread, len(buffer), ctypes.addressof(buffer)) <= 0:
         return None
@@ -170,22 +170,22 @@ def system_call(thread: int) -> SystemCall | None:
 
 
 def mask_of(thread: int) -> int | None:
-    """The signals that a thread that stands blocks, or will again when a call that changed that
-    returns; None: it has ended.
+    """Return the signals that a stopped thread blocks, or will block again when a call that changed
+    that returns; None if it has ended.
     """
     mask = ctypes.c_uint64()
     return mask.value if request(_GETSIGMASK, thread, 8, ctypes.addressof(mask)) else None
 
 
 def set_mask(thread: int, mask: int) -> bool:
-    """Of a thread that stands; False: it has ended."""
+    """Set the signals that a stopped thread blocks; False if it has ended."""
     value = ctypes.c_uint64(mask)
     return request(_SETSIGMASK, thread, 8, ctypes.addressof(value))
 
 
 def registers(thread: int) -> bytes:
-    """All general registers of a thread that stands, as the kernel lays them out (struct
-    user_regs_struct); empty: it has ended.
+    """Return all general registers of a stopped thread in the kernel's layout (struct
+    user_regs_struct); empty if it has ended.
     """
     buffer = ctypes.create_string_buffer(_REGISTERS_BYTES)
     vector = _Vector(ctypes.addressof(buffer), len(buffer))
@@ -197,14 +197,14 @@ def registers(thread: int) -> bytes:
 
 
 def set_registers(thread: int, values: bytes) -> bool:
-    """Of a thread that stands; False: it has ended."""
+    """Set the registers of a stopped thread; False if it has ended."""
     buffer = ctypes.create_string_buffer(values, len(values))
     vector = _Vector(ctypes.addressof(buffer), len(values))
     return request(_SETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector))
 
 
 def signals_pending(thread: int, first: int, count: int) -> list[bytes]:
-    """Up to ``count`` of the signals that wait for a thread that stands, from the ``first`` on, as
+    """Return up to ``count`` of the signals pending for a stopped thread, from the ``first`` on, as
     siginfo_t.
     """
     size = 128

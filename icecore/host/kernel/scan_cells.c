@@ -1,7 +1,10 @@
-/* Reads cells of another process's memory and fingerprints them, one after the other; rule: what was hashed last is what lies in the slot.
+/* Reads cells of another process's memory and fingerprints them, one after the other. The slot
+ * always contains the cell that was hashed last.
  *
- * For icecore/dumper/memory/scan.py, which could do the same in Python: there each cell costs two calls, after each of which the thread waits for the interpreter's lock.
- * The hash is XXH3's (XXH3_128bits_withSeed of xxhash.h), whose address the caller knows. */
+ * icecore/dumper/memory/scan.py could do the same, but in Python each cell costs two calls, after
+ * each of which the thread waits for the interpreter's lock. The hash is XXH3
+ * (XXH3_128bits_withSeed of xxhash.h), whose address the caller passes.
+ */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
@@ -17,16 +20,17 @@ struct hash {
 	uint64_t low, high;
 };
 
-/* All of a plan (icecore/dumper/memory/cells.py, CellPlan), and of what is known of it; what is found is written here. */
+/* A whole plan (icecore/dumper/memory/cells.py, CellPlan) and what is known of it; the results are
+ * written here. */
 struct cells {
 	const struct iovec *runs;
-	const uint32_t *first_run;    /* n + 1 */
-	const uint64_t *length;	      /* n */
-	const uint8_t *bitmap;	      /* n times BITMAP */
-	const int64_t *candidate;     /* n; the row of `known` that may be true still, or less than 0 */
-	const uint8_t *known;	      /* rows of FINGERPRINT */
-	uint8_t *fingerprint;	      /* n times FINGERPRINT */
-	int64_t *row;		      /* n; the candidate where it is */
+	const uint32_t *first_run; /* n + 1 */
+	const uint64_t *length; /* n */
+	const uint8_t *bitmap; /* n times BITMAP */
+	const int64_t *candidate; /* n; the row of `known` that may be true still, or less than 0 */
+	const uint8_t *known; /* rows of FINGERPRINT */
+	uint8_t *fingerprint; /* n times FINGERPRINT */
+	int64_t *row; /* n; the candidate where it is */
 	struct hash (*hash)(const void *data, size_t size, uint64_t seed);
 	uint64_t seed;
 	int64_t pid;
@@ -45,9 +49,10 @@ static void put(uint8_t *target, struct hash hash)
 	memcpy(target, words, FINGERPRINT);
 }
 
-/* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its number, and why; else `stop`.
- * `slot` has room for a cell, and before it for its bitmap. */
-__attribute__((visibility("default"))) int64_t scan_cells(const struct cells *cells, int64_t start, int64_t stop, uint8_t *slot, int64_t *why)
+/* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its
+ * number, and why; else `stop`. `slot` has room for a cell, and before it for its bitmap. */
+__attribute__((visibility("default"))) int64_t scan_cells(
+    const struct cells *cells, int64_t start, int64_t stop, uint8_t *slot, int64_t *why)
 {
 	for (int64_t i = start; i < stop; i++) {
 		size_t length = cells->length[i];
@@ -60,12 +65,15 @@ __attribute__((visibility("default"))) int64_t scan_cells(const struct cells *ce
 			return i;
 		}
 		memcpy(slot - BITMAP, cells->bitmap + BITMAP * (size_t)i, BITMAP);
-		if (process_vm_readv((pid_t)cells->pid, &here, 1, runs, cells->first_run[i + 1] - cells->first_run[i], 0) != (ssize_t)length) {
+		if (process_vm_readv((pid_t)cells->pid, &here, 1, runs,
+			cells->first_run[i + 1] - cells->first_run[i], 0) != (ssize_t)length) {
 			*why = NOT_READ;
 			return i;
 		}
 		put(fingerprint, cells->hash(slot - BITMAP, BITMAP + length, cells->seed));
-		if (cells->candidate[i] < 0 || memcmp(fingerprint, cells->known + FINGERPRINT * (size_t)cells->candidate[i], FINGERPRINT)) {
+		if (cells->candidate[i] < 0 ||
+		    memcmp(fingerprint, cells->known + FINGERPRINT * (size_t)cells->candidate[i],
+			FINGERPRINT)) {
 			*why = CHANGED;
 			return i;
 		}

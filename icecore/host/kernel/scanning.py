@@ -1,5 +1,5 @@
-"""Cells of a process read and fingerprinted without the interpreter (scan_cells.c); rule: the
-fingerprints are xxhash's own, or this is not used.
+"""Read and fingerprint cells of a process in C (scan_cells.c), without the interpreter. It is used
+only if its fingerprints are those of xxhash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Hash(ctypes.Structure):
 
 
 class Columns(NamedTuple):
-    """What is scanned, as scan_cells.c wants it: arrays without gaps, of n cells.
+    """The cells to scan, as scan_cells.c expects them: contiguous arrays of n cells.
 
     Attributes:
         runs: iovecs, (base, length).
@@ -118,7 +118,7 @@ class NativeScan:
 
 @functools.cache
 def native_scan_lacks() -> str:
-    """What keeps this from being used here; "" if nothing does."""
+    """Return what prevents its use here; "" if nothing does."""
     if not LIBRARY.exists():
         return "icecore was built without a C compiler"
     try:
@@ -150,7 +150,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _hash_address() -> int:
-    """The address of the hash function; 0: there is none."""
+    """Return the address of the hash function; 0 if there is none."""
     package = importlib.util.find_spec("xxhash._xxhash")
     for name in (package.origin if package else None, "libxxhash.so.0"):
         with suppress(OSError):
@@ -161,7 +161,7 @@ def _hash_address() -> int:
 
 
 def _hash(library: ctypes.CDLL) -> int:
-    """The address of a function that computes what the package does; 0: it has none."""
+    """Return the address of a function that computes what the package does; 0 if it has none."""
     for name in _NAMES:
         with suppress(AttributeError):
             function = getattr(library, name)

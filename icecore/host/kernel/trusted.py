@@ -1,5 +1,5 @@
-"""Sockets that a job names; rule: a socket gets no data before its owner is known, and no link
-redirects to another.
+"""Connect to sockets that a job names. No data is sent before the owner is known, and symbolic
+links are not followed.
 
 A process may have forged its environment, and the contents of the directory that it names there. So
 a directory is opened below the root of the process that named it, without links; a socket is opened
@@ -47,7 +47,7 @@ def open_directory(path: Path) -> int:
 
 
 def open_file(pid: int, path: str) -> int:
-    """Open for reading the regular file at this path below a process's root.
+    """Open the regular file at this path below a process's root for reading.
 
     Raises:
         OSError: There is none.

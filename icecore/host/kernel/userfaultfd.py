@@ -1,5 +1,5 @@
-"""userfaultfd(2): filling another process's missing pages and hearing how its address space
-changes; rule: a placement never blocks and never goes on after the map changed.
+"""userfaultfd(2): fill another process's missing pages and learn how its address space changes. A
+placement never blocks and stops once the map has changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import platform
-import struct
 from dataclasses import dataclass
 
 from icecore.host.kernel import libc
@@ -21,29 +20,15 @@ FEATURE_EVENT_FORK = 1 << 1
 FEATURE_EVENT_REMAP = 1 << 2
 FEATURE_EVENT_REMOVE = 1 << 3
 FEATURE_EVENT_UNMAP = 1 << 6
-FEATURE_THREAD_ID = 1 << 8
 #: Everything that a daemon needs to keep its picture of the address space true.
 EVENT_FEATURES = (
     FEATURE_EVENT_FORK | FEATURE_EVENT_REMAP | FEATURE_EVENT_REMOVE | FEATURE_EVENT_UNMAP
 )
 
 REGISTER_MISSING = 1 << 0
-REGISTER_WRITE_PROTECT = 1 << 1
 #: Of a file in memory: also who touches a page that the file has and the process has not yet is
 #: reported (Linux 5.14).
 REGISTER_MINOR = 1 << 2
-
-COPY_DONT_WAKE = 1 << 0
-COPY_WRITE_PROTECT = 1 << 1
-ZERO_DONT_WAKE = 1 << 0
-WRITE_PROTECT = 1 << 0
-WRITE_PROTECT_DONT_WAKE = 1 << 1
-
-FAULT_WRITE = 1 << 0
-FAULT_WRITE_PROTECT = 1 << 1
-
-_EVENT_FAULT, _EVENT_FORK, _EVENT_REMAP, _EVENT_REMOVE, _EVENT_UNMAP = 0x12, 0x13, 0x14, 0x15, 0x16
-_MESSAGE = struct.Struct("<B7xQQQ")
 
 _IOC_API = 0xC018AA3F
 _IOC_REGISTER = 0xC020AA00
@@ -51,9 +36,7 @@ _IOC_UNREGISTER = 0x8010AA01
 _IOC_WAKE = 0x8010AA02
 _IOC_COPY = 0xC028AA03
 _IOC_ZERO = 0xC020AA04
-_IOC_WRITE_PROTECT = 0xC018AA06
 _IOC_NEW = 0xAA00
-_USER_MODE_ONLY = 1
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
 
 
@@ -95,10 +78,6 @@ class _ZeroArgument(ctypes.Structure):
         ("mode", ctypes.c_uint64),
         ("done", ctypes.c_int64),
     ]
-
-
-class _WriteProtectArgument(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_uint64), ("length", ctypes.c_uint64), ("mode", ctypes.c_uint64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +163,8 @@ class Placed:
 
 
 def create(*, features: int = EVENT_FEATURES, nonblocking: bool = True) -> int:
-    """A userfaultfd for this process, its interface agreed upon: through the system call, else
-    /dev/userfaultfd.
+    """Create a userfaultfd for this process and agree on its interface: through the system call,
+    else /dev/userfaultfd.
 
     Args:
         features: FEATURE_ bits that must be there.
@@ -214,8 +193,8 @@ def create(*, features: int = EVENT_FEATURES, nonblocking: bool = True) -> int:
 
 
 def register(uffd: int, start: int, length: int, mode: int = REGISTER_MISSING) -> None:
-    """Have faults of ``length`` bytes from ``start`` (both page-aligned) reported instead of filled
-    with zeros.
+    """Have faults of ``length`` bytes from ``start`` (both page-aligned) reported, not filled with
+    zeros.
     """
     argument = _RegisterArgument(start, length, mode, 0)
     if libc.ioctl(uffd, _IOC_REGISTER, ctypes.addressof(argument)):
@@ -223,31 +202,24 @@ def register(uffd: int, start: int, length: int, mode: int = REGISTER_MISSING) -
 
 
 def unregister(uffd: int, start: int, length: int) -> None:
-    """Give faults of the range back to the kernel; whoever waits there is woken and finds zeros."""
+    """Return faults of the range to the kernel; waiting threads are woken and find zeros."""
     argument = _RangeArgument(start, length)
     if libc.ioctl(uffd, _IOC_UNREGISTER, ctypes.addressof(argument)):
         raise libc.last_error(f"UFFDIO_UNREGISTER at {start:#x}")
 
 
 def wake(uffd: int, start: int, length: int) -> None:
-    """Wake the threads that wait for a page of the range; each looks again and reports anew if it
-    is still missing.
+    """Wake the threads that wait for a page of the range; each faults again if the page is still
+    missing.
     """
     argument = _RangeArgument(start, length)
     if libc.ioctl(uffd, _IOC_WAKE, ctypes.addressof(argument)):
         raise libc.last_error(f"UFFDIO_WAKE at {start:#x}")
 
 
-def write_protect(uffd: int, start: int, length: int, mode: int = WRITE_PROTECT) -> None:
-    """Protect the range against writes, or with ``mode`` 0 lift that and wake who waits."""
-    argument = _WriteProtectArgument(start, length, mode)
-    if libc.ioctl(uffd, _IOC_WRITE_PROTECT, ctypes.addressof(argument)):
-        raise libc.last_error(f"UFFDIO_WRITEPROTECT at {start:#x}")
-
-
 def copy(uffd: int, destination: int, source: int, length: int, mode: int = 0) -> tuple[int, int]:
-    """One UFFDIO_COPY: ``length`` bytes (whole pages) of this process's memory at ``source`` become
-    the pages at ``destination``.
+    """Make one UFFDIO_COPY: ``length`` bytes (whole pages) of this process's memory at ``source``
+    become the pages at ``destination``.
 
     Returns:
         Bytes done, and the errno (0 when all was done). EAGAIN with bytes done says only that
@@ -260,7 +232,7 @@ def copy(uffd: int, destination: int, source: int, length: int, mode: int = 0) -
 
 
 def zero(uffd: int, start: int, length: int, mode: int = 0) -> tuple[int, int]:
-    """One UFFDIO_ZEROPAGE: the missing pages become zero pages. Returns as `copy` does."""
+    """Make one UFFDIO_ZEROPAGE: the missing pages become zero pages. Returns as `copy` does."""
     argument = _ZeroArgument(start, length, mode, 0)
     if libc.ioctl(uffd, _IOC_ZERO, ctypes.addressof(argument)) == 0:
         return length, 0
@@ -268,8 +240,8 @@ def zero(uffd: int, start: int, length: int, mode: int = 0) -> tuple[int, int]:
 
 
 def place(uffd: int, destination: int, source: int, length: int) -> Placed:
-    """Fill ``length`` bytes at ``destination`` from this process's memory at ``source``, passing
-    over pages that are already there or unmapped.
+    """Fill ``length`` bytes at ``destination`` from this process's memory at ``source``, skipping
+    pages that exist or are unmapped.
 
     Must run while nobody reads events of this descriptor (the read lock of its map): only then may
     it go on after a partial copy.
@@ -288,7 +260,7 @@ def place(uffd: int, destination: int, source: int, length: int) -> Placed:
 
 
 def place_zero(uffd: int, start: int, length: int) -> Placed:
-    """As `place`, with zero pages."""
+    """Fill with zero pages, as `place` does."""
     return _settle(uffd, start, None, length)
 
 
@@ -327,31 +299,3 @@ def _settle(uffd: int, destination: int, source: int | None, length: int) -> Pla
                 error, f"placing {size} bytes at {destination + advanced:#x}: {os.strerror(error)}"
             )
     return Placed(Stop.DONE, length, filled, present, unmapped)
-
-
-def read_events(uffd: int, maximum: int = 64) -> list[Event]:
-    """The events that wait on a descriptor, oldest first, at most ``maximum``; empty when there are
-    none and it is non-blocking.
-
-    For faults the kernel reports the address rounded down to a page. A `Fork` hands over a
-    descriptor that the caller must close.
-    """
-    try:
-        data = os.read(uffd, _MESSAGE.size * maximum)
-    except BlockingIOError:
-        return []
-    events: list[Event] = []
-    for kind, first, second, third in _MESSAGE.iter_unpack(data):
-        if kind == _EVENT_FAULT:
-            events.append(Fault(second & ~(PAGE - 1), first, third & 0xFFFFFFFF))
-        elif kind == _EVENT_FORK:
-            events.append(Fork(first & 0xFFFFFFFF))
-        elif kind == _EVENT_REMAP:
-            events.append(Remap(first, second, third))
-        elif kind == _EVENT_REMOVE:
-            events.append(Remove(first, second))
-        elif kind == _EVENT_UNMAP:
-            events.append(Unmap(first, second))
-        else:
-            raise OSError(errno.EPROTO, f"userfaultfd event {kind:#x} is unknown")
-    return events

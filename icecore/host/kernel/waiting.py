@@ -1,5 +1,5 @@
-"""Waiting for descriptors; rule: of any number, where select(2) takes none from 1024 on, and a
-snapshot of device memory may keep thousands open.
+"""Wait for any number of descriptors: select(2) accepts none above 1023, and a snapshot of GPU
+memory may keep thousands open.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 
 def readable(descriptors: Collection[int], seconds: float | None) -> set[int]:
-    """Those that can be read, or whose other end is closed.
+    """Return those that are readable or whose other end is closed.
 
     Args:
         seconds: To wait for the first of them, at most; None: without limit.

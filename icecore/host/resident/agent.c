@@ -1,23 +1,32 @@
-/* The agent: a thread that carries out what a client asks over this process's socket; rule: a process that it parked runs again, with its memory mapped,
- * whatever becomes of the client: each command renews a lease, and where it runs out, the agent goes back by itself.
+/* The agent: a thread that carries out what a client asks over this process's socket. A process
+ * that it has parked runs again, with its memory mapped, even if the client dies: each command
+ * renews a lease, and when the lease expires, the agent maps the memory and lets the process run.
  *
- * One command a connection, which the client closes: an open one could not be restored by CRIU, and neither could that to the keeper, which a window
- * closes. A lease does not run while the process is frozen, and begins anew after a restore.
+ * A client sends one command per connection and closes it: CRIU could not restore an open
+ * connection, nor the one to the keeper, which a window closes. The lease does not run while the
+ * process is frozen, and starts anew after a restore.
  */
 #define _GNU_SOURCE
 #include <errno.h>
-#include <fcntl.h>
-#include <limits.h>
 #include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
-#include "capture.h"
-#include "contexts.h"
+#include "clock.h"
+#include "descriptors.h"
+#include "devices.h"
+#include "fork.h"
+#include "holding.h"
 #include "packet.h"
-#include "resident.h"
+#include "physical.h"
+#include "spare.h"
+#include "start.h"
+#include "threads.h"
+#include "window.h"
 
 #define LIMIT_SECONDS 5
 #define TICK_MILLISECONDS 1000
@@ -25,7 +34,9 @@
 #define FROZEN_NANOSECONDS 500000000ll
 #define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
 #define LONGEST_LOOK_NANOSECONDS 10000000000ull
-#define WINDOW_NANOSECONDS 90000000000ll /* for so long after the beginning of one, the driver's lock may be somebody's: a dumper tries for 60 s */
+#define WINDOW_NANOSECONDS \
+	90000000000ll /* for so long after the beginning of one, the driver's lock may be \
+			 somebody's: a dumper tries for 60 s */
 #define NEVER (-WINDOW_NANOSECONDS)
 #define STACK ((size_t)1 << 20)
 
@@ -40,11 +51,13 @@ static struct sockaddr_un own_address(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
 
-	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", resident_directory(), getpid());
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", holding_directory(),
+	    getpid());
 	return address;
 }
 
-/* After a restore it is another socket with the same name. Somebody may have connected to it before we ran again, and would wait for an answer. */
+/* After a restore it is another socket with the same name. A client may have connected to it before
+ * we ran again, and would wait for an answer. */
 static bool listens_at_our_address(int socket)
 {
 	struct sockaddr_un address = own_address(), found = {0};
@@ -52,8 +65,8 @@ static bool listens_at_our_address(int socket)
 	int accepts = 0;
 
 	return getsockopt(socket, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) == 0 && accepts &&
-	       getsockname(socket, (void *)&found, &length) == 0 && found.sun_family == AF_UNIX &&
-	       strncmp(found.sun_path, address.sun_path, sizeof found.sun_path) == 0;
+	    getsockname(socket, (void *)&found, &length) == 0 && found.sun_family == AF_UNIX &&
+	    strncmp(found.sun_path, address.sun_path, sizeof found.sun_path) == 0;
 }
 
 static bool listening(void)
@@ -62,7 +75,8 @@ static bool listening(void)
 
 	if (listener < 0 || fstat(listener, &found))
 		return false;
-	if (found.st_ino != listener_inode) { /* an application may have closed ours, and got the number for a file of its own */
+	/* an application may have closed ours, and got the number for a file of its own */
+	if (found.st_ino != listener_inode) {
 		if (!S_ISSOCK(found.st_mode) || !listens_at_our_address(listener))
 			return false;
 		listener_inode = found.st_ino;
@@ -79,11 +93,12 @@ static bool listen_again(void)
 	if (made < 0)
 		return false;
 	unlink(address.sun_path);
-	if (bind(made, (void *)&address, sizeof address) || chmod(address.sun_path, 0600) || listen(made, 16)) {
+	if (bind(made, (void *)&address, sizeof address) || chmod(address.sun_path, 0600) ||
+	    listen(made, 16)) {
 		close(made);
 		return false;
 	}
-	made = high_descriptor(made);
+	made = descriptor_high(made);
 	if (fstat(made, &found)) {
 		close(made);
 		return false;
@@ -95,7 +110,7 @@ static bool listen_again(void)
 
 static void run_on(void)
 {
-	park_end();
+	threads_park_end();
 	state = RESIDENT_RUNNING;
 }
 
@@ -103,9 +118,10 @@ static int park(const struct resident_message *wanted, struct resident_message *
 {
 	if (state == RESIDENT_UNMAPPED)
 		return EALREADY;
-	allocations_looked_at(0);
-	last_parked = now();
-	int error = park_begin(now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
+	physical_looked_at(0);
+	last_parked = clock_now();
+	int error = threads_park_begin(
+	    clock_now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
 	if (error == 0 || error == EAGAIN)
 		state = RESIDENT_PARKED;
 	else
@@ -119,14 +135,15 @@ static int unmap(const struct resident_message *wanted, struct resident_message 
 
 	if (state != RESIDENT_PARKED)
 		return state == RESIDENT_UNMAPPED ? EALREADY : EINVAL;
-	error = window_unmap(now() + (int64_t)wanted->nanoseconds, answer);
+	error = window_unmap(clock_now() + (int64_t)wanted->nanoseconds, answer);
 	if (!error) {
 		state = RESIDENT_UNMAPPED;
-		counts.windows++;
+		table_counts.windows++;
 		return 0;
 	}
-	counts.cancelled++;
-	if (window_map()) /* as before; what cannot be mapped now is tried again when the lease ends */
+	table_counts.cancelled++;
+	/* as before; what cannot be mapped now is retried when the lease ends */
+	if (window_map())
 		state = RESIDENT_UNMAPPED;
 	else
 		run_on();
@@ -161,7 +178,7 @@ static int map(int from, const struct resident_message *wanted)
 	return error;
 }
 
-/* Between park and unmap, somebody may hold the lock who waits for somebody that is parked. */
+/* Between park and unmap, the holder of the lock may wait for a parked thread. */
 static bool lock_for_a_while(void)
 {
 	struct timespec limit;
@@ -180,12 +197,21 @@ static int list(int to)
 	for (struct allocation *at = NULL; !result && (at = table_next_held(at));) {
 		if (at->kind == KIND_SPARE)
 			continue;
-		struct resident_message one = {
-			.version = RESIDENT_VERSION, .operation = AGENT_LIST,    .identity = at->identity, .address = at->address,
-			.size = at->size,            .requested = at->requested, .ordinal = at->device,    .pid = getpid(),
-			.state = at->mapped,         .flags = (at->held ? RESIDENT_HELD : 0) | (at->imported ? RESIDENT_IMPORTED : at->exported ? RESIDENT_EXPORTED : 0)};
-		memcpy(one.device, device_uuid(at->device), 16);
-		memcpy(one.token, process_token, 16);
+		struct resident_message one = {.version = RESIDENT_VERSION,
+		    .operation = AGENT_LIST,
+		    .identity = at->identity,
+		    .address = at->address,
+		    .size = at->size,
+		    .requested = at->requested,
+		    .ordinal = at->device,
+		    .pid = getpid(),
+		    .state = at->mapped,
+		    .flags = (at->held ? RESIDENT_HELD : 0) |
+			(table_imported(at)    ? RESIDENT_IMPORTED
+				: at->exported ? RESIDENT_EXPORTED
+					       : 0)};
+		memcpy(one.device, devices_uuid(at->device), 16);
+		memcpy(one.token, holding_process_token, 16);
 		result = packet_send(to, &one, -1);
 	}
 	pthread_mutex_unlock(&table_lock);
@@ -208,7 +234,8 @@ static void serve(int from)
 	socklen_t length = sizeof peer;
 
 	packet_limit(from, LIMIT_SECONDS);
-	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()))
+	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) ||
+	    (peer.uid != 0 && peer.uid != geteuid()))
 		return;
 	if (packet_receive(from, &wanted, NULL, 0) != 1 || wanted.version != RESIDENT_VERSION)
 		return; /* an older client would store shared memory once for each process */
@@ -221,8 +248,8 @@ static void serve(int from)
 			answer.result = EBUSY;
 			break;
 		}
-		counts.unheld = count_unheld();
-		memcpy(answer.text, &counts, sizeof counts);
+		table_counts.unheld = count_unheld();
+		memcpy(answer.text, &table_counts, sizeof table_counts);
 		pthread_mutex_unlock(&table_lock);
 		break;
 	case AGENT_LIST:
@@ -252,19 +279,23 @@ static void serve(int from)
 			answer.result = EBUSY;
 			break;
 		}
-		answer.result = state == RESIDENT_UNMAPPED ? EINVAL : holding_renew() ? 0 : ENOTCONN;
+		answer.result = state == RESIDENT_UNMAPPED ? EINVAL
+		    : holding_renew()                      ? 0
+							   : ENOTCONN;
 		pthread_mutex_unlock(&table_lock);
 		break;
 	case AGENT_LOOK:
-		allocations_looked_at((int64_t)(wanted.nanoseconds < LONGEST_LOOK_NANOSECONDS ? wanted.nanoseconds : LONGEST_LOOK_NANOSECONDS));
+		physical_looked_at((int64_t)(wanted.nanoseconds < LONGEST_LOOK_NANOSECONDS
+			? wanted.nanoseconds
+			: LONGEST_LOOK_NANOSECONDS));
 		break;
 	default:
 		answer.result = EINVAL;
 	}
 	answer.state = (uint32_t)state;
 	answer.pid = getpid();
-	memcpy(answer.token, process_token, 16);
-	lease_end = now() + lease;
+	memcpy(answer.token, holding_process_token, 16);
+	lease_end = clock_now() + lease;
 	packet_send(from, &answer, -1);
 }
 
@@ -272,7 +303,7 @@ static void serve(int from)
 static void go_back(void)
 {
 	if (state == RESIDENT_UNMAPPED && window_map()) {
-		lease_end = now() + 1000000000ll;
+		lease_end = clock_now() + 1000000000ll;
 		return;
 	}
 	run_on();
@@ -283,14 +314,15 @@ static void tend_keeper(bool lost)
 	pthread_mutex_lock(&table_lock);
 	if (lost)
 		holding_close();
-	if ((counts.resident || counts.spare || counts.imported) && (holding_socket() < 0 || count_unheld()))
+	if ((table_counts.resident || table_counts.spare || table_counts.imported) &&
+	    (holding_socket() < 0 || count_unheld()))
 		holding_complete();
 	pthread_mutex_unlock(&table_lock);
 }
 
 static void *agent(void *unused)
 {
-	int64_t last = now();
+	int64_t last = clock_now();
 	sigset_t all;
 
 	(void)unused;
@@ -299,7 +331,7 @@ static void *agent(void *unused)
 	pthread_setname_np(pthread_self(), "icecore-agent");
 	if (threads_start())
 		return NULL;
-	/* Calls of ours that a capture of another thread does not allow would make it fail. */
+	/* Calls of ours that another thread's capture does not allow would make it fail. */
 	int mode = CAPTURE_MODE_RELAXED;
 	if (driver()->cuThreadExchangeStreamCaptureMode)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
@@ -309,16 +341,22 @@ static void *agent(void *unused)
 			continue;
 		}
 		int keeper = -1;
-		if (state == RESIDENT_RUNNING) { /* else whoever has the lock may be waiting for somebody who is parked */
+		/* else the holder of the lock may wait for a parked thread */
+		if (state == RESIDENT_RUNNING) {
 			pthread_mutex_lock(&table_lock);
 			keeper = holding_socket();
 			pthread_mutex_unlock(&table_lock);
 		}
-		struct pollfd ready[2] = {{.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
-		poll(ready, 2, state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
-		int64_t before = last; /* what is served below renews the lease by itself: a freeze right after that counts as one */
-		last = now();
-		if (state != RESIDENT_RUNNING && (last - before > FROZEN_NANOSECONDS || last < before))
+		struct pollfd ready[2] = {
+		    {.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
+		poll(ready, 2,
+		    state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
+		/* serving a client renews the lease by itself: a freeze right after that counts as
+		 * one */
+		int64_t before = last;
+		last = clock_now();
+		if (state != RESIDENT_RUNNING &&
+		    (last - before > FROZEN_NANOSECONDS || last < before))
 			lease_end = last + lease; /* it was frozen, or is another instance */
 		if (ready[0].revents) {
 			int client = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
@@ -326,43 +364,33 @@ static void *agent(void *unused)
 				serve(client);
 				close(client);
 			}
-		} else if (state != RESIDENT_RUNNING && now() > lease_end) {
+		} else if (state != RESIDENT_RUNNING && clock_now() > lease_end) {
 			go_back();
-			last = now();
+			last = clock_now();
 		}
 		if (state == RESIDENT_RUNNING)
-			tend_keeper(keeper >= 0 && ready[1].revents); /* it died: another one gets everything */
-		int64_t passed = now() - last_parked; /* a restore may have set the clock back */
+			/* it died: another one gets everything */
+			tend_keeper(keeper >= 0 && ready[1].revents);
+		/* a restore may have set the clock back */
+		int64_t passed = clock_now() - last_parked;
 		if (state == RESIDENT_RUNNING && (passed < 0 || passed > WINDOW_NANOSECONDS))
-			spares_give_back_old();
+			spare_give_back_old();
 	}
 	return NULL;
 }
 
-/* The child has none of the parent's device memory: CUDA itself does not work in it. It may begin anew. Nothing was locked before the fork (a parked thread
- * may hold what fork waits for), so whatever another thread was changing is dropped, not tidied up. */
 static void in_child(void)
 {
-	pthread_mutex_init(&table_lock, NULL);
 	pthread_mutex_init(&start_lock, NULL);
-	holding_of_child();
 	if (listening())
 		close(listener);
 	listener = -1;
 	state = RESIDENT_RUNNING;
 	started = waited = false;
-	allocations_of_child();
-	spares_of_child();
 	last_parked = NEVER;
-	handles_of_child();
-	ipc_of_child();
-	peers_of_child();
-	captures_of_child();
-	threads_of_child();
-	interposition_of_child();
 }
 
-bool agent_start(void)
+static bool start(void)
 {
 	pthread_attr_t attributes;
 	pthread_t made;
@@ -372,8 +400,8 @@ bool agent_start(void)
 	pthread_mutex_lock(&start_lock);
 	if (!started) {
 		if (!prepared) {
-			pthread_atfork(NULL, allocations_forked, in_child);
-			atexit(spares_at_exit);
+			fork_watch(in_child);
+			atexit(spare_at_exit);
 		}
 		prepared = true;
 		pthread_attr_init(&attributes);
@@ -381,17 +409,22 @@ bool agent_start(void)
 		pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
 		sigset_t all, before;
 		sigfillset(&all);
-		pthread_sigmask(SIG_BLOCK, &all, &before); /* the agent inherits it: no handler of the application's ever runs in it */
+		/* the agent inherits it: no handler of the application's ever runs in it */
+		pthread_sigmask(SIG_BLOCK, &all, &before);
 		if (pthread_create(&made, &attributes, agent, NULL) == 0)
 			started = true;
 		pthread_sigmask(SIG_SETMASK, &before, NULL);
 		pthread_attr_destroy(&attributes);
 	}
-	/* Whoever is to have resident memory has an agent first, also where another thread has started it: what is mapped and has none a dump takes for the driver's. */
-	for (int64_t until = now() + START_NANOSECONDS; started && !waited && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && now() < until;)
+	/* An agent must listen before there is resident memory, even if another thread has started
+	 * it: a dump takes mapped memory without an agent for the driver's. */
+	for (int64_t until = clock_now() + START_NANOSECONDS; started && !waited &&
+	    __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && clock_now() < until;)
 		poll(NULL, 0, 1);
 	waited = true;
 	bool listens = listener >= 0;
 	pthread_mutex_unlock(&start_lock);
 	return listens;
 }
+
+bool (*const start_agent)(void) = start;

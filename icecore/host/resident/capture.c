@@ -1,17 +1,20 @@
-/* Streams that are being captured into graphs; rule: while one is, nothing of ours waits for a context, and allocation is left to the driver.
+/* Streams that are being captured into graphs. While there is one, the preload waits for no
+ * context, and leaves allocation to the driver.
  *
- * To synchronise a context in which a stream is captured makes that capture fail (cuStreamBeginCapture in the driver's reference: a broader handle that
- * encompasses an active capture), and none of the calls that ask (cuStreamIsCapturing, cuStreamGetCaptureInfo) can be asked of streams that nobody names. So
- * the beginning and the end of a capture pass through here; what is launched in between does not.
+ * Synchronising a context in which a stream is captured makes that capture fail
+ * (cuStreamBeginCapture in the driver's reference: a broader handle that encompasses an active
+ * capture), and the calls that ask for a capture (cuStreamIsCapturing, cuStreamGetCaptureInfo) need
+ * the stream, which is not known. So the beginning and the end of each capture pass through here;
+ * launches in between do not.
  */
 #define _GNU_SOURCE
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "capture.h"
 #include "hooks.h"
-#include "resident.h"
+#include "table.h"
+#include "threads.h"
 
 #define STREAMS 1024
 
@@ -20,21 +23,25 @@ static struct {
 	pid_t thread; /* of a thread's own default stream */
 } capturing[STREAMS]; /* under table_lock */
 static int known;
-static int beginning; /* the driver may have begun them already, and nobody has noted them yet */
-static int unnamed; /* those for which there was no place: never forgotten, so that all is left to the driver from then on */
+static int beginning; /* captures that the driver may have begun and that are not noted yet */
+/* captures for which there was no place: never forgotten, so that all is left to the driver from
+ * then on */
+static int unnamed;
 
 bool capture_active(void)
 {
-	/* In this order: one that has begun is known before it is not beginning any more. */
-	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) || __atomic_load_n(&known, __ATOMIC_ACQUIRE) || __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
+	/* In this order: a capture is known before it stops counting as beginning. */
+	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) ||
+	    __atomic_load_n(&known, __ATOMIC_ACQUIRE) ||
+	    __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
 }
 
-CUresult wait_for_context(void)
+CUresult capture_wait_for_context(void)
 {
 	return capture_active() ? CUDA_ERROR_CAPTURE_FIRST : driver()->cuCtxSynchronize();
 }
 
-void captures_of_child(void)
+void capture_in_child(void)
 {
 	beginning = known = unnamed = 0;
 }
@@ -79,7 +86,8 @@ static void ended(CUstream stream)
 	pthread_mutex_unlock(&table_lock);
 }
 
-/* A stream of another thread's capture, or none at all, goes on as it was; every other answer ends the capture, successful or not. */
+/* A stream of another thread's capture, or of none, goes on as before; every other answer ends the
+ * capture, successful or not. */
 static void asked_to_end(CUstream stream, CUresult result)
 {
 	if (result != CUDA_ERROR_CAPTURE_WRONG_THREAD && result != CUDA_ERROR_NOT_INITIALIZED)
@@ -91,13 +99,13 @@ static void asked_to_end(CUstream stream, CUresult result)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		__atomic_fetch_add(&beginning, 1, __ATOMIC_SEQ_CST); \
 		CUresult result = driver()->name arguments; \
 		if (result == CUDA_SUCCESS) \
 			begun(stream); \
 		__atomic_fetch_sub(&beginning, 1, __ATOMIC_SEQ_CST); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
 #define END(name) \
@@ -105,21 +113,24 @@ static void asked_to_end(CUstream stream, CUresult result)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		CUresult result = driver()->name(stream, graph); \
 		asked_to_end(OWN(name, stream), result); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
 
 BEGIN(cuStreamBeginCapture, (CUstream stream), (stream), stream)
 BEGIN(cuStreamBeginCapture_ptsz, (CUstream stream), (stream), OWN_OF_THREAD(stream))
 BEGIN(cuStreamBeginCapture_v2, (CUstream stream, int mode), (stream, mode), stream)
-BEGIN(cuStreamBeginCapture_v2_ptsz, (CUstream stream, int mode), (stream, mode), OWN_OF_THREAD(stream))
-BEGIN(cuStreamBeginCaptureToGraph, (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
-      (stream, graph, before, edges, some, mode), stream)
-BEGIN(cuStreamBeginCaptureToGraph_ptsz, (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
-      (stream, graph, before, edges, some, mode), OWN_OF_THREAD(stream))
+BEGIN(cuStreamBeginCapture_v2_ptsz, (CUstream stream, int mode), (stream, mode),
+    OWN_OF_THREAD(stream))
+BEGIN(cuStreamBeginCaptureToGraph,
+    (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
+    (stream, graph, before, edges, some, mode), stream)
+BEGIN(cuStreamBeginCaptureToGraph_ptsz,
+    (CUstream stream, void *graph, const void *before, const void *edges, size_t some, int mode),
+    (stream, graph, before, edges, some, mode), OWN_OF_THREAD(stream))
 #define OWN(name, stream) stream
 END(cuStreamEndCapture)
 #undef OWN
@@ -130,11 +141,12 @@ CUresult resident_cuStreamDestroy_v2(CUstream stream)
 {
 	if (!driver() || !driver()->cuStreamDestroy_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	/* Before: its number may be another stream's right after. One that cannot be destroyed while it is captured stays destroyed to us: then a wait
-	 * fails, and is put off all the same. */
+	threads_enter();
+	/* Before the call: another stream may get its number right after. A stream that cannot be
+	 * destroyed while it is captured stays destroyed here: then a wait fails, and is deferred
+	 * as well. */
 	ended(stream);
 	CUresult result = driver()->cuStreamDestroy_v2(stream);
-	leave();
+	threads_leave();
 	return result;
 }

@@ -1,4 +1,4 @@
-/* Whether a stream is being captured into a graph; rule: asking touches no stream. */
+/* Whether a stream is being captured into a graph; asking touches no stream. */
 #ifndef ICECORE_RESIDENT_CAPTURE_H
 #define ICECORE_RESIDENT_CAPTURE_H
 
@@ -7,7 +7,9 @@
 #include "driver.h"
 
 bool capture_active(void); /* of any thread, in any context; also one that may just be beginning */
-CUresult wait_for_context(void); /* the current one, but in a capture: then it answers as the wait would, at the price of the capture */
-void captures_of_child(void);
+/* the current one, but in a capture: then it answers as the wait would, at the price of the capture
+ */
+CUresult capture_wait_for_context(void);
+void capture_in_child(void);
 
 #endif

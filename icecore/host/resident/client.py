@@ -1,5 +1,5 @@
-"""What a dump or a restore asks of processes with resident memory, and of their keeper; rule: every
-call is answered within its time or raises.
+"""The clients of processes with resident memory and of their keeper. Every call returns in time or
+raises.
 
 The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own: `Agent.park` with
 patience, lock, `Agent.park`, unlock, `Agent.unmap`, lock, checkpoint, …, restore, unlock,
@@ -60,7 +60,7 @@ _HUNG_UP = (EPROTO, ECONNRESET, EPIPE)
 
 
 class ResidentFailed(IcecoreError):
-    """A process did not do what it was asked for, or a keeper.
+    """A process or a keeper failed to carry out a request.
 
     Args:
         code: An errno, or 10000 + a CUresult.
@@ -72,7 +72,7 @@ class ResidentFailed(IcecoreError):
 
 
 class State(IntEnum):
-    """How a process stands."""
+    """The state of a process with resident memory."""
 
     RUNNING = 0
     PARKED = 1
@@ -81,7 +81,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """How a process is.
+    """The status of a process with resident memory.
 
     Attributes:
         token: Names it through checkpoint and restore.
@@ -115,8 +115,8 @@ class _Speaker:
 
 
 class Agent(_Speaker):
-    """The agent of one process. Each call is a connection of its own, so that none is open when the
-    process is checkpointed.
+    """The agent of one process. Each call uses a connection of its own, so that none is open when
+    the process is checkpointed.
 
     Args:
         directory: ``ICECORE_RESIDENT`` of the process, as this machine sees it.
@@ -134,14 +134,14 @@ class Agent(_Speaker):
 
     @property
     def exists(self) -> bool:
-        """Whether the process has (or had) resident memory."""
+        """Return whether the process has (or had) resident memory."""
         return self._path.is_socket()
 
     def report(self) -> Report:
         """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`."""
         answer = self._ask(Message(Operation.AGENT_STATUS))
         if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked
-            raise ResidentFailed(f"process {self.pid} cannot be asked now", answer.result)
+            raise ResidentFailed(f"process {self.pid} accepts no requests now", answer.result)
         return Report(State(answer.state), answer.token, Counts.unpack(answer.text), self.version)
 
     def allocations(self) -> list[Allocation]:
@@ -157,7 +157,7 @@ class Agent(_Speaker):
     def park(
         self, seconds: float = 10.0, lease: float = _LEASE_SECONDS, patience: float = 0.0
     ) -> int:
-        """Make every thread but the agent's and the driver's stand still; their number.
+        """Stop every thread but the agent's and the driver's; return their number.
 
         A thread that is inside one of the preload's own calls is parked as it leaves it, which
         `unmap` waits for.
@@ -197,8 +197,8 @@ class Agent(_Speaker):
                 )
 
     def unmap(self, seconds: float = 10.0) -> int:
-        """Take the memory of a parked process away, once the keeper has all of it; bytes. On
-        failure the process runs, with its memory.
+        """Take the memory of a parked process away once the keeper has all of it; return bytes. On
+        failure the process runs with its memory.
 
         Raises:
             ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without
@@ -220,7 +220,7 @@ class Agent(_Speaker):
         return answer.size
 
     def map(self, descriptors: Mapping[int, int] | None = None, seconds: float = 60.0) -> None:
-        """Give it its memory back.
+        """Give the process its memory back.
 
         Args:
             descriptors: A descriptor by the identity of each allocation; None: the process gets
@@ -261,27 +261,17 @@ class Agent(_Speaker):
         answer = self._ask(Message(Operation.AGENT_GO))
         if answer.result:
             raise ResidentFailed(
-                f"process {self.pid} cannot run on: its memory is not mapped", answer.result
+                f"cannot resume process {self.pid}: its memory is not mapped", answer.result
             )
 
     def hold(self, lease: float) -> None:
-        """Begin the lease anew, with this length in seconds."""
+        """Renew the lease, with this length in seconds."""
         self._ask(Message(Operation.AGENT_LEASE, lease=_ns(lease)))
 
-    def refresh(self) -> None:
-        """Hand every descriptor to the keeper anew: needed after the driver has checkpointed and
-        restored the process with its memory mapped, because it restores into other memory.
-        """
-        answer = self._ask(Message(Operation.AGENT_REFRESH), 60.0)
-        if answer.result:
-            raise ResidentFailed(
-                f"the keeper of process {self.pid} does not have its memory", answer.result
-            )
-
     def look(self, seconds: float) -> None:
-        """For so long, 10 s at most, somebody will have parts of its memory mapped although it
-        runs: what it frees meanwhile may not be free at once, and an allocation that finds none
-        waits. 0: no more.
+        """Announce that parts of its memory stay mapped elsewhere for this long, at most 10 s,
+        while it runs: what it frees meanwhile may not be free at once, and an allocation that finds
+        no memory waits. 0 ends this.
 
         Raises:
             ResidentFailed: Also with the code EINVAL: its preload is older, and its allocations
@@ -290,7 +280,7 @@ class Agent(_Speaker):
         answer = self._ask(Message(Operation.AGENT_LOOK, nanoseconds=_ns(seconds)))
         if answer.result:
             raise ResidentFailed(
-                f"the memory of process {self.pid} cannot be looked at while it runs", answer.result
+                f"cannot map the memory of process {self.pid} while it runs", answer.result
             )
 
     @property
@@ -322,7 +312,7 @@ class Agent(_Speaker):
 
 @dataclass(frozen=True)
 class HeldProcess:
-    """What a keeper knows of a process.
+    """A process as its keeper knows it.
 
     Attributes:
         token: Names it through checkpoint and restore.
@@ -402,7 +392,7 @@ class Keeper(_Speaker):
                         if descriptor < 0:  # the kernel had none left for this process
                             cure = "raise the hard limit of descriptors: ulimit -Hn 1048576"
                             raise ResidentFailed(
-                                "a descriptor of resident memory cannot be had", EMFILE, cure=cure
+                                "cannot open a descriptor of resident memory", EMFILE, cure=cure
                             )
                         found.append((Allocation.of(one), descriptor))
             except BaseException:
@@ -414,8 +404,8 @@ class Keeper(_Speaker):
         return sorted(self._spoken(ask), key=lambda pair: pair[0].address)
 
     def fetch(self, token: bytes, identities: Sequence[int]) -> dict[int, int]:
-        """Duplicates of some of its descriptors by identity, the caller's to close. What it does
-        not hold (any more) is left out.
+        """Return duplicates of some of its descriptors by identity, which the caller closes.
+        Descriptors that it no longer holds are left out.
         """
 
         def ask() -> dict[int, int]:
@@ -459,17 +449,13 @@ class Keeper(_Speaker):
             descriptor,
         )
 
-    def retain(self, token: bytes, keep: bool = True) -> None:
-        """Have the memory of a process outlive it, or not. Ends when the process connects again."""
-        self._ask(Message(Operation.KEEPER_RETAIN, token=token, count=int(keep)))
-
     def forget(self, token: bytes) -> None:
         """Let go of all that it holds of a process; no error where that is nothing."""
         self._ask(Message(Operation.KEEPER_FORGET, token=token), good=(0, ENOENT))
 
     def keep(self, token: bytes, init: int, status: Path, seconds: float = _KEPT_SECONDS) -> None:
-        """From now on the memory of a process outlives it, unless its job ends well; no error where
-        it has ended already.
+        """Keep the memory of a process beyond its end, unless its job ends well; no error if it has
+        ended already.
 
         Args:
             init: The job's init, as this machine sees it. Its end is the job's.
@@ -489,14 +475,14 @@ class Keeper(_Speaker):
             os.close(file)
 
     def unkeep(self, token: bytes) -> None:
-        """Its memory ends with the process after all; no error where that has ended already, or the
-        keeper is older and keeps nothing.
+        """Let its memory end with the process after all; no error if the process has ended, or if
+        the keeper is older and keeps nothing.
         """
         self._ask(Message(Operation.KEEPER_KEEP, token=token), good=(0, ENOENT, EINVAL))
 
     def drop(self, token: bytes, identities: Sequence[int]) -> None:
-        """Let go of some of what it holds of a process that has ended; no error where it does not
-        hold them.
+        """Release some of what it holds of a process that has ended; no error if it does not hold
+        them.
         """
         for identity in identities:
             self._ask(
@@ -527,7 +513,7 @@ def _connected(path: Path, seconds: float, pid: int | None = None) -> Iterator[s
             connect(connection, path, pid=pid)
             yield connection
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise NotFound(f"nobody answers at {path}") from error
+            raise NotFound(f"nothing listens at {path}") from error
         except EOFError as error:
             raise ResidentFailed(f"{path} hung up", EPROTO) from error
         except (ValueError, OSError) as error:

@@ -1,24 +1,16 @@
-/* Contexts: memory made by cuMemCreate outlives them and is closed to other devices; rule: both are made as the application knows it of cuMemAlloc:
- * a destroyed or reset context takes its memory along, and a peer that was let in reaches all of it. */
+/* The ends of contexts, and access for peers. Memory made by cuMemCreate outlives its context and
+ * is closed to other devices. Here both behave as for cuMemAlloc: a destroyed or reset context
+ * takes its memory along, and an enabled peer reaches all of it. */
 #define _GNU_SOURCE
-#include <string.h>
-#include <unistd.h>
+#include <stddef.h>
 
-#include "contexts.h"
+#include "devices.h"
+#include "holding.h"
 #include "hooks.h"
-#include "resident.h"
-
-static uint64_t peers[DEVICES]; /* by owner */
-
-uint64_t peers_of(CUdevice owner)
-{
-	return __atomic_load_n(&peers[owner], __ATOMIC_ACQUIRE);
-}
-
-void peers_of_child(void)
-{
-	memset(peers, 0, sizeof peers);
-}
+#include "ipc.h"
+#include "release.h"
+#include "spare.h"
+#include "threads.h"
 
 /* The devices of the current and of another context. */
 static bool both_devices(CUcontext other, CUdevice *here, CUdevice *there)
@@ -30,23 +22,8 @@ static bool both_devices(CUcontext other, CUdevice *here, CUdevice *there)
 		return false;
 	bool found = !d->cuCtxGetDevice(there);
 	d->cuCtxPopCurrent_v2(&popped);
-	return found && *here >= 0 && *here < DEVICES && *there >= 0 && *there < DEVICES && *here != *there;
-}
-
-static void change(CUdevice accessing, CUdevice owner, bool to)
-{
-	static const enum kind kinds[] = {KIND_RESIDENT, KIND_SPARE};
-	const struct driver *d = driver();
-	struct access access = {{LOCATION_DEVICE, accessing}, to ? ACCESS_READ_WRITE : 0};
-
-	pthread_mutex_lock(&table_lock);
-	uint64_t bit = 1ull << accessing;
-	__atomic_store_n(&peers[owner], to ? peers[owner] | bit : peers[owner] & ~bit, __ATOMIC_RELEASE);
-	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-		for (struct allocation *at = NULL; (at = table_next(at, kinds[i]));)
-			if (at->device == owner)
-				d->cuMemSetAccess(at->address, at->size, &access, 1);
-	pthread_mutex_unlock(&table_lock);
+	return found && *here >= 0 && *here < DEVICES && *there >= 0 && *there < DEVICES &&
+	    *here != *there;
 }
 
 CUresult resident_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
@@ -56,12 +33,12 @@ CUresult resident_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 
 	if (!d || !d->cuCtxEnablePeerAccess)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	CUresult result = d->cuCtxEnablePeerAccess(peer, flags);
-	if ((result == CUDA_SUCCESS || result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) && resident_directory() && d->usable &&
-	    both_devices(peer, &here, &there))
-		change(here, there, true);
-	leave();
+	if ((result == CUDA_SUCCESS || result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) &&
+	    holding_directory() && d->usable && both_devices(peer, &here, &there))
+		devices_change_peer(here, there, true);
+	threads_leave();
 	return result;
 }
 
@@ -72,27 +49,29 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 
 	if (!d || !d->cuCtxDisablePeerAccess)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	CUresult result = d->cuCtxDisablePeerAccess(peer);
-	if (result == CUDA_SUCCESS && resident_directory() && d->usable && both_devices(peer, &here, &there))
-		change(here, there, false);
-	leave();
+	if (result == CUDA_SUCCESS && holding_directory() && d->usable &&
+	    both_devices(peer, &here, &there))
+		devices_change_peer(here, there, false);
+	threads_leave();
 	return result;
 }
 
-/* What the driver takes along with a context, of what it made itself: a pool's memory is its device's. */
+/* What the driver frees with a context, of its own memory: a pool's memory belongs to its device.
+ */
 static const enum kind drivers_kinds[] = {KIND_SMALL, KIND_MANAGED, KIND_FOREIGN};
 
-/* After the context is gone, and with it whatever used the memory. */
+/* After the context is gone, and with it all work that used the memory. */
 static void release_of(CUcontext context)
 {
 	ipc_forget_context(context);
-	spares_give_back(context, true);
+	spare_give_back(context, true);
 	pthread_mutex_lock(&table_lock);
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
-		if (at->context == context && !at->freed)
-			defer(at);
-	release_deferred(context, BEING_FREED - 1);
+		if (at->context == context && !at->resident.freed)
+			release_defer(at);
+	release_deferred(context, TABLE_BEING_FREED - 1);
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_MAPPING));)
 		if (at->context == context)
 			at->context = NULL; /* what the application maps itself outlives contexts */
@@ -106,7 +85,8 @@ static void release_of(CUcontext context)
 /* Of a context's, or what ends with it. */
 static bool has_memory(void)
 {
-	return counts.resident || counts.spare || counts.imported || counts.small || counts.managed || counts.foreign;
+	return table_counts.resident || table_counts.spare || table_counts.imported ||
+	    table_counts.small || table_counts.managed || table_counts.foreign;
 }
 
 static CUcontext primary(CUdevice device)
@@ -116,7 +96,8 @@ static CUcontext primary(CUdevice device)
 	unsigned flags;
 	int active = 0;
 
-	if (!d->usable || d->cuDevicePrimaryCtxGetState(device, &flags, &active) || !active || d->cuDevicePrimaryCtxRetain(&context, device))
+	if (!d->usable || d->cuDevicePrimaryCtxGetState(device, &flags, &active) || !active ||
+	    d->cuDevicePrimaryCtxRetain(&context, device))
 		return NULL;
 	d->cuDevicePrimaryCtxRelease_v2(device);
 	return context;
@@ -127,12 +108,12 @@ static CUcontext primary(CUdevice device)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
-		spares_give_back(context, false); \
+		threads_enter(); \
+		spare_give_back(context, false); \
 		CUresult result = driver()->name(context); \
 		if (result == CUDA_SUCCESS) \
 			release_of(context); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
 ENDS(cuCtxDestroy)
@@ -147,12 +128,13 @@ CUresult resident_cuCtxDetach(CUcontext context)
 
 	if (!d || !d->cuCtxDetach)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	spares_give_back(context, false);
+	threads_enter();
+	spare_give_back(context, false);
 	CUresult result = d->cuCtxDetach(context);
-	if (result == CUDA_SUCCESS && d->usable && (d->cuCtxGetCurrent(&now) || now != context || d->cuCtxGetDevice(&device)))
+	if (result == CUDA_SUCCESS && d->usable &&
+	    (d->cuCtxGetCurrent(&now) || now != context || d->cuCtxGetDevice(&device)))
 		release_of(context);
-	leave();
+	threads_leave();
 	return result;
 }
 
@@ -160,14 +142,14 @@ CUresult resident_cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
 	if (!driver() || !driver()->cuDevicePrimaryCtxReset_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	CUcontext context = has_memory() ? primary(device) : NULL;
 	if (context)
-		spares_give_back(context, false);
+		spare_give_back(context, false);
 	CUresult result = driver()->cuDevicePrimaryCtxReset_v2(device);
 	if (result == CUDA_SUCCESS && context)
 		release_of(context);
-	leave();
+	threads_leave();
 	return result;
 }
 
@@ -178,13 +160,14 @@ CUresult resident_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 
 	if (!driver() || !driver()->cuDevicePrimaryCtxRelease_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	CUcontext context = has_memory() ? primary(device) : NULL;
 	if (context)
-		spares_give_back(context, false);
+		spare_give_back(context, false);
 	CUresult result = driver()->cuDevicePrimaryCtxRelease_v2(device);
-	if (result == CUDA_SUCCESS && context && !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
+	if (result == CUDA_SUCCESS && context &&
+	    !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
 		release_of(context);
-	leave();
+	threads_leave();
 	return result;
 }

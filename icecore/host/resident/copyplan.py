@@ -1,5 +1,5 @@
-"""Which changed cells are copied where within the window; a pure function: no device is touched,
-and what does not fit is said, not dropped.
+"""Plan which changed cells are copied where within the window. The planning is pure: it touches no
+device, and reports what does not fit.
 
 A copy on the device runs at its memory's speed, one to pinned host memory at the bus's, twenty to
 forty times slower: spare device memory is filled first, with what lies in the longest runs, so that
@@ -58,7 +58,7 @@ class CopyPlan:
 
 
 def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """``(first cell, cells)`` of every run of set entries."""
+    """Return ``(first cell, cells)`` of every run of set entries."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [
         (int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True)
@@ -90,7 +90,7 @@ def pinned_bytes(
     staging: int,
     available: int,
 ) -> int:
-    """How many bytes of host memory are pinned for copies.
+    """Return how many bytes of host memory are pinned for copies.
 
     Args:
         sizes: By device, bytes of its allocations.
@@ -118,7 +118,7 @@ NOTHING = Foreseen({}, {}, 0)
 
 
 def foresee(sizes: Mapping[str, int], spare: Mapping[str, int], host: int) -> Foreseen:
-    """What the plans of all devices will come to.
+    """Predict what the plans of all devices will come to.
 
     Args:
         sizes, spare: As for `pinned_bytes`, whose answer is ``host``.

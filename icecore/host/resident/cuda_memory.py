@@ -1,5 +1,5 @@
-"""Device memory through the NVIDIA driver, for the worker; rule: each GPU has its primary context,
-whose calls one thread makes, and another those for digests.
+"""GPU memory through the NVIDIA driver, for the worker. Each GPU has its primary context; one
+thread makes its calls, and another those for digests.
 
 Memory is mapped as the processes have it (virtual memory management with POSIX descriptors), so
 that nothing moves to be looked at.
@@ -169,10 +169,6 @@ class CudaMemory:
     def pin(self, address: int, size: int) -> None:
         """See `DeviceMemory`."""
         self._cuda.call("cuMemHostRegister", address, size, _PORTABLE)
-
-    def unpin(self, address: int) -> None:
-        """See `DeviceMemory`."""
-        self._cuda.call("cuMemHostUnregister", address)
 
     def prepare(self) -> None:
         """See `DeviceMemory`."""

@@ -1,5 +1,5 @@
-"""Chunk ids of device memory, computed on the device: BLAKE3 of cells of 1 MiB whose pages are all
-there; rule: the kernel is the same function as `icecore.store.format.chunk.chunk_id`, bit for bit.
+"""Chunk ids computed on the GPU: BLAKE3 of complete cells of 1 MiB. The kernel computes
+`icecore.store.format.chunk.chunk_id` bit for bit.
 
 The input is the cell's page bitmap (32 bytes, all set) and its bytes: 1024 chunks of BLAKE3's, of
 which the first begins with the bitmap, and one of 32 bytes. A thread takes four chunks; then each
@@ -160,7 +160,7 @@ Digests = npt.NDArray[np.uint8]
 
 
 def reference(data: memoryview | bytes | npt.NDArray[np.uint8], key: bytes) -> Digests:
-    """The digests of host memory, as the kernel computes them.
+    """Compute the digests of host memory as the kernel does.
 
     Args:
         data: A whole number of cells.

@@ -1,4 +1,5 @@
-/* What the preload calls of libcuda, declared here (no CUDA headers are needed) and looked up when the first of it is needed; rule: nothing else is called. */
+/* The functions of libcuda that the preload calls, declared here (CUDA's headers are not needed)
+ * and looked up on first use. No others are called. */
 #ifndef ICECORE_RESIDENT_DRIVER_H
 #define ICECORE_RESIDENT_DRIVER_H
 
@@ -63,16 +64,20 @@ struct access {
 struct ipc_handle {
 	char bytes[64];
 };
-_Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct access) == 12, "as cuda.h has them");
+_Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct access) == 12,
+    "as cuda.h has them");
 
-/* CALL(name, arguments): what the preload cannot do without; BOTH: that, and what applications meet in our form; HOOKED: the latter alone, may be missing. */
+/* CALL(name, arguments): what the preload cannot do without; BOTH: that, and what applications meet
+ * in our form; HOOKED: the latter alone, may be missing. */
 #define DRIVER_CALLS(CALL, BOTH, HOOKED) \
-	BOTH(cuMemCreate, (CUhandle *, size_t, const struct allocation_properties *, unsigned long long)) \
+	BOTH(cuMemCreate, \
+	    (CUhandle *, size_t, const struct allocation_properties *, unsigned long long)) \
 	BOTH(cuMemRelease, (CUhandle)) \
 	BOTH(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long)) \
 	BOTH(cuMemUnmap, (CUdeviceptr, size_t)) \
 	BOTH(cuMemSetAccess, (CUdeviceptr, size_t, const struct access *, size_t)) \
-	CALL(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)) \
+	CALL( \
+	    cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)) \
 	CALL(cuMemAddressFree, (CUdeviceptr, size_t)) \
 	BOTH(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long)) \
 	BOTH(cuMemImportFromShareableHandle, (CUhandle *, void *, int)) \
@@ -102,8 +107,10 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuStreamBeginCapture_ptsz, (CUstream)) \
 	HOOKED(cuStreamBeginCapture_v2, (CUstream, int)) \
 	HOOKED(cuStreamBeginCapture_v2_ptsz, (CUstream, int)) \
-	HOOKED(cuStreamBeginCaptureToGraph, (CUstream, void *, const void *, const void *, size_t, int)) \
-	HOOKED(cuStreamBeginCaptureToGraph_ptsz, (CUstream, void *, const void *, const void *, size_t, int)) \
+	HOOKED(cuStreamBeginCaptureToGraph, \
+	    (CUstream, void *, const void *, const void *, size_t, int)) \
+	HOOKED(cuStreamBeginCaptureToGraph_ptsz, \
+	    (CUstream, void *, const void *, const void *, size_t, int)) \
 	HOOKED(cuStreamEndCapture, (CUstream, void **)) \
 	HOOKED(cuStreamEndCapture_ptsz, (CUstream, void **)) \
 	HOOKED(cuStreamDestroy_v2, (CUstream)) \
@@ -111,15 +118,18 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuPointerGetAttributes, (unsigned, int *, void **, CUdeviceptr)) \
 	HOOKED(cuMemGetAddressRange_v2, (CUdeviceptr *, size_t *, CUdeviceptr)) \
 	HOOKED(cuPointerSetAttribute, (const void *, int, CUdeviceptr)) \
-	HOOKED(cuMemGetHandleForAddressRange, (void *, CUdeviceptr, size_t, int, unsigned long long)) \
+	HOOKED( \
+	    cuMemGetHandleForAddressRange, (void *, CUdeviceptr, size_t, int, unsigned long long)) \
 	HOOKED(cuMemRetainAllocationHandle, (CUhandle *, CUdeviceptr)) \
 	HOOKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties *, CUhandle)) \
 	HOOKED(cuMemPoolExportToShareableHandle, (void *, CUpool, int, unsigned long long)) \
 	HOOKED(cuMemPoolImportFromShareableHandle, (CUpool *, void *, int, unsigned long long)) \
 	HOOKED(cuMulticastCreate, (CUhandle *, const void *)) \
 	HOOKED(cuMulticastAddDevice, (CUhandle, CUdevice)) \
-	HOOKED(cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long)) \
-	HOOKED(cuMulticastBindMem_v2, (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long)) \
+	HOOKED( \
+	    cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long)) \
+	HOOKED(cuMulticastBindMem_v2, \
+	    (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long)) \
 	HOOKED(cuIpcGetMemHandle, (struct ipc_handle *, CUdeviceptr)) \
 	HOOKED(cuIpcOpenMemHandle, (CUdeviceptr *, struct ipc_handle, unsigned)) \
 	HOOKED(cuIpcOpenMemHandle_v2, (CUdeviceptr *, struct ipc_handle, unsigned)) \
@@ -135,7 +145,7 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuGetProcAddress_v2, (const char *, void **, int, unsigned long long, int *))
 
 struct driver {
-#define MEMBER(name, arguments) CUresult (*name) arguments;
+#define MEMBER(name, arguments) CUresult(*name) arguments;
 	DRIVER_CALLS(MEMBER, MEMBER, MEMBER)
 #undef MEMBER
 	/* These may be missing. */
@@ -147,5 +157,13 @@ struct driver {
 
 /* NULL where there is no libcuda. */
 const struct driver *driver(void);
+
+typedef void *driver_lookup(void *, const char *);
+/* The C library's dlsym, which our own hides; found by the first of the other functions here.
+ * Assembly names it. */
+extern __attribute__((visibility("hidden"))) driver_lookup *driver_dlsym;
+void driver_find_dlsym(void);
+void *driver_symbol(const char *symbol); /* libcuda's own */
+void driver_in_child(void);
 
 #endif

@@ -1,5 +1,5 @@
-"""Device memory that is files on tmpfs, one directory for each GPU, for tests without a GPU; rule:
-the same bytes as the processes of the fake libcuda see.
+"""GPU memory as files on tmpfs, one directory for each GPU, for tests without a GPU. The processes
+of the fake libcuda see the same bytes.
 """
 
 from __future__ import annotations
@@ -84,9 +84,6 @@ class FakeMemory:
         self.unmap(address)
 
     def pin(self, address: int, size: int) -> None:
-        """See `DeviceMemory`."""
-
-    def unpin(self, address: int) -> None:
         """See `DeviceMemory`."""
 
     def prepare(self) -> None:

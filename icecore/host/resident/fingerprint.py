@@ -1,5 +1,5 @@
-"""Fingerprints of device memory, computed on the device: 128 bits for each cell of 1 MiB; rule:
-kernel and reference are the same function, word for word.
+"""Fingerprints computed on the GPU: 128 bits for each cell of 1 MiB. Kernel and reference compute
+the same function, word for word.
 
 256 threads take a cell, each every 256th 16-byte vector of it, so that neighbours read neighbouring
 addresses. A step is a bijection of its state for any word, and of the word for any state: where
@@ -90,7 +90,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def reference(data: memoryview | bytes | npt.NDArray[np.uint8], seed: int) -> Words:
-    """The fingerprints of host memory, as the kernel computes them.
+    """Compute the fingerprints of host memory as the kernel does.
 
     Args:
         data: A whole number of cells.
@@ -135,7 +135,7 @@ def _finish(x: Words) -> Words:
 
 
 def changed(before: Words | None, now: Words) -> npt.NDArray[np.bool_]:
-    """Which cells are not as they were; all of them where nothing is known.
+    """Return which cells have changed; all of them if nothing is known.
 
     Args:
         before, now: u64[cells, 2]; ``before`` may be shorter or longer, where the allocation is

@@ -1,5 +1,5 @@
-"""What the worker has of one GPU: memory that is mapped from others or made for them, spare memory,
-and copies between all of it and the host region; rule: what there is no room for is said.
+"""One GPU in the worker: memory mapped from others, memory allocated for them, spare memory, and
+copies between these and the host region. Every shortage of memory is reported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Gpu:
         self._memory: DeviceMemory | None = None
         self._held: dict[int, tuple[int, int]] = {}
         self._spare: tuple[int, int] | None = None
-        self._pinned = False
 
     @property
     def memory(self) -> DeviceMemory:
@@ -60,7 +59,6 @@ class Gpu:
     def pin(self, size: int) -> None:
         """Pin the host region, for all GPUs."""
         self.memory.pin(self._host(), size)
-        self._pinned = True
 
     def map(self, handles: Sequence[int], sizes: Sequence[int], descriptors: Sequence[int]) -> None:
         """Map what descriptors hold, under numbers of the client's."""

@@ -1,4 +1,4 @@
-"""The thread that makes a GPU's calls in the worker; rule: the bus does not rest while there are
+"""The thread that makes the calls to one GPU in the worker. It keeps the bus busy while there are
 cells to place.
 
 Cells go to their places in two lanes: while those of one are on their way the other's begin.

@@ -1,29 +1,43 @@
-/* Memory that the application manages itself: physical allocations by cuMemCreate or from another process, and where it maps them (NCCL's buffers, PyTorch's
- * expandable segments); rule: handles that it has stay valid whatever the driver calls them now, and memory is free when the driver would have freed it.
+/* Memory that the application manages itself: physical memory from cuMemCreate or from another
+ * process, and its mappings (NCCL's buffers, PyTorch's expandable segments). The application's
+ * handles stay valid although the driver's change, and memory is freed when the driver would have
+ * freed it.
  *
- * A handle that passes through here is given to the application as a number of ours, above all addresses: after a window the driver's own is another one. An
- * allocation and its mappings are entries of the table, by that number and by address. The driver's handle is kept until the application has let go of
- * all of its own and of all mappings, because a window needs it. What cannot be taken over (other kinds of handles, memory of the host, multicast
- * objects) passes unchanged; where such memory is shared, it is counted, and no window is begun.
+ * The application gets a number of ours in place of the driver's handle, higher than any address,
+ * because after a window the driver's handle is another one. An allocation and its mappings are
+ * entries of the table, by that number and by address. The driver's handle is kept until the
+ * application has released all of its own and all mappings, because a window needs it. What cannot
+ * be taken over (other kinds of handles, host memory, multicast objects) passes unchanged; if such
+ * memory is shared, it is counted, and no window begins.
  *
- * Ranks share memory by descriptors. One that an application asks for is a duplicate of one that is kept and that the keeper has: every process that imports
- * it has the same open file, which tells that the memory is the same (kcmp), and after a restore all get duplicates of one again.
+ * Ranks share memory by descriptors. A descriptor that an application asks for is a duplicate of
+ * one that is kept here and that the keeper has: every process that imports it has the same open
+ * file, by which the memory is recognised (kcmp), and after a restore all get duplicates of one
+ * again.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "contexts.h"
+#include "descriptors.h"
+#include "devices.h"
+#include "handles.h"
+#include "holding.h"
 #include "hooks.h"
-#include "resident.h"
+#include "physical.h"
+#include "spare.h"
+#include "start.h"
+#include "threads.h"
 
-/* Numbers never come again, and those of two allocations are further apart than their sizes: a snapshot has each as a region of this address. */
+/* Numbers are never reused, and those of two allocations are further apart than their sizes: a
+ * snapshot has each as a region at this address. */
 #define FIRST_CREATED (1ull << 60)
 #define FIRST_IMPORTED (1ull << 61)
 #define END (1ull << 62)
-#define UNKNOWN_SIZE (1ull << 40) /* room for what was imported by the application, of which only its mappings tell how large it is */
+#define UNKNOWN_SIZE \
+	(1ull << 40) /* room for what was imported by the application, of which only its mappings \
+			tell how large it is */
 #define APART ((uint64_t)2 << 20)
 
 static uint64_t next_created = FIRST_CREATED, next_imported = FIRST_IMPORTED; /* under table_lock */
@@ -64,16 +78,17 @@ static void keep_descriptor(struct allocation *what, int descriptor)
 	}
 }
 
-/* Whether it is in the table now; the handle that the application gets is *out. */
+/* Return whether it is in the table now; *out is the application's handle. */
 static bool add(struct allocation *made, CUhandle *out, int descriptor)
 {
 	bool added = false;
 
 	pthread_mutex_lock(&table_lock);
-	uint64_t *next = made->imported ? &next_imported : &next_created, room = made->size ? made->size + APART : UNKNOWN_SIZE;
-	if (*next + room < (made->imported ? END : FIRST_IMPORTED)) {
+	uint64_t *next = made->made.imported ? &next_imported : &next_created,
+		 room = made->size ? made->size + APART : UNKNOWN_SIZE;
+	if (*next + room < (made->made.imported ? END : FIRST_IMPORTED)) {
 		made->address = *next;
-		made->identity = new_identity();
+		made->identity = table_new_identity();
 		struct allocation *place = table_add(made);
 		if (place) {
 			*out = made->address;
@@ -86,7 +101,8 @@ static bool add(struct allocation *made, CUhandle *out, int descriptor)
 	return added;
 }
 
-/* Under table_lock, which it lets go of for a while: takes one that nobody refers to off the table, the driver and the keeper. */
+/* Takes an allocation without references off the table, the driver and the keeper. Under
+ * table_lock, which it releases for a while. */
 static void destroy(struct allocation *at)
 {
 	struct allocation what = *at;
@@ -101,21 +117,28 @@ static void destroy(struct allocation *at)
 /* -- handles */
 
 /* -1: not possible here. */
-static CUresult create(CUhandle *out, size_t size, const struct allocation_properties *wanted, unsigned long long flags)
+static CUresult create(CUhandle *out, size_t size, const struct allocation_properties *wanted,
+    unsigned long long flags)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.kind = KIND_HANDLE, .size = size, .requested = size, .descriptor = -1, .has_handle = true, .references = 1};
+	struct allocation made = {.kind = KIND_HANDLE,
+	    .size = size,
+	    .requested = size,
+	    .descriptor = -1,
+	    .has_handle = true,
+	    .made = {.references = 1}};
 	int descriptor = -1;
 
-	if (!out || !wanted || !size || flags || !resident_directory() || !d->usable || wanted->type != ALLOCATION_PINNED ||
-	    wanted->location.type != LOCATION_DEVICE || !device_usable(wanted->location.id) || wanted->windows || wanted->flags.compression ||
+	if (!out || !wanted || !size || flags || !holding_directory() || !d->usable ||
+	    wanted->type != ALLOCATION_PINNED || wanted->location.type != LOCATION_DEVICE ||
+	    !devices_usable(wanted->location.id) || wanted->windows || wanted->flags.compression ||
 	    wanted->flags.usage)
 		return -1;
 	made.device = wanted->location.id;
-	made.handle_types = wanted->handle_types;
+	made.made.handle_types = wanted->handle_types;
 	struct allocation_properties properties = *wanted;
 	properties.handle_types |= HANDLE_POSIX_DESCRIPTOR;
-	if (!agent_start() || create_physical(&made.handle, size, &properties))
+	if (!start_agent() || physical_create(&made.handle, size, &properties))
 		return -1; /* the answer to what was asked for is the driver's */
 	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		descriptor = -1; /* none left in this process: handed over later */
@@ -129,26 +152,27 @@ static CUresult create(CUhandle *out, size_t size, const struct allocation_prope
 	return CUDA_SUCCESS;
 }
 
-CUresult resident_cuMemCreate(CUhandle *out, size_t size, const struct allocation_properties *properties, unsigned long long flags)
+CUresult resident_cuMemCreate(CUhandle *out, size_t size,
+    const struct allocation_properties *properties, unsigned long long flags)
 {
 	if (!driver() || !driver()->cuMemCreate)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	CUresult result = create(out, size, properties, flags);
 	if (result < 0) {
-		uint64_t before = spares_given_back();
+		uint64_t before = spare_given_back();
 		result = driver()->cuMemCreate(out, size, properties, flags);
-		if (result == CUDA_ERROR_OUT_OF_MEMORY && spares_make_room(before))
+		if (result == CUDA_ERROR_OUT_OF_MEMORY && spare_make_room(before))
 			result = driver()->cuMemCreate(out, size, properties, flags);
 	}
-	leave();
+	threads_leave();
 	return result;
 }
 
 static void count_unparkable(void)
 {
 	pthread_mutex_lock(&table_lock);
-	counts.unparkable++;
+	table_counts.unparkable++;
 	pthread_mutex_unlock(&table_lock);
 }
 
@@ -157,29 +181,35 @@ static bool describe_import(struct allocation *made)
 {
 	const struct driver *d = driver();
 	struct allocation_properties properties = {0};
-	bool described = d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made->handle);
+	bool described = d->cuMemGetAllocationPropertiesFromHandle &&
+	    !d->cuMemGetAllocationPropertiesFromHandle(&properties, made->handle);
 
-	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process has let go of it. */
-	if (described && device_usable(properties.location.id))
+	/* A dump learns the GPU from the process that allocated it; this counts only once that
+	 * process has released it. */
+	if (described && devices_usable(properties.location.id))
 		made->device = properties.location.id;
-	else if (d->cuCtxGetDevice(&made->device) || !device_usable(made->device))
+	else if (d->cuCtxGetDevice(&made->device) || !devices_usable(made->device))
 		made->device = 0;
-	made->handle_types = properties.handle_types;
+	made->made.handle_types = properties.handle_types;
 	return !described || properties.location.type == LOCATION_DEVICE;
 }
 
 static CUresult import(CUhandle *out, void *shared, int type)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.kind = KIND_HANDLE, .descriptor = -1, .has_handle = true, .references = 1, .imported = true};
-	bool told = resident_directory() && d->usable && agent_start(); /* what cannot be parked it tells of */
+	struct allocation made = {.kind = KIND_HANDLE,
+	    .descriptor = -1,
+	    .has_handle = true,
+	    .made = {.references = 1, .imported = true}};
+	/* what cannot be parked it tells of */
+	bool told = holding_directory() && d->usable && start_agent();
 	CUresult result = d->cuMemImportFromShareableHandle(&made.handle, shared, type);
 	int descriptor = -1;
 
-	if (result || !resident_directory())
+	if (result || !holding_directory())
 		goto unchanged;
 	if (told && describe_import(&made) && type == HANDLE_POSIX_DESCRIPTOR)
-		descriptor = duplicate((int)(intptr_t)shared);
+		descriptor = descriptor_duplicate((int)(intptr_t)shared);
 	keep_descriptor(&made, descriptor);
 	if (made.descriptor < 0 || !add(&made, out, made.descriptor)) {
 		if (descriptor >= 0)
@@ -195,17 +225,23 @@ unchanged:
 	return result;
 }
 
-CUresult import_descriptor(CUhandle *out, int descriptor, size_t size)
+CUresult handles_import(CUhandle *out, int descriptor, size_t size)
 {
-	struct allocation made = {.kind = KIND_HANDLE, .size = size, .requested = size, .descriptor = -1, .has_handle = true, .references = 1, .imported = true};
-	CUresult result = driver()->cuMemImportFromShareableHandle(&made.handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+	struct allocation made = {.kind = KIND_HANDLE,
+	    .size = size,
+	    .requested = size,
+	    .descriptor = -1,
+	    .has_handle = true,
+	    .made = {.references = 1, .imported = true}};
+	CUresult result = driver()->cuMemImportFromShareableHandle(
+	    &made.handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
 
 	if (result) {
 		close(descriptor);
 		return result;
 	}
 	describe_import(&made);
-	descriptor = high_descriptor(descriptor);
+	descriptor = descriptor_high(descriptor);
 	keep_descriptor(&made, descriptor);
 	if (made.descriptor < 0 || !add(&made, out, descriptor)) {
 		close(descriptor);
@@ -221,9 +257,9 @@ CUresult resident_cuMemImportFromShareableHandle(CUhandle *out, void *shared, in
 		return CUDA_ERROR_NOT_INITIALIZED;
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
-	enter();
+	threads_enter();
 	CUresult result = import(out, shared, type);
-	leave();
+	threads_leave();
 	return result;
 }
 
@@ -232,11 +268,17 @@ static struct allocation *find_made(CUdeviceptr address)
 {
 	struct allocation *found = table_find(address);
 
-	return found && ((found->kind == KIND_HANDLE && !found->imported) || (found->kind == KIND_RESIDENT && !found->freed)) ? found : NULL;
+	return found &&
+		((found->kind == KIND_HANDLE && !found->made.imported) ||
+		    (found->kind == KIND_RESIDENT && !found->resident.freed))
+	    ? found
+	    : NULL;
 }
 
-/* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this process made ready to be duplicated. Another export would not be
- * known to be the same memory: once one was given away, it stays that, and where the application closed it the keeper still has it. */
+/* Prepares the one descriptor of what this process made to be duplicated. Another export would not
+ * be recognised as the same memory: once one was given away, it stays the one, and if the
+ * application closed it, the keeper still has it. Under table_lock, which it releases during the
+ * driver's call. */
 static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 {
 	struct allocation *found = find_made(address);
@@ -247,7 +289,8 @@ static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 	if (!found->exported) {
 		CUhandle handle = found->handle;
 		pthread_mutex_unlock(&table_lock);
-		*result = driver()->cuMemExportToShareableHandle(&made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
+		*result = driver()->cuMemExportToShareableHandle(
+		    &made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
 		pthread_mutex_lock(&table_lock);
 		found = find_made(address);
 	}
@@ -255,7 +298,7 @@ static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 		bool fresh = made >= 0 && !found->exported;
 		int descriptor = fresh ? made : holding_fetch(found);
 		if (descriptor >= 0) {
-			keep_descriptor(found, high_descriptor(descriptor));
+			keep_descriptor(found, descriptor_high(descriptor));
 			made = fresh ? -1 : made;
 		}
 	}
@@ -264,7 +307,7 @@ static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 	return found;
 }
 
-struct allocation *share(CUdeviceptr address, CUresult *result)
+struct allocation *handles_share(CUdeviceptr address, CUresult *result)
 {
 	struct allocation *found = with_descriptor(address, result);
 
@@ -285,17 +328,18 @@ static CUresult give_descriptor(int *out, CUhandle value)
 	CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
 
 	pthread_mutex_lock(&table_lock);
-	struct allocation *found = share(value, &result);
+	struct allocation *found = handles_share(value, &result);
 	if (found) {
 		*out = fcntl(found->descriptor, F_DUPFD_CLOEXEC, 0);
-		counts.exports++;
+		table_counts.exports++;
 		result = *out < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 	}
 	pthread_mutex_unlock(&table_lock);
 	return result;
 }
 
-CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int type, unsigned long long flags)
+CUresult resident_cuMemExportToShareableHandle(
+    void *out, CUhandle value, int type, unsigned long long flags)
 {
 	const struct driver *d = driver();
 	CUhandle handle = value;
@@ -303,11 +347,13 @@ CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int ty
 
 	if (!d || !d->cuMemExportToShareableHandle)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = find(value);
-	bool refused = is_ours(value) && (!found || !out || flags || !(found->handle_types & type)); /* as the driver would, which now may be asked for it in any case */
-	bool own = found && type == HANDLE_POSIX_DESCRIPTOR && !found->imported;
+	/* as the driver would, which now may be asked for it in any case */
+	bool refused =
+	    is_ours(value) && (!found || !out || flags || !(found->made.handle_types & type));
+	bool own = found && type == HANDLE_POSIX_DESCRIPTOR && !found->made.imported;
 	if (found)
 		handle = found->handle;
 	pthread_mutex_unlock(&table_lock);
@@ -317,22 +363,22 @@ CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int ty
 		result = give_descriptor(out, value);
 	else {
 		result = d->cuMemExportToShareableHandle(out, handle, type, flags);
-		if (!result && resident_directory())
+		if (!result && holding_directory())
 			count_unparkable();
 	}
-	leave();
+	threads_leave();
 	return result;
 }
 
-CUresult release_handle(CUhandle value)
+CUresult handles_release(CUhandle value)
 {
 	CUresult result = CUDA_SUCCESS;
 
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = find(value);
-	if (!found || !found->references)
+	if (!found || !found->made.references)
 		result = CUDA_ERROR_INVALID_VALUE;
-	else if (--found->references == 0 && !found->mappings)
+	else if (--found->made.references == 0 && !found->made.mappings)
 		destroy(found);
 	pthread_mutex_unlock(&table_lock);
 	return result;
@@ -342,29 +388,32 @@ CUresult resident_cuMemRelease(CUhandle value)
 {
 	if (!driver() || !driver()->cuMemRelease)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	CUresult result = is_ours(value) ? release_handle(value) : driver()->cuMemRelease(value);
-	leave();
+	threads_enter();
+	CUresult result = is_ours(value) ? handles_release(value) : driver()->cuMemRelease(value);
+	threads_leave();
 	return result;
 }
 
-CUresult resident_cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *out, CUhandle value)
+CUresult resident_cuMemGetAllocationPropertiesFromHandle(
+    struct allocation_properties *out, CUhandle value)
 {
 	const struct driver *d = driver();
 	CUhandle handle;
 
 	if (!d || !d->cuMemGetAllocationPropertiesFromHandle)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	CUresult result = translate(value, &handle) ? d->cuMemGetAllocationPropertiesFromHandle(out, handle) : CUDA_ERROR_INVALID_VALUE;
+	threads_enter();
+	CUresult result = translate(value, &handle)
+	    ? d->cuMemGetAllocationPropertiesFromHandle(out, handle)
+	    : CUDA_ERROR_INVALID_VALUE;
 	if (!result && out && is_ours(value)) {
 		pthread_mutex_lock(&table_lock);
 		struct allocation *found = find(value);
 		if (found)
-			out->handle_types = found->handle_types;
+			out->handle_types = found->made.handle_types;
 		pthread_mutex_unlock(&table_lock);
 	}
-	leave();
+	threads_leave();
 	return result;
 }
 
@@ -375,7 +424,8 @@ static bool lies_in(const struct allocation *what, CUdeviceptr address, size_t s
 	return what->address >= address && what->address + what->size <= address + size;
 }
 
-/* The mappings of a range, from NULL on until NULL: ranges consist of whole mappings, mostly of one. */
+/* The mappings of a range, from NULL until NULL: ranges consist of whole mappings, mostly of one.
+ */
 static struct allocation *next_in(struct allocation *after, CUdeviceptr address, size_t size)
 {
 	struct allocation *at;
@@ -392,31 +442,19 @@ static struct allocation *next_in(struct allocation *after, CUdeviceptr address,
 	return NULL;
 }
 
-struct allocation *containing(CUdeviceptr address)
-{
-	static const enum kind kinds[] = {KIND_MAPPING, KIND_RESIDENT};
-	struct allocation *at = table_find(address);
-
-	if (at && (at->kind == KIND_MAPPING || at->kind == KIND_RESIDENT))
-		return at;
-	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-		for (at = NULL; (at = table_next(at, kinds[i]));)
-			if (address >= at->address && address - at->address < at->size)
-				return at;
-	return NULL;
-}
-
 /* By cuMemAlloc or cuIpcOpenMemHandle, as the application knows it, or one that it has released. */
 static bool mapped_by_us(CUdeviceptr address)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	bool is = found && (found->kind == KIND_RESIDENT || found->kind == KIND_SPARE || (found->kind == KIND_MAPPING && found->opened));
+	bool is = found &&
+	    (found->kind == KIND_RESIDENT || found->kind == KIND_SPARE ||
+		(found->kind == KIND_MAPPING && found->mapping.opened));
 	pthread_mutex_unlock(&table_lock);
 	return is;
 }
 
-CUresult note_mapping(struct allocation *made, CUhandle value)
+CUresult handles_note_mapping(struct allocation *made, CUhandle value)
 {
 	CUresult result = CUDA_SUCCESS;
 
@@ -427,9 +465,9 @@ CUresult note_mapping(struct allocation *made, CUhandle value)
 		result = CUDA_ERROR_OUT_OF_MEMORY;
 	struct allocation *of = find(value);
 	if (!result) {
-		of->mappings++;
-		if (of->imported && made->offset + made->size > of->size) {
-			of->size = of->requested = made->offset + made->size;
+		of->made.mappings++;
+		if (of->made.imported && made->mapping.offset + made->size > of->size) {
+			of->size = of->requested = made->mapping.offset + made->size;
 			holding_add(of, holding_keeps(of) ? of->descriptor : -1);
 		}
 	}
@@ -437,38 +475,45 @@ CUresult note_mapping(struct allocation *made, CUhandle value)
 	return result;
 }
 
-CUresult resident_cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUhandle value, unsigned long long flags)
+CUresult resident_cuMemMap(
+    CUdeviceptr address, size_t size, size_t offset, CUhandle value, unsigned long long flags)
 {
 	const struct driver *d = driver();
-	struct allocation made = {.address = address, .size = size, .offset = offset, .kind = KIND_MAPPING, .descriptor = -1, .of = value, .mapped = true};
+	struct allocation made = {.address = address,
+	    .size = size,
+	    .kind = KIND_MAPPING,
+	    .mapped = true,
+	    .mapping = {.of = value, .offset = offset}};
 	CUhandle handle;
 
 	if (!d || !d->cuMemMap)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	CUresult result = translate(value, &handle) ? d->cuMemMap(address, size, offset, handle, flags) : CUDA_ERROR_INVALID_VALUE;
+	threads_enter();
+	CUresult result = translate(value, &handle)
+	    ? d->cuMemMap(address, size, offset, handle, flags)
+	    : CUDA_ERROR_INVALID_VALUE;
 	if (!result && is_ours(value)) {
 		d->cuCtxGetCurrent(&made.context); /* to be waited for before it is unmapped */
-		result = note_mapping(&made, value);
+		result = handles_note_mapping(&made, value);
 		if (result)
 			d->cuMemUnmap(address, size);
 	}
-	leave();
+	threads_leave();
 	return result;
 }
 
-void forget_mappings(CUdeviceptr address, size_t size)
+void handles_forget_mappings(CUdeviceptr address, size_t size)
 {
 	struct allocation *at, *of;
 
 	pthread_mutex_lock(&table_lock);
 	for (CUdeviceptr end = address + size; (at = next_in(NULL, address, size));) {
-		CUhandle value = at->of;
+		CUhandle value = at->mapping.of;
 		address += at->size;
 		size = (size_t)(end - address);
 		table_remove(at);
 		of = find(value);
-		if (of && --of->mappings == 0 && !of->references)
+		if (of && --of->made.mappings == 0 && !of->made.references)
 			destroy(of);
 	}
 	pthread_mutex_unlock(&table_lock);
@@ -478,30 +523,39 @@ CUresult resident_cuMemUnmap(CUdeviceptr address, size_t size)
 {
 	if (!driver() || !driver()->cuMemUnmap)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	CUresult result = mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
+	threads_enter();
+	CUresult result =
+	    mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
 	if (!result)
-		forget_mappings(address, size);
-	leave();
+		handles_forget_mappings(address, size);
+	threads_leave();
 	return result;
 }
 
 static void note_access(struct allocation *what, const struct access *access)
 {
-	if (access->location.type == LOCATION_DEVICE && access->location.id >= 0 && access->location.id < DEVICES) {
+	if (access->location.type == LOCATION_DEVICE && access->location.id >= 0 &&
+	    access->location.id < DEVICES) {
 		uint64_t bit = 1ull << access->location.id;
-		what->reads = access->flags ? what->reads | bit : what->reads & ~bit;
-		what->writes = access->flags == ACCESS_READ_WRITE ? what->writes | bit : what->writes & ~bit;
+		what->mapping.reads =
+		    access->flags ? what->mapping.reads | bit : what->mapping.reads & ~bit;
+		what->mapping.writes = access->flags == ACCESS_READ_WRITE
+		    ? what->mapping.writes | bit
+		    : what->mapping.writes & ~bit;
 	} else
-		what->host = *access; /* device memory that a processor reaches: one place is all that there is of it */
+		/* device memory that the host accesses: it has only one place */
+		what->mapping.host = *access;
 }
 
-CUresult resident_cuMemSetAccess(CUdeviceptr address, size_t size, const struct access *access, size_t some)
+CUresult resident_cuMemSetAccess(
+    CUdeviceptr address, size_t size, const struct access *access, size_t some)
 {
 	if (!driver() || !driver()->cuMemSetAccess)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	CUresult result = mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemSetAccess(address, size, access, some);
+	threads_enter();
+	CUresult result = mapped_by_us(address)
+	    ? CUDA_ERROR_INVALID_VALUE
+	    : driver()->cuMemSetAccess(address, size, access, some);
 	if (!result) {
 		pthread_mutex_lock(&table_lock);
 		for (struct allocation *at = NULL; (at = next_in(at, address, size));)
@@ -509,21 +563,23 @@ CUresult resident_cuMemSetAccess(CUdeviceptr address, size_t size, const struct 
 				note_access(at, &access[i]);
 		pthread_mutex_unlock(&table_lock);
 	}
-	leave();
+	threads_leave();
 	return result;
 }
 
-CUresult set_access_again(const struct allocation *mapping)
+CUresult handles_set_access(const struct allocation *what)
 {
 	struct access access[DEVICES + 1];
 	size_t some = 0;
 
 	for (CUdevice device = 0; device < DEVICES; device++)
-		if (mapping->reads >> device & 1)
-			access[some++] = (struct access){{LOCATION_DEVICE, device}, mapping->writes >> device & 1 ? ACCESS_READ_WRITE : ACCESS_READ};
-	if (mapping->host.flags)
-		access[some++] = mapping->host;
-	return some ? driver()->cuMemSetAccess(mapping->address, mapping->size, access, some) : CUDA_SUCCESS;
+		if (what->mapping.reads >> device & 1)
+			access[some++] = (struct access){{LOCATION_DEVICE, device},
+			    what->mapping.writes >> device & 1 ? ACCESS_READ_WRITE : ACCESS_READ};
+	if (what->mapping.host.flags)
+		access[some++] = what->mapping.host;
+	return some ? driver()->cuMemSetAccess(what->address, what->size, access, some)
+		    : CUDA_SUCCESS;
 }
 
 CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address)
@@ -533,57 +589,69 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 
 	if (!d || !d->cuMemRetainAllocationHandle)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
+	threads_enter();
 	pthread_mutex_lock(&table_lock);
-	struct allocation *at = out ? containing(address) : NULL, *of = at && at->kind == KIND_MAPPING && !at->opened ? find(at->of) : NULL;
+	struct allocation *at = out ? table_containing(address) : NULL,
+			  *of = at && at->kind == KIND_MAPPING && !at->mapping.opened
+	    ? find(at->mapping.of)
+	    : NULL;
 	if (of) {
-		of->references++;
+		of->made.references++;
 		*out = of->address;
 		result = CUDA_SUCCESS;
-	} else if (at && (at->kind == KIND_RESIDENT || (at->kind == KIND_MAPPING && at->opened)))
+	} else if (at &&
+	    (at->kind == KIND_RESIDENT || (at->kind == KIND_MAPPING && at->mapping.opened)))
 		result = CUDA_ERROR_INVALID_VALUE; /* as of cuMemAlloc's own */
 	pthread_mutex_unlock(&table_lock);
 	if (result < 0)
 		result = d->cuMemRetainAllocationHandle(out, spare_hidden(address));
-	leave();
+	threads_leave();
 	return result;
 }
 
-/* -- multicast objects and shared pools, which no window can take away: whoever has had one is not snapshotable */
+/* -- multicast objects and shared pools, which no window can take away: a process that had one is
+ * not snapshotable */
 
 #define COUNTED(name, counter, parameters, arguments) \
 	CUresult resident_##name parameters \
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		CUresult result = driver()->name arguments; \
 		if (!result) { \
 			pthread_mutex_lock(&table_lock); \
-			counts.counter++; \
+			table_counts.counter++; \
 			pthread_mutex_unlock(&table_lock); \
 		} \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
-COUNTED(cuMemPoolExportToShareableHandle, unparkable, (void *out, CUpool pool, int type, unsigned long long flags), (out, pool, type, flags))
-COUNTED(cuMemPoolImportFromShareableHandle, unparkable, (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+COUNTED(cuMemPoolExportToShareableHandle, unparkable,
+    (void *out, CUpool pool, int type, unsigned long long flags), (out, pool, type, flags))
+COUNTED(cuMemPoolImportFromShareableHandle, unparkable,
+    (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
 COUNTED(cuMulticastCreate, multicast, (CUhandle * out, const void *properties), (out, properties))
 
-CUhandle present(CUhandle value)
+CUhandle handles_present(CUhandle value)
 {
 	CUhandle handle;
 
 	return translate(value, &handle) ? handle : 0;
 }
 
-COUNTED(cuMulticastAddDevice, multicast, (CUhandle object, CUdevice device), (present(object), device))
-COUNTED(cuMulticastBindMem, multicast, (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
-	  (present(object), at, present(memory), offset, size, flags))
-COUNTED(cuMulticastBindMem_v2, multicast, (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
-	  (present(object), device, at, present(memory), offset, size, flags))
+COUNTED(cuMulticastAddDevice, multicast, (CUhandle object, CUdevice device),
+    (handles_present(object), device))
+COUNTED(cuMulticastBindMem, multicast,
+    (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size,
+	unsigned long long flags),
+    (handles_present(object), at, handles_present(memory), offset, size, flags))
+COUNTED(cuMulticastBindMem_v2, multicast,
+    (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size,
+	unsigned long long flags),
+    (handles_present(object), device, at, handles_present(memory), offset, size, flags))
 
-void handles_of_child(void)
+void handles_in_child(void)
 {
 	next_created = FIRST_CREATED;
 	next_imported = FIRST_IMPORTED;

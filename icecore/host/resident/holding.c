@@ -1,7 +1,9 @@
-/* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on, and what it lacks is handed over once it answers again.
+/* The connection to the keeper. If the keeper dies, allocation and release continue, and a new
+ * keeper gets everything once it answers.
  *
- * Everything here but holding_fetch_of and holding_yielded is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
- * the application's by now: each is compared with what we opened before it is used.
+ * All functions but holding_fetch_of and holding_yielded require table_lock. An application that
+ * closes every descriptor that it finds may have closed ours, and its number may now be a file of
+ * the application's: each is compared with what was opened before it is used.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -11,20 +13,23 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
+#include "clock.h"
+#include "descriptors.h"
+#include "devices.h"
+#include "holding.h"
 #include "packet.h"
-#include "resident.h"
 
 #define LIMIT_SECONDS 2
 #define RETRY_NANOSECONDS 500000000ll
 
-uint8_t process_token[16];
+uint8_t holding_process_token[16];
 
 static int link_socket = -1;
 static ino_t link_inode;
 static int64_t not_before;
 static bool has_token;
 
-const char *resident_directory(void)
+const char *holding_directory(void)
 {
 	static const char *directory; /* from the environment that the process was started with */
 	static int looked;
@@ -37,50 +42,21 @@ const char *resident_directory(void)
 	return directory;
 }
 
-int duplicate(int descriptor)
-{
-	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
-
-	return high < 0 ? fcntl(descriptor, F_DUPFD_CLOEXEC, 0) : high; /* the limit may lie below */
-}
-
-int descriptor_from(int descriptor, int least)
-{
-	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, least);
-
-	if (high < 0)
-		return descriptor;
-	close(descriptor);
-	return high;
-}
-
-int high_descriptor(int descriptor)
-{
-	return descriptor_from(descriptor, HIGH_DESCRIPTOR);
-}
-
-static bool still(int descriptor, ino_t inode)
-{
-	struct stat found;
-
-	return descriptor >= 0 && fstat(descriptor, &found) == 0 && found.st_ino == inode;
-}
-
 bool holding_keeps(const struct allocation *what)
 {
-	return still(what->descriptor, what->inode);
+	return descriptor_is(what->descriptor, what->inode);
 }
 
 void holding_close_kept(struct allocation *what)
 {
-	if (still(what->descriptor, what->inode))
+	if (descriptor_is(what->descriptor, what->inode))
 		close(what->descriptor);
 	what->descriptor = -1;
 }
 
 int holding_socket(void)
 {
-	return still(link_socket, link_inode) ? link_socket : -1;
+	return descriptor_is(link_socket, link_inode) ? link_socket : -1;
 }
 
 static void unheld(void)
@@ -100,25 +76,28 @@ void holding_close(void)
 static struct resident_message about(const struct allocation *what, uint32_t operation)
 {
 	struct resident_message message = {
-		.version = RESIDENT_VERSION,
-		.operation = operation,
-		.identity = what->identity,
-		.address = what->address,
-		.size = what->size,
-		.requested = what->requested,
-		.ordinal = what->device,
-		.flags = what->imported ? RESIDENT_IMPORTED : what->exported ? RESIDENT_EXPORTED : 0,
-		.pid = getpid(),
+	    .version = RESIDENT_VERSION,
+	    .operation = operation,
+	    .identity = what->identity,
+	    .address = what->address,
+	    .size = what->size,
+	    .requested = what->requested,
+	    .ordinal = what->device,
+	    .flags = table_imported(what) ? RESIDENT_IMPORTED
+		: what->exported          ? RESIDENT_EXPORTED
+					  : 0,
+	    .pid = getpid(),
 	};
 
-	memcpy(message.device, device_uuid(what->device), 16);
-	memcpy(message.token, process_token, 16);
+	memcpy(message.device, devices_uuid(what->device), 16);
+	memcpy(message.token, holding_process_token, 16);
 	return message;
 }
 
 static bool ask(struct resident_message *message)
 {
-	if (packet_send(link_socket, message, -1) == 0 && packet_receive(link_socket, message, NULL, 0) == 1)
+	if (packet_send(link_socket, message, -1) == 0 &&
+	    packet_receive(link_socket, message, NULL, 0) == 1)
 		return true;
 	holding_close();
 	return false;
@@ -127,7 +106,8 @@ static bool ask(struct resident_message *message)
 bool holding_token(void)
 {
 	if (!has_token)
-		has_token = getrandom(process_token, sizeof process_token, 0) == (ssize_t)sizeof process_token;
+		has_token = getrandom(holding_process_token, sizeof holding_process_token, 0) ==
+		    (ssize_t)sizeof holding_process_token;
 	return has_token;
 }
 
@@ -137,7 +117,8 @@ static bool is_trusted(int connection)
 	struct ucred peer;
 	socklen_t length = sizeof peer;
 
-	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && (peer.uid == 0 || peer.uid == geteuid());
+	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+	    (peer.uid == 0 || peer.uid == geteuid());
 }
 
 /* A connection, or -1. */
@@ -149,7 +130,7 @@ static int call_keeper(void)
 	if (made < 0)
 		return -1;
 	packet_limit(made, LIMIT_SECONDS);
-	snprintf(address.sun_path, sizeof address.sun_path, "%s/keeper", resident_directory());
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/keeper", holding_directory());
 	if (connect(made, (void *)&address, sizeof address) == 0 && is_trusted(made))
 		return made;
 	close(made);
@@ -164,21 +145,22 @@ static bool open_link(void)
 	if (holding_socket() >= 0)
 		return true;
 	holding_close();
-	if (now() < not_before || !resident_directory() || !holding_token())
+	if (clock_now() < not_before || !holding_directory() || !holding_token())
 		return false;
-	not_before = now() + RETRY_NANOSECONDS;
+	not_before = clock_now() + RETRY_NANOSECONDS;
 	made = call_keeper();
 	if (made < 0)
 		return false;
-	made = high_descriptor(made);
+	made = descriptor_high(made);
 	if (fstat(made, &found)) {
 		close(made);
 		return false;
 	}
 	link_socket = made;
 	link_inode = found.st_ino;
-	struct resident_message hello = {.version = RESIDENT_VERSION, .operation = KEEPER_HELLO, .pid = getpid()};
-	memcpy(hello.token, process_token, 16);
+	struct resident_message hello = {
+	    .version = RESIDENT_VERSION, .operation = KEEPER_HELLO, .pid = getpid()};
+	memcpy(hello.token, holding_process_token, 16);
 	if (!ask(&hello))
 		return false;
 	if (hello.result) {
@@ -189,7 +171,7 @@ static bool open_link(void)
 	return true;
 }
 
-/* Without a descriptor, what the keeper holds of it is described anew. */
+/* Without a descriptor, the keeper only gets a new description of what it holds. */
 static bool hand_over(struct allocation *what, int descriptor)
 {
 	struct resident_message message = about(what, KEEPER_HOLD);
@@ -208,8 +190,11 @@ static int descriptor_of(const struct allocation *what)
 	int made = -1;
 
 	if (what->descriptor >= 0)
-		return still(what->descriptor, what->inode) ? duplicate(what->descriptor) : -1;
-	if (!what->has_handle || driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
+		return descriptor_is(what->descriptor, what->inode)
+		    ? descriptor_duplicate(what->descriptor)
+		    : -1;
+	if (!what->has_handle ||
+	    driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		return -1;
 	return made;
 }
@@ -235,7 +220,9 @@ static bool resync(void)
 		return false;
 	}
 	for (struct allocation *at = NULL; (at = table_next_held(at));) {
-		int descriptor = descriptor_of(at); /* none: one that the application closed; if the keeper lacks it, that shows in the confirmation */
+		/* none: one that the application closed; if the keeper lacks it, that shows in the
+		 * confirmation */
+		int descriptor = descriptor_of(at);
 		bool handed = hand_over(at, descriptor);
 		if (descriptor >= 0)
 			close(descriptor);
@@ -264,16 +251,18 @@ void holding_free(struct allocation *what)
 {
 	struct resident_message message = about(what, KEEPER_FREE);
 
-	if (still(what->descriptor, what->inode))
+	if (descriptor_is(what->descriptor, what->inode))
 		close(what->descriptor);
-	/* Answered when the keeper's descriptor is closed: only then is the memory free for whoever asks next. */
+	/* The keeper answers once it has closed its descriptor: only then is the memory free for
+	 * the next allocation. */
 	if (what->held && holding_socket() >= 0)
 		ask(&message);
 }
 
 bool holding_complete(void)
 {
-	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_CONFIRM};
+	struct resident_message message = {
+	    .version = RESIDENT_VERSION, .operation = KEEPER_CONFIRM};
 
 	not_before = 0;
 	if (!open_link())
@@ -298,10 +287,13 @@ bool holding_renew(void)
 	not_before = 0;
 	for (struct allocation *at = NULL; (at = table_next_held(at));) {
 		int made = -1;
-		if (at->imported || at->exported)
-			continue; /* another would be of the same memory, and not be known to be */
-		if (at->has_handle && !driver()->cuMemExportToShareableHandle(&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
-			if (still(at->descriptor, at->inode))
+		if (table_imported(at) || at->exported)
+			continue; /* another export would be the same memory without being
+				     recognised as such */
+		if (at->has_handle &&
+		    !driver()->cuMemExportToShareableHandle(
+			&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
+			if (descriptor_is(at->descriptor, at->inode))
 				close(at->descriptor);
 			at->descriptor = -1;
 			close(made);
@@ -325,7 +317,7 @@ int holding_take(int (*each)(uint64_t identity, int descriptor))
 	not_before = 0;
 	if (!open_link())
 		return ENOTCONN;
-	memcpy(message.token, process_token, 16);
+	memcpy(message.token, holding_process_token, 16);
 	if (packet_send(link_socket, &message, -1))
 		goto lost;
 	for (;;) {
@@ -365,15 +357,17 @@ int holding_fetch(const struct allocation *what)
 	return fetched;
 }
 
-/* By a connection of its own: only what has memory says hello. */
+/* Over a connection of its own: only processes with memory say hello. */
 int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int *descriptor)
 {
-	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_FETCH, .identity = identity};
+	struct resident_message message = {
+	    .version = RESIDENT_VERSION, .operation = KEEPER_FETCH, .identity = identity};
 	int keeper = call_keeper(), error = ENOTCONN;
 
 	*descriptor = -1;
 	memcpy(message.token, token, sizeof message.token);
-	if (keeper >= 0 && packet_send(keeper, &message, -1) == 0 && packet_receive(keeper, &message, descriptor, 0) == 1)
+	if (keeper >= 0 && packet_send(keeper, &message, -1) == 0 &&
+	    packet_receive(keeper, &message, descriptor, 0) == 1)
 		error = message.result ? message.result : *descriptor < 0 ? EBADF : 0;
 	if (keeper >= 0)
 		close(keeper);
@@ -383,12 +377,13 @@ int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int 
 	return error;
 }
 
-/* By a connection of its own, too: one that waits for memory may be within anything. */
+/* Over a connection of its own, too: a thread that waits for memory may be within anything. */
 bool holding_yielded(void)
 {
 	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_YIELD};
-	int keeper = resident_directory() ? call_keeper() : -1;
-	bool some = keeper >= 0 && packet_send(keeper, &message, -1) == 0 && packet_receive(keeper, &message, NULL, 0) == 1 && !message.result && message.count;
+	int keeper = holding_directory() ? call_keeper() : -1;
+	bool some = keeper >= 0 && packet_send(keeper, &message, -1) == 0 &&
+	    packet_receive(keeper, &message, NULL, 0) == 1 && !message.result && message.count;
 
 	if (keeper >= 0)
 		close(keeper);
@@ -396,7 +391,7 @@ bool holding_yielded(void)
 }
 
 /* What a child kept open, its parent could not free. */
-void holding_of_child(void)
+void holding_in_child(void)
 {
 	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		holding_close_kept(at);

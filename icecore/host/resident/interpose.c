@@ -1,150 +1,129 @@
-/* How applications come to meet our calls instead of the driver's: by linking, through dlsym, and through cuGetProcAddress; rule: what is not in the list passes
- * unchanged, caller's address included (dlsym decides by it), and where there is no libcuda, nothing is different. */
+/* How applications reach our functions in place of the driver's: by linking, through dlsym, and
+ * through cuGetProcAddress. Every other symbol passes unchanged, including the caller's address, on
+ * which dlsym depends. Without a libcuda nothing changes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "driver.h"
+#include "holding.h"
 #include "hooks.h"
-#include "resident.h"
 
-typedef void *lookup(void *, const char *);
-
-__attribute__((visibility("hidden"))) lookup *real_dlsym;
-
-static struct driver calls;
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
-static int loaded; /* 1: found, -1: there is none */
-static void *libcuda;
+#define EXPORTED __attribute__((visibility("default")))
 
 static const struct hook {
 	const char *symbol; /* as libcuda exports it */
-	const char *name;   /* as cuGetProcAddress knows it */
-	int since;          /* the CUDA version from which the name means this symbol */
+	const char *name; /* as cuGetProcAddress knows it */
+	int since; /* the CUDA version from which the name means this symbol */
 	void *ours, *ours_per_thread;
 } hooks[] = {
-	{"cuMemAlloc_v2", "cuMemAlloc", 3020, resident_cuMemAlloc_v2, NULL},
-	{"cuMemAllocPitch_v2", "cuMemAllocPitch", 3020, resident_cuMemAllocPitch_v2, NULL},
-	{"cuMemFree_v2", "cuMemFree", 3020, resident_cuMemFree_v2, NULL},
-	{"cuMemAllocManaged", "cuMemAllocManaged", 6000, resident_cuMemAllocManaged, NULL},
-	{"cuMemAllocAsync", "cuMemAllocAsync", 11020, resident_cuMemAllocAsync, resident_cuMemAllocAsync_ptsz},
-	{"cuMemAllocAsync_ptsz", NULL, 0, resident_cuMemAllocAsync_ptsz, NULL},
-	{"cuMemAllocFromPoolAsync", "cuMemAllocFromPoolAsync", 11020, resident_cuMemAllocFromPoolAsync, resident_cuMemAllocFromPoolAsync_ptsz},
-	{"cuMemAllocFromPoolAsync_ptsz", NULL, 0, resident_cuMemAllocFromPoolAsync_ptsz, NULL},
-	{"cuMemFreeAsync", "cuMemFreeAsync", 11020, resident_cuMemFreeAsync, resident_cuMemFreeAsync_ptsz},
-	{"cuMemFreeAsync_ptsz", NULL, 0, resident_cuMemFreeAsync_ptsz, NULL},
-	/* the newest that fits comes first */
-	{"cuStreamBeginCapture_v2", "cuStreamBeginCapture", 10010, resident_cuStreamBeginCapture_v2, resident_cuStreamBeginCapture_v2_ptsz},
-	{"cuStreamBeginCapture_v2_ptsz", NULL, 0, resident_cuStreamBeginCapture_v2_ptsz, NULL},
-	{"cuStreamBeginCapture", "cuStreamBeginCapture", 10000, resident_cuStreamBeginCapture, resident_cuStreamBeginCapture_ptsz},
-	{"cuStreamBeginCapture_ptsz", NULL, 0, resident_cuStreamBeginCapture_ptsz, NULL},
-	{"cuStreamBeginCaptureToGraph", "cuStreamBeginCaptureToGraph", 12030, resident_cuStreamBeginCaptureToGraph, resident_cuStreamBeginCaptureToGraph_ptsz},
-	{"cuStreamBeginCaptureToGraph_ptsz", NULL, 0, resident_cuStreamBeginCaptureToGraph_ptsz, NULL},
-	{"cuStreamEndCapture", "cuStreamEndCapture", 10000, resident_cuStreamEndCapture, resident_cuStreamEndCapture_ptsz},
-	{"cuStreamEndCapture_ptsz", NULL, 0, resident_cuStreamEndCapture_ptsz, NULL},
-	{"cuStreamDestroy_v2", "cuStreamDestroy", 4000, resident_cuStreamDestroy_v2, NULL},
-	{"cuMemCreate", "cuMemCreate", 10020, resident_cuMemCreate, NULL},
-	{"cuMemRelease", "cuMemRelease", 10020, resident_cuMemRelease, NULL},
-	{"cuMemMap", "cuMemMap", 10020, resident_cuMemMap, NULL},
-	{"cuMemUnmap", "cuMemUnmap", 10020, resident_cuMemUnmap, NULL},
-	{"cuMemSetAccess", "cuMemSetAccess", 10020, resident_cuMemSetAccess, NULL},
-	{"cuMemExportToShareableHandle", "cuMemExportToShareableHandle", 10020, resident_cuMemExportToShareableHandle, NULL},
-	{"cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10020, resident_cuMemImportFromShareableHandle, NULL},
-	{"cuPointerGetAttribute", "cuPointerGetAttribute", 4000, resident_cuPointerGetAttribute, NULL},
-	{"cuPointerGetAttributes", "cuPointerGetAttributes", 7000, resident_cuPointerGetAttributes, NULL},
-	{"cuMemGetAddressRange_v2", "cuMemGetAddressRange", 3020, resident_cuMemGetAddressRange_v2, NULL},
-	{"cuPointerSetAttribute", "cuPointerSetAttribute", 6000, resident_cuPointerSetAttribute, NULL},
-	{"cuMemGetHandleForAddressRange", "cuMemGetHandleForAddressRange", 11070, resident_cuMemGetHandleForAddressRange, NULL},
-	{"cuMemRetainAllocationHandle", "cuMemRetainAllocationHandle", 11000, resident_cuMemRetainAllocationHandle, NULL},
-	{"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationPropertiesFromHandle", 10020, resident_cuMemGetAllocationPropertiesFromHandle, NULL},
-	{"cuMemPoolExportToShareableHandle", "cuMemPoolExportToShareableHandle", 11020, resident_cuMemPoolExportToShareableHandle, NULL},
-	{"cuMemPoolImportFromShareableHandle", "cuMemPoolImportFromShareableHandle", 11020, resident_cuMemPoolImportFromShareableHandle, NULL},
-	{"cuMulticastCreate", "cuMulticastCreate", 12010, resident_cuMulticastCreate, NULL},
-	{"cuMulticastAddDevice", "cuMulticastAddDevice", 12010, resident_cuMulticastAddDevice, NULL},
-	{"cuMulticastBindMem_v2", "cuMulticastBindMem", 13010, resident_cuMulticastBindMem_v2, NULL},
-	{"cuMulticastBindMem", "cuMulticastBindMem", 12010, resident_cuMulticastBindMem, NULL},
-	{"cuIpcGetMemHandle", "cuIpcGetMemHandle", 4010, resident_cuIpcGetMemHandle, NULL},
-	{"cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle", 11000, resident_cuIpcOpenMemHandle_v2, NULL},
-	{"cuIpcOpenMemHandle", "cuIpcOpenMemHandle", 4010, resident_cuIpcOpenMemHandle, NULL},
-	{"cuIpcCloseMemHandle", "cuIpcCloseMemHandle", 4010, resident_cuIpcCloseMemHandle, NULL},
-	{"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
-	{"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess, NULL},
-	{"cuCtxDestroy_v2", "cuCtxDestroy", 4000, resident_cuCtxDestroy_v2, NULL},
-	{"cuCtxDestroy", "cuCtxDestroy", 2000, resident_cuCtxDestroy, NULL},
-	{"cuCtxDetach", "cuCtxDetach", 2000, resident_cuCtxDetach, NULL},
-	{"cuDevicePrimaryCtxReset", NULL, 0, resident_cuDevicePrimaryCtxReset_v2, NULL},
-	{"cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxReset", 7000, resident_cuDevicePrimaryCtxReset_v2, NULL},
-	{"cuDevicePrimaryCtxRelease", NULL, 0, resident_cuDevicePrimaryCtxRelease_v2, NULL},
-	{"cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxRelease", 7000, resident_cuDevicePrimaryCtxRelease_v2, NULL},
-	{"cuGetProcAddress_v2", "cuGetProcAddress", 12000, resident_cuGetProcAddress_v2, NULL}, /* before the older one: the newest that fits */
-	{"cuGetProcAddress", "cuGetProcAddress", 11030, resident_cuGetProcAddress, NULL},
+    {"cuMemAlloc_v2", "cuMemAlloc", 3020, resident_cuMemAlloc_v2, NULL},
+    {"cuMemAllocPitch_v2", "cuMemAllocPitch", 3020, resident_cuMemAllocPitch_v2, NULL},
+    {"cuMemFree_v2", "cuMemFree", 3020, resident_cuMemFree_v2, NULL},
+    {"cuMemAllocManaged", "cuMemAllocManaged", 6000, resident_cuMemAllocManaged, NULL},
+    {"cuMemAllocAsync", "cuMemAllocAsync", 11020, resident_cuMemAllocAsync,
+	resident_cuMemAllocAsync_ptsz},
+    {"cuMemAllocAsync_ptsz", NULL, 0, resident_cuMemAllocAsync_ptsz, NULL},
+    {"cuMemAllocFromPoolAsync", "cuMemAllocFromPoolAsync", 11020, resident_cuMemAllocFromPoolAsync,
+	resident_cuMemAllocFromPoolAsync_ptsz},
+    {"cuMemAllocFromPoolAsync_ptsz", NULL, 0, resident_cuMemAllocFromPoolAsync_ptsz, NULL},
+    {"cuMemFreeAsync", "cuMemFreeAsync", 11020, resident_cuMemFreeAsync,
+	resident_cuMemFreeAsync_ptsz},
+    {"cuMemFreeAsync_ptsz", NULL, 0, resident_cuMemFreeAsync_ptsz, NULL},
+    /* the newest that fits comes first */
+    {"cuStreamBeginCapture_v2", "cuStreamBeginCapture", 10010, resident_cuStreamBeginCapture_v2,
+	resident_cuStreamBeginCapture_v2_ptsz},
+    {"cuStreamBeginCapture_v2_ptsz", NULL, 0, resident_cuStreamBeginCapture_v2_ptsz, NULL},
+    {"cuStreamBeginCapture", "cuStreamBeginCapture", 10000, resident_cuStreamBeginCapture,
+	resident_cuStreamBeginCapture_ptsz},
+    {"cuStreamBeginCapture_ptsz", NULL, 0, resident_cuStreamBeginCapture_ptsz, NULL},
+    {"cuStreamBeginCaptureToGraph", "cuStreamBeginCaptureToGraph", 12030,
+	resident_cuStreamBeginCaptureToGraph, resident_cuStreamBeginCaptureToGraph_ptsz},
+    {"cuStreamBeginCaptureToGraph_ptsz", NULL, 0, resident_cuStreamBeginCaptureToGraph_ptsz, NULL},
+    {"cuStreamEndCapture", "cuStreamEndCapture", 10000, resident_cuStreamEndCapture,
+	resident_cuStreamEndCapture_ptsz},
+    {"cuStreamEndCapture_ptsz", NULL, 0, resident_cuStreamEndCapture_ptsz, NULL},
+    {"cuStreamDestroy_v2", "cuStreamDestroy", 4000, resident_cuStreamDestroy_v2, NULL},
+    {"cuMemCreate", "cuMemCreate", 10020, resident_cuMemCreate, NULL},
+    {"cuMemRelease", "cuMemRelease", 10020, resident_cuMemRelease, NULL},
+    {"cuMemMap", "cuMemMap", 10020, resident_cuMemMap, NULL},
+    {"cuMemUnmap", "cuMemUnmap", 10020, resident_cuMemUnmap, NULL},
+    {"cuMemSetAccess", "cuMemSetAccess", 10020, resident_cuMemSetAccess, NULL},
+    {"cuMemExportToShareableHandle", "cuMemExportToShareableHandle", 10020,
+	resident_cuMemExportToShareableHandle, NULL},
+    {"cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10020,
+	resident_cuMemImportFromShareableHandle, NULL},
+    {"cuPointerGetAttribute", "cuPointerGetAttribute", 4000, resident_cuPointerGetAttribute, NULL},
+    {"cuPointerGetAttributes", "cuPointerGetAttributes", 7000, resident_cuPointerGetAttributes,
+	NULL},
+    {"cuMemGetAddressRange_v2", "cuMemGetAddressRange", 3020, resident_cuMemGetAddressRange_v2,
+	NULL},
+    {"cuPointerSetAttribute", "cuPointerSetAttribute", 6000, resident_cuPointerSetAttribute, NULL},
+    {"cuMemGetHandleForAddressRange", "cuMemGetHandleForAddressRange", 11070,
+	resident_cuMemGetHandleForAddressRange, NULL},
+    {"cuMemRetainAllocationHandle", "cuMemRetainAllocationHandle", 11000,
+	resident_cuMemRetainAllocationHandle, NULL},
+    {"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationPropertiesFromHandle", 10020,
+	resident_cuMemGetAllocationPropertiesFromHandle, NULL},
+    {"cuMemPoolExportToShareableHandle", "cuMemPoolExportToShareableHandle", 11020,
+	resident_cuMemPoolExportToShareableHandle, NULL},
+    {"cuMemPoolImportFromShareableHandle", "cuMemPoolImportFromShareableHandle", 11020,
+	resident_cuMemPoolImportFromShareableHandle, NULL},
+    {"cuMulticastCreate", "cuMulticastCreate", 12010, resident_cuMulticastCreate, NULL},
+    {"cuMulticastAddDevice", "cuMulticastAddDevice", 12010, resident_cuMulticastAddDevice, NULL},
+    {"cuMulticastBindMem_v2", "cuMulticastBindMem", 13010, resident_cuMulticastBindMem_v2, NULL},
+    {"cuMulticastBindMem", "cuMulticastBindMem", 12010, resident_cuMulticastBindMem, NULL},
+    {"cuIpcGetMemHandle", "cuIpcGetMemHandle", 4010, resident_cuIpcGetMemHandle, NULL},
+    {"cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle", 11000, resident_cuIpcOpenMemHandle_v2, NULL},
+    {"cuIpcOpenMemHandle", "cuIpcOpenMemHandle", 4010, resident_cuIpcOpenMemHandle, NULL},
+    {"cuIpcCloseMemHandle", "cuIpcCloseMemHandle", 4010, resident_cuIpcCloseMemHandle, NULL},
+    {"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
+    {"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess,
+	NULL},
+    {"cuCtxDestroy_v2", "cuCtxDestroy", 4000, resident_cuCtxDestroy_v2, NULL},
+    {"cuCtxDestroy", "cuCtxDestroy", 2000, resident_cuCtxDestroy, NULL},
+    {"cuCtxDetach", "cuCtxDetach", 2000, resident_cuCtxDetach, NULL},
+    {"cuDevicePrimaryCtxReset", NULL, 0, resident_cuDevicePrimaryCtxReset_v2, NULL},
+    {"cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxReset", 7000,
+	resident_cuDevicePrimaryCtxReset_v2, NULL},
+    {"cuDevicePrimaryCtxRelease", NULL, 0, resident_cuDevicePrimaryCtxRelease_v2, NULL},
+    {"cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxRelease", 7000,
+	resident_cuDevicePrimaryCtxRelease_v2, NULL},
+    /* before the older one: the newest that fits */
+    {"cuGetProcAddress_v2", "cuGetProcAddress", 12000, resident_cuGetProcAddress_v2, NULL},
+    {"cuGetProcAddress", "cuGetProcAddress", 11030, resident_cuGetProcAddress, NULL},
 };
-
-static void find_real_dlsym(void)
-{
-	static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17"};
-
-	for (size_t i = 0; !real_dlsym && i < sizeof versions / sizeof *versions; i++)
-		real_dlsym = (lookup *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-	if (!real_dlsym)
-		abort(); /* a C library that is none of those that we know: nothing could be looked up by anybody */
-}
-
-const struct driver *driver(void)
-{
-	if (__atomic_load_n(&loaded, __ATOMIC_ACQUIRE) == 0) {
-		find_real_dlsym();
-		void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL); /* outside our lock: its constructors may call us */
-		pthread_mutex_lock(&load_lock);
-		if (library && !loaded) {
-			libcuda = library;
-			calls.usable = 1;
-#define CALL(call, arguments) \
-	calls.call = (CUresult(*) arguments)real_dlsym(library, #call); \
-	calls.usable = calls.usable && calls.call;
-#define HOOKED(call, arguments) calls.call = (CUresult(*) arguments)real_dlsym(library, #call);
-			DRIVER_CALLS(CALL, CALL, HOOKED)
-#undef CALL
-#undef HOOKED
-			calls.cuThreadExchangeStreamCaptureMode = (CUresult(*)(int *))real_dlsym(library, "cuThreadExchangeStreamCaptureMode");
-			calls.cuCtxGetLimit = (CUresult(*)(size_t *, int))real_dlsym(library, "cuCtxGetLimit");
-			calls.cuCtxSetLimit = (CUresult(*)(int, size_t))real_dlsym(library, "cuCtxSetLimit");
-		}
-		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
-		pthread_mutex_unlock(&load_lock);
-	}
-	return loaded > 0 ? &calls : NULL;
-}
-
-void interposition_of_child(void)
-{
-	pthread_mutex_init(&load_lock, NULL);
-}
 
 /* For the entry below: ours for a symbol of libcuda's, or NULL. */
 __attribute__((visibility("hidden"), used)) void *resident_lookup(void *library, const char *symbol)
 {
-	if (!real_dlsym)
-		find_real_dlsym();
-	if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || library == RTLD_NEXT || !resident_directory())
+	if (!driver_dlsym)
+		driver_find_dlsym();
+	if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || library == RTLD_NEXT ||
+	    !holding_directory())
 		return NULL;
 	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++)
 		if (!strcmp(symbol, hooks[i].symbol)) {
-			/* Only the driver's own is replaced: another preload may come before ours. */
-			void *found = driver() ? real_dlsym(library, symbol) : NULL;
-			return found && found == real_dlsym(libcuda, symbol) ? hooks[i].ours : NULL;
+			/* Only the driver's own is replaced: another preload may come before ours.
+			 */
+			void *found = driver() ? driver_dlsym(library, symbol) : NULL;
+			return found && found == driver_symbol(symbol) ? hooks[i].ours : NULL;
 		}
 	return NULL;
 }
 
 #if defined(__x86_64__)
-__asm__(".text\n.globl dlsym\n.type dlsym, @function\ndlsym:\n"
-	"\tpush %rdi\n\tpush %rsi\n\tsub $8, %rsp\n\tcall resident_lookup\n\tadd $8, %rsp\n\tpop %rsi\n\tpop %rdi\n"
-	"\ttest %rax, %rax\n\tjnz 1f\n\tjmp *real_dlsym(%rip)\n1:\tret\n.size dlsym, . - dlsym\n");
+__asm__(
+    ".text\n.globl dlsym\n.type dlsym, @function\ndlsym:\n"
+    "\tpush %rdi\n\tpush %rsi\n\tsub $8, %rsp\n\tcall resident_lookup\n\tadd $8, %rsp\n\tpop "
+    "%rsi\n\tpop %rdi\n"
+    "\ttest %rax, %rax\n\tjnz 1f\n\tjmp *driver_dlsym(%rip)\n1:\tret\n.size dlsym, . - dlsym\n");
 #elif defined(__aarch64__)
 __asm__(".text\n.globl dlsym\n.type dlsym, %function\ndlsym:\n"
-	"\tstp x29, x30, [sp, #-32]!\n\tstp x0, x1, [sp, #16]\n\tmov x29, sp\n\tbl resident_lookup\n\tmov x9, x0\n"
-	"\tldp x0, x1, [sp, #16]\n\tldp x29, x30, [sp], #32\n\tcbnz x9, 1f\n\tadrp x9, real_dlsym\n\tldr x9, [x9, #:lo12:real_dlsym]\n\tbr x9\n"
+	"\tstp x29, x30, [sp, #-32]!\n\tstp x0, x1, [sp, #16]\n\tmov x29, sp\n\tbl "
+	"resident_lookup\n\tmov x9, x0\n"
+	"\tldp x0, x1, [sp, #16]\n\tldp x29, x30, [sp], #32\n\tcbnz x9, 1f\n\tadrp x9, "
+	"driver_dlsym\n\tldr x9, [x9, #:lo12:driver_dlsym]\n\tbr x9\n"
 	"1:\tmov x0, x9\n\tret\n.size dlsym, . - dlsym\n");
 #else
 #error "the preload knows x86-64 and aarch64"
@@ -152,7 +131,7 @@ __asm__(".text\n.globl dlsym\n.type dlsym, %function\ndlsym:\n"
 
 static void replace(const char *name, void **found, int version, unsigned long long flags)
 {
-	if (!name || !found || !*found || !resident_directory())
+	if (!name || !found || !*found || !holding_directory())
 		return;
 	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++) {
 		const struct hook *hook = &hooks[i];
@@ -161,13 +140,16 @@ static void replace(const char *name, void **found, int version, unsigned long l
 			return;
 		}
 		if (hook->name && !strcmp(name, hook->name) && version >= hook->since) {
-			*found = (flags & PER_THREAD_DEFAULT_STREAM) && hook->ours_per_thread ? hook->ours_per_thread : hook->ours;
+			*found = (flags & PER_THREAD_DEFAULT_STREAM) && hook->ours_per_thread
+			    ? hook->ours_per_thread
+			    : hook->ours;
 			return;
 		}
 	}
 }
 
-CUresult resident_cuGetProcAddress(const char *name, void **found, int version, unsigned long long flags)
+CUresult resident_cuGetProcAddress(
+    const char *name, void **found, int version, unsigned long long flags)
 {
 	const struct driver *d = driver();
 	if (!d || !d->cuGetProcAddress)
@@ -179,7 +161,8 @@ CUresult resident_cuGetProcAddress(const char *name, void **found, int version, 
 	return result;
 }
 
-CUresult resident_cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags, int *status)
+CUresult resident_cuGetProcAddress_v2(
+    const char *name, void **found, int version, unsigned long long flags, int *status)
 {
 	const struct driver *d = driver();
 	if (!d || !d->cuGetProcAddress_v2)
@@ -193,46 +176,65 @@ CUresult resident_cuGetProcAddress_v2(const char *name, void **found, int versio
 
 /* For programs that link libcuda. */
 #define LINKED(name, parameters, arguments) \
-	EXPORTED CUresult name parameters { return resident_##name arguments; }
+	EXPORTED CUresult name parameters \
+	{ \
+		return resident_##name arguments; \
+	}
 LINKED(cuMemAlloc_v2, (CUdeviceptr * a, size_t b), (a, b))
-LINKED(cuMemAllocPitch_v2, (CUdeviceptr * a, size_t *b, size_t c, size_t d, unsigned e), (a, b, c, d, e))
+LINKED(cuMemAllocPitch_v2, (CUdeviceptr * a, size_t *b, size_t c, size_t d, unsigned e),
+    (a, b, c, d, e))
 LINKED(cuMemFree_v2, (CUdeviceptr a), (a))
 LINKED(cuMemAllocManaged, (CUdeviceptr * a, size_t b, unsigned c), (a, b, c))
 LINKED(cuMemAllocAsync, (CUdeviceptr * a, size_t b, CUstream c), (a, b, c))
 LINKED(cuMemAllocAsync_ptsz, (CUdeviceptr * a, size_t b, CUstream c), (a, b, c))
 LINKED(cuMemAllocFromPoolAsync, (CUdeviceptr * a, size_t b, CUpool c, CUstream d), (a, b, c, d))
-LINKED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * a, size_t b, CUpool c, CUstream d), (a, b, c, d))
+LINKED(
+    cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * a, size_t b, CUpool c, CUstream d), (a, b, c, d))
 LINKED(cuMemFreeAsync, (CUdeviceptr a, CUstream b), (a, b))
 LINKED(cuMemFreeAsync_ptsz, (CUdeviceptr a, CUstream b), (a, b))
 LINKED(cuStreamBeginCapture, (CUstream a), (a))
 LINKED(cuStreamBeginCapture_ptsz, (CUstream a), (a))
 LINKED(cuStreamBeginCapture_v2, (CUstream a, int b), (a, b))
 LINKED(cuStreamBeginCapture_v2_ptsz, (CUstream a, int b), (a, b))
-LINKED(cuStreamBeginCaptureToGraph, (CUstream a, void *b, const void *c, const void *d, size_t e, int f), (a, b, c, d, e, f))
-LINKED(cuStreamBeginCaptureToGraph_ptsz, (CUstream a, void *b, const void *c, const void *d, size_t e, int f), (a, b, c, d, e, f))
+LINKED(cuStreamBeginCaptureToGraph,
+    (CUstream a, void *b, const void *c, const void *d, size_t e, int f), (a, b, c, d, e, f))
+LINKED(cuStreamBeginCaptureToGraph_ptsz,
+    (CUstream a, void *b, const void *c, const void *d, size_t e, int f), (a, b, c, d, e, f))
 LINKED(cuStreamEndCapture, (CUstream a, void **b), (a, b))
 LINKED(cuStreamEndCapture_ptsz, (CUstream a, void **b), (a, b))
 LINKED(cuStreamDestroy_v2, (CUstream a), (a))
-LINKED(cuMemCreate, (CUhandle * a, size_t b, const struct allocation_properties *c, unsigned long long d), (a, b, c, d))
+LINKED(cuMemCreate,
+    (CUhandle * a, size_t b, const struct allocation_properties *c, unsigned long long d),
+    (a, b, c, d))
 LINKED(cuMemRelease, (CUhandle a), (a))
-LINKED(cuMemMap, (CUdeviceptr a, size_t b, size_t c, CUhandle d, unsigned long long e), (a, b, c, d, e))
+LINKED(cuMemMap, (CUdeviceptr a, size_t b, size_t c, CUhandle d, unsigned long long e),
+    (a, b, c, d, e))
 LINKED(cuMemUnmap, (CUdeviceptr a, size_t b), (a, b))
 LINKED(cuMemSetAccess, (CUdeviceptr a, size_t b, const struct access *c, size_t d), (a, b, c, d))
-LINKED(cuMemExportToShareableHandle, (void *a, CUhandle b, int c, unsigned long long d), (a, b, c, d))
+LINKED(
+    cuMemExportToShareableHandle, (void *a, CUhandle b, int c, unsigned long long d), (a, b, c, d))
 LINKED(cuMemImportFromShareableHandle, (CUhandle * a, void *b, int c), (a, b, c))
 LINKED(cuPointerGetAttribute, (void *a, int b, CUdeviceptr c), (a, b, c))
 LINKED(cuPointerGetAttributes, (unsigned a, int *b, void **c, CUdeviceptr d), (a, b, c, d))
 LINKED(cuMemGetAddressRange_v2, (CUdeviceptr * a, size_t *b, CUdeviceptr c), (a, b, c))
 LINKED(cuPointerSetAttribute, (const void *a, int b, CUdeviceptr c), (a, b, c))
-LINKED(cuMemGetHandleForAddressRange, (void *a, CUdeviceptr b, size_t c, int d, unsigned long long e), (a, b, c, d, e))
+LINKED(cuMemGetHandleForAddressRange,
+    (void *a, CUdeviceptr b, size_t c, int d, unsigned long long e), (a, b, c, d, e))
 LINKED(cuMemRetainAllocationHandle, (CUhandle * a, CUdeviceptr b), (a, b))
-LINKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties * a, CUhandle b), (a, b))
-LINKED(cuMemPoolExportToShareableHandle, (void *a, CUpool b, int c, unsigned long long d), (a, b, c, d))
-LINKED(cuMemPoolImportFromShareableHandle, (CUpool * a, void *b, int c, unsigned long long d), (a, b, c, d))
+LINKED(
+    cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties * a, CUhandle b), (a, b))
+LINKED(cuMemPoolExportToShareableHandle, (void *a, CUpool b, int c, unsigned long long d),
+    (a, b, c, d))
+LINKED(cuMemPoolImportFromShareableHandle, (CUpool * a, void *b, int c, unsigned long long d),
+    (a, b, c, d))
 LINKED(cuMulticastCreate, (CUhandle * a, const void *b), (a, b))
 LINKED(cuMulticastAddDevice, (CUhandle a, CUdevice b), (a, b))
-LINKED(cuMulticastBindMem, (CUhandle a, size_t b, CUhandle c, size_t d, size_t e, unsigned long long f), (a, b, c, d, e, f))
-LINKED(cuMulticastBindMem_v2, (CUhandle a, CUdevice b, size_t c, CUhandle d, size_t e, size_t f, unsigned long long g), (a, b, c, d, e, f, g))
+LINKED(cuMulticastBindMem,
+    (CUhandle a, size_t b, CUhandle c, size_t d, size_t e, unsigned long long f),
+    (a, b, c, d, e, f))
+LINKED(cuMulticastBindMem_v2,
+    (CUhandle a, CUdevice b, size_t c, CUhandle d, size_t e, size_t f, unsigned long long g),
+    (a, b, c, d, e, f, g))
 LINKED(cuIpcGetMemHandle, (struct ipc_handle * a, CUdeviceptr b), (a, b))
 LINKED(cuIpcOpenMemHandle, (CUdeviceptr * a, struct ipc_handle b, unsigned c), (a, b, c))
 LINKED(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, struct ipc_handle b, unsigned c), (a, b, c))
@@ -245,4 +247,5 @@ LINKED(cuCtxDetach, (CUcontext a), (a))
 LINKED(cuDevicePrimaryCtxReset_v2, (CUdevice a), (a))
 LINKED(cuDevicePrimaryCtxRelease_v2, (CUdevice a), (a))
 LINKED(cuGetProcAddress, (const char *a, void **b, int c, unsigned long long d), (a, b, c, d))
-LINKED(cuGetProcAddress_v2, (const char *a, void **b, int c, unsigned long long d, int *e), (a, b, c, d, e))
+LINKED(cuGetProcAddress_v2, (const char *a, void **b, int c, unsigned long long d, int *e),
+    (a, b, c, d, e))

@@ -1,12 +1,16 @@
-/* The keeper: holds the descriptors of a job's device memory, so that it outlives the process that allocated it.
+/* The keeper: holds the descriptors of a job's GPU memory, so that the memory outlives the process
+ * that allocated it.
  *
  *     icecore-keeper SOCKET
  *
- * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files but for one line of the status that it was handed and
- * a look at whether a program still is; its memory is locked and it is the last that the kernel kills. C, because an interpreter is many times larger and
- * allocates at every message. What a process allocated is let go of when it frees it, and when it ends or executes another program, unless it was parked then (the descriptors are all there is of the memory), or is in
- * a snapshot of a job whose memory is to outlive a crash (KEEPER_KEEP). It ends when its socket has been unlinked and nobody is there any more: what it
- * still holds nobody could ask for.
+ * It does nothing whose failure could lose a descriptor: no CUDA, no threads, no files except for
+ * one line of the status file that it was given and a check whether a program still exists. Its
+ * memory is locked, and the OOM killer chooses it last. It is written in C, because an interpreter
+ * is many times larger and allocates at every message. It lets go of a process's memory when the
+ * process frees it, ends, or executes another program, unless the process was parked then (its
+ * memory exists only in the descriptors), or is in a snapshot of a job whose memory is to outlive a
+ * crash (KEEPER_KEEP). The keeper ends when its socket has been unlinked and no process is left:
+ * nobody could ask for what it still holds.
  */
 
 #define _GNU_SOURCE
@@ -40,12 +44,14 @@ struct process {
 	struct process *next;
 	uint8_t token[16];
 	int pid, pidfd; /* pidfd: -1 once it has ended */
-	int image;      /* tells whether the program that said hello still is, which a process may replace by another (exec); -1: nothing does */
+	/* tells whether the program that said hello still is, which a process may replace by
+	 * another (exec); -1: nothing does */
+	int image;
 	bool alive, retained;
-	bool kept;       /* once it has ended, unless its job ends well */
-	bool left;       /* it has ended, and is retained for that alone */
-	uint64_t lease;  /* nanoseconds for which it is while the job runs on */
-	int64_t let_go;  /* when that is over; 0: never */
+	bool kept; /* once it has ended, unless its job ends well */
+	bool left; /* it has ended, and is retained for that alone */
+	uint64_t lease; /* nanoseconds for which it is while the job runs on */
+	int64_t let_go; /* when that is over; 0: never */
 	struct held *held;
 	size_t count, room;
 	struct connection *connection;
@@ -60,7 +66,8 @@ struct connection {
 
 enum job_state { JOB_UNKNOWN, JOB_RUNS, JOB_ENDED, JOB_BROKE };
 
-/* That of the processes that are kept. How it ended its init has written down (icecore/host/jobs/init.c): nobody else sees it of a job that is nobody's child, and of a program
+/* That of the processes that are kept. How it ended its init has written down
+ * (icecore/host/jobs/init.c): nobody else sees it of a job that is nobody's child, and of a program
  * that knows nothing of us. */
 static struct job {
 	enum job_state state;
@@ -131,7 +138,7 @@ static size_t place(const struct process *process, uint64_t identity)
 	return index;
 }
 
-/* Takes the descriptor over. Without one: what is held stays, and is described anew. */
+/* Takes over the descriptor. Without one, the held one stays and is described anew. */
 static int hold(struct process *process, const struct resident_message *what, int descriptor)
 {
 	size_t index = place(process, what->identity);
@@ -174,7 +181,8 @@ static void ended(struct process *process)
 	process->alive = false;
 	if (process->retained)
 		return;
-	process->left = process->kept && process->count && (job.state == JOB_RUNS || job.state == JOB_BROKE);
+	process->left =
+	    process->kept && process->count && (job.state == JOB_RUNS || job.state == JOB_BROKE);
 	process->retained = process->left;
 	process->let_go = job.state == JOB_RUNS ? now() + (int64_t)process->lease : 0;
 	if (!process->left)
@@ -192,7 +200,8 @@ static uint32_t yield(void)
 {
 	uint32_t some = 0;
 
-	for (struct process *process = processes; process && job.state == JOB_RUNS; process = process->next)
+	for (struct process *process = processes; process && job.state == JOB_RUNS;
+	    process = process->next)
 		if (process->left) {
 			let_go(process);
 			some++;
@@ -209,7 +218,7 @@ static void forget_job(void)
 	job = (struct job){JOB_UNKNOWN, -1, -1};
 }
 
-/* An init that left no word was killed, and its job with it. */
+/* An init that recorded no status was killed, and its job with it. */
 static void job_ended(void)
 {
 	char line[16] = "";
@@ -231,8 +240,9 @@ static bool is_over(int pidfd)
 	return pidfd >= 0 && poll(&look, 1, 0) > 0;
 }
 
-/* A file of /proc's that was opened belongs to the address space of that moment. Of one that is gone nothing is read; else the kernel says that it does not read
- * single bytes of this file, and that without waiting for a lock of the process's. */
+/* A file of /proc's that was opened belongs to the address space of that moment. Of one that is
+ * gone nothing is read; else the kernel says that it does not read single bytes of this file, and
+ * that without waiting for a lock of the process's. */
 static bool is_replaced(int image)
 {
 	char byte;
@@ -245,7 +255,8 @@ static int open_image(int pid)
 	char path[32], own[16] = "";
 	int image = -1;
 
-	if (readlink("/proc/self", own, sizeof own - 1) > 0 && atoi(own) == getpid()) { /* else its numbers are not those that we know */
+	/* else its numbers are not those that we know */
+	if (readlink("/proc/self", own, sizeof own - 1) > 0 && atoi(own) == getpid()) {
 		snprintf(path, sizeof path, "/proc/%d/pagemap", pid);
 		image = open(path, O_RDONLY | O_CLOEXEC);
 	}
@@ -256,15 +267,18 @@ static int open_image(int pid)
 	return image;
 }
 
-/* Its connection closes when a program is replaced, but not only then: an application may close all that it finds, and be stopped before we are called again. */
+/* A connection closes when a program is replaced, but not only then: an application may close every
+ * descriptor that it finds, and be stopped before it calls us again. */
 static void look_for_replaced(void)
 {
 	for (struct process *process = processes; process; process = process->next)
-		if (process->alive && !process->retained && !process->connection && is_replaced(process->image))
+		if (process->alive && !process->retained && !process->connection &&
+		    is_replaced(process->image))
 			ended(process);
 }
 
-/* Whoever has ended is known to have, although its event may not have been met yet. */
+/* A process that has ended is known to have ended, although its event may not have been seen yet.
+ */
 static void look_around(void)
 {
 	look_for_replaced();
@@ -334,8 +348,10 @@ static int hello(struct connection *connection, const struct resident_message *m
 	if (process->alive && process->pid != peer.pid && !is_over(process->pidfd))
 		return EBUSY; /* two copies of one process need a keeper each */
 	for (struct process *other = processes; other; other = other->next)
-		if (other != process && other->alive && other->pid == peer.pid && peer.pid > 0 && !other->retained && !other->connection && other->image < 0)
-			ended(other); /* of the same process, and nothing else tells that it was replaced */
+		if (other != process && other->alive && other->pid == peer.pid && peer.pid > 0 &&
+		    !other->retained && !other->connection && other->image < 0)
+			/* of the same process, and nothing else tells that it was replaced */
+			ended(other);
 	if (!process->kept)
 		yield(); /* the job goes on with others */
 	close_watches(process);
@@ -366,9 +382,11 @@ static void sum(const struct process *process, struct resident_message *answer)
 static int list_processes(int to, uint32_t version)
 {
 	for (struct process *process = processes; process; process = process->next) {
-		struct resident_message one = {.version = version, .operation = KEEPER_PROCESSES, .pid = process->pid};
+		struct resident_message one = {
+		    .version = version, .operation = KEEPER_PROCESSES, .pid = process->pid};
 		memcpy(one.token, process->token, 16);
-		one.flags = (process->alive ? KEEPER_ALIVE : 0) | (process->retained ? KEEPER_RETAINED : 0);
+		one.flags =
+		    (process->alive ? KEEPER_ALIVE : 0) | (process->retained ? KEEPER_RETAINED : 0);
 		sum(process, &one);
 		if (packet_send(to, &one, -1))
 			return -1;
@@ -385,7 +403,8 @@ static int list(int to, const struct resident_message *message)
 		one.operation = message->operation;
 		one.version = message->version;
 		one.pid = process->pid;
-		if (packet_send(to, &one, message->operation == KEEPER_TAKE ? process->held[i].descriptor : -1))
+		if (packet_send(to, &one,
+			message->operation == KEEPER_TAKE ? process->held[i].descriptor : -1))
 			return -1;
 	}
 	return 0;
@@ -396,7 +415,8 @@ static int serve(struct connection *connection)
 {
 	struct resident_message message, answer = {0};
 	struct process *process = connection->process;
-	int descriptor, got = packet_receive(connection->socket, &message, &descriptor, MSG_DONTWAIT);
+	int descriptor,
+	    got = packet_receive(connection->socket, &message, &descriptor, MSG_DONTWAIT);
 	size_t index;
 
 	if (got < 0 && errno == EAGAIN)
@@ -459,7 +479,8 @@ static int serve(struct connection *connection)
 			answer = process->held[index].what;
 			answer.version = message.version;
 			answer.operation = message.operation;
-			answer.result = packet_send(connection->socket, &answer, process->held[index].descriptor);
+			answer.result = packet_send(
+			    connection->socket, &answer, process->held[index].descriptor);
 			if (descriptor >= 0)
 				close(descriptor);
 			return answer.result;
@@ -528,7 +549,8 @@ static void hang_up(struct connection *connection)
 		struct process *process = connection->process;
 		process->connection = NULL;
 		connection->process = NULL;
-		if (process->pidfd < 0) /* not visible from here: its connection is all that is known of it */
+		/* not visible from here: its connection is all that is known of it */
+		if (process->pidfd < 0)
 			ended(process);
 	}
 }
@@ -556,7 +578,8 @@ static void greet(int listener)
 
 	if (found < 0)
 		return;
-	if (getsockopt(found, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()) ||
+	if (getsockopt(found, SOL_SOCKET, SO_PEERCRED, &peer, &length) ||
+	    (peer.uid != 0 && peer.uid != geteuid()) ||
 	    !(connection = calloc(1, sizeof *connection))) {
 		close(found);
 		return;
@@ -578,7 +601,7 @@ static int listen_at(const char *path)
 	if (strlen(path) < sizeof address.sun_path)
 		strcpy(address.sun_path, path);
 	else {
-		/* Longer than a socket's address may be: by way of the directory. */
+		/* Longer than a socket's address may be: through the directory. */
 		char folder[4096];
 		const char *name = strrchr(path, '/');
 		size_t length = name ? (size_t)(name - path) : 0;
@@ -591,7 +614,8 @@ static int listen_at(const char *path)
 		int directory = open(folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
 		if (directory < 0)
 			return -1;
-		snprintf(address.sun_path, sizeof address.sun_path, "/proc/self/fd/%d%s", directory, name);
+		snprintf(address.sun_path, sizeof address.sun_path, "/proc/self/fd/%d%s", directory,
+		    name);
 	}
 	if (connect(found, (void *)&address, sizeof address) == 0) {
 		errno = EADDRINUSE;
@@ -604,7 +628,8 @@ static int listen_at(const char *path)
 	return found;
 }
 
-/* The path by way of its directory, which is opened: who started us may have named it through a process (/proc/PID/root) that ends. */
+/* The path by way of its directory, which is opened: who started us may have named it through a
+ * process (/proc/PID/root) that ends. */
 static const char *pinned(const char *path)
 {
 	static char found[128];
@@ -703,14 +728,17 @@ int main(int count, char **words)
 				continue;
 			}
 			if (what == &job) {
-				if (is_over(job.pidfd)) /* else the event was another's, before KEEPER_KEEP */
+				/* else the event was another's, before KEEPER_KEEP */
+				if (is_over(job.pidfd))
 					job_ended();
 				continue;
 			}
-			for (struct process *process = processes; process && !was_process; process = process->next)
+			for (struct process *process = processes; process && !was_process;
+			    process = process->next)
 				if (process == what) {
 					was_process = true;
-					if (process->pidfd >= 0 && is_over(process->pidfd)) /* else the event was of what it was before it came back */
+					/* else the event was of what it was before it came back */
+					if (process->pidfd >= 0 && is_over(process->pidfd))
 						ended(process);
 				}
 			if (!was_process && !((struct connection *)what)->closed && serve(what))
@@ -725,7 +753,9 @@ int main(int count, char **words)
 			last_used = now();
 		if (now() - last_used > IDLE_NANOSECONDS) {
 			if (is_found(place, &ours)) /* else it is another's by now */
-				unlink(place); /* its job is over; one that is not gets another with its next dump */
+				/* its job is over; one that is not gets another with its next dump
+				 */
+				unlink(place);
 			return 0;
 		}
 		if (some == 0 && !is_used() && !is_found(place, &ours))

@@ -1,5 +1,5 @@
-"""Starts and claims keepers, finds the preload; rule: a keeper outlives whoever started it, and
-ends once its directory and its processes are gone.
+"""Find the preload, and start and claim keepers. A keeper outlives its starter, and ends once its
+directory and its processes are gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COST = "device memory goes through the driver in every window (about 2 GB/s out,
 
 
 def preload_path() -> Path:
-    """The preload.
+    """Return the preload's path.
 
     Raises:
         MissingTool: It was not built.
@@ -33,7 +33,7 @@ def preload_path() -> Path:
 
 
 def keeper_path() -> Path:
-    """The keeper's program. Raises as `preload_path`."""
+    """Return the path of the keeper's program. Raises as `preload_path`."""
     return _built("icecore-keeper")
 
 
@@ -48,8 +48,8 @@ def _built(name: str) -> Path:
 
 
 def environment(directory: str, before: Mapping[str, str]) -> dict[str, str]:
-    """What a job's environment needs: the preload, and the directory as the job sees it; whatever
-    else is preloaded stays.
+    """Return what a job's environment needs: the preload, and the directory as the job sees it;
+    other preloads stay.
     """
     preloads = [str(preload_path()), *(word for word in (before.get("LD_PRELOAD"),) if word)]
     return {"LD_PRELOAD": ":".join(preloads), VARIABLE: directory}
@@ -57,8 +57,8 @@ def environment(directory: str, before: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def claimed(directory: Path) -> Iterator[bool]:
-    """Whether nobody else has claimed what the keeper of a directory has kept; then nobody else
-    can, within: to take it, or to let go of it.
+    """Claim what the keeper of a directory has kept, so that nobody else takes or releases it
+    meanwhile; yield whether that succeeded.
 
     Raises:
         OSError: There is no such directory.
@@ -77,14 +77,16 @@ def claimed(directory: Path) -> Iterator[bool]:
 
 
 def make_place(directory: Path) -> None:
-    """Make the directory of a keeper, for root alone; those above it are nobody else's either."""
+    """Make the directory of a keeper, accessible to root alone; no other user may own those above
+    it.
+    """
     make_parents(directory.parent)
     tighten(directory)
 
 
 def start_keeper(directory: Path) -> Keeper:
-    """Start the keeper of a directory, or find the one that runs. It belongs to nobody: it is no
-    child that has to be waited for.
+    """Start the keeper of a directory, or find the one that runs. It is no child of this process
+    and need not be reaped.
 
     Raises:
         MissingTool: It was not built, or does not start.

@@ -1,5 +1,5 @@
-"""Kernels of which each block takes a cell, compiled by NVRTC for the GPU that is there; rule: what
-one needs is there before the first launch that matters.
+"""GPU kernels whose blocks take one cell each, compiled by NVRTC for the GPU present. Everything is
+compiled and loaded before the first launch in a window.
 """
 
 from __future__ import annotations

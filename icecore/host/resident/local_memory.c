@@ -1,13 +1,15 @@
-/* The local memory of contexts, given back for a window; rule: a context gets back the very limit that it had, and one that cannot is left to the driver,
- * which makes room by itself when a kernel needs it.
+/* The local memory of contexts, given back for a window. A context gets back the limit that it had.
+ * If that fails, the driver makes room by itself when a kernel needs it.
  *
- * A context keeps local memory (stacks and spilled registers) for every thread that the GPU can hold, whether a kernel uses it or not: 1 KiB for each is 232 MiB
- * on an H100. It holds nothing while no kernel runs, but the driver's checkpoint copies it out and in like the rest.
+ * A context keeps local memory (stacks and spilled registers) for every thread that the GPU can
+ * hold, whether a kernel uses it or not: 1 KiB for each is 232 MiB on an H100. It contains nothing
+ * while no kernel runs, but the driver's checkpoint copies it out and in like the rest.
  */
 #define _GNU_SOURCE
+#include <stdbool.h>
 #include <stddef.h>
 
-#include "resident.h"
+#include "local_memory.h"
 
 #define CONTEXTS 64
 #define LIMIT_STACK_SIZE 0
@@ -34,7 +36,8 @@ void local_memory_shrink(CUcontext context)
 
 	if (!d->cuCtxGetLimit || !d->cuCtxSetLimit || shrunk_count == CONTEXTS || known(context))
 		return;
-	if (d->cuCtxSetCurrent(context) || d->cuCtxGetLimit(&before, LIMIT_STACK_SIZE) || before <= SMALLEST)
+	if (d->cuCtxSetCurrent(context) || d->cuCtxGetLimit(&before, LIMIT_STACK_SIZE) ||
+	    before <= SMALLEST)
 		return;
 	if (d->cuCtxSetLimit(LIMIT_STACK_SIZE, SMALLEST) == CUDA_SUCCESS)
 		shrunk[shrunk_count++] = (struct shrunk){context, before};

@@ -1,5 +1,5 @@
-"""Device memory as the worker uses it: mapped, fingerprinted, copied; rule: addresses of all kinds
-are plain numbers, and a call ends when its work has.
+"""GPU memory as the worker uses it: mapped, fingerprinted, copied. Addresses of all kinds are plain
+numbers, and a call returns when its work is done.
 
 Two back ends: the driver (`icecore.host.resident.cuda_memory`), and one whose device memory is
 files (`icecore.host.resident.fake_memory`).
@@ -39,45 +39,42 @@ class DeviceMemory(Protocol):
     """
 
     def map(self, descriptor: int, size: int) -> int:
-        """Map what a descriptor holds (which stays the caller's); its address."""
+        """Map the memory of a descriptor (which the caller still owns) and return its address."""
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """New memory, zeroed and mapped, that can be exported: its address, and a descriptor that
-        is the caller's.
+        """Allocate zeroed, mapped memory that can be exported; return its address and a descriptor,
+        which the caller closes.
         """
 
     def unmap(self, address: int) -> None:
-        """Let go of what `map` or `allocate` gave; whoever has a descriptor keeps it."""
+        """Release what `map` or `allocate` returned; other holders of a descriptor keep the memory."""
 
     def room(self) -> int:
-        """Bytes of the device that nobody uses."""
+        """Return the free bytes of the device."""
 
     def take(self, size: int) -> int:
-        """Memory for copies; its address."""
+        """Allocate memory for copies and return its address."""
 
     def give(self, address: int) -> None:
-        """Let go of what `take` gave."""
+        """Release what `take` returned."""
 
     def pin(self, address: int, size: int) -> None:
-        """Make host memory fit for fast copies."""
-
-    def unpin(self, address: int) -> None:
-        """The reverse of `pin`."""
+        """Pin host memory for fast copies."""
 
     def prepare(self) -> None:
-        """Have all ready that `fingerprints` needs: it is quick then."""
+        """Prepare everything that `fingerprints` needs, so that it is quick."""
 
     def fingerprints(self, cells: Addresses, seed: int) -> Words:
         """u64[n, 2]: of the cells at these addresses (`icecore.host.resident.fingerprint`)."""
 
     def copy(self, pieces: Sequence[Piece]) -> None:
-        """Make copies; all are done when it returns."""
+        """Make copies, and return when all are done."""
 
     def start(self, pieces: Sequence[Piece], lane: int) -> None:
         """Begin copies; `wait` for the lane (0 or 1) before it is used again."""
 
     def wait(self, lane: int) -> None:
-        """Until all copies of a lane are done."""
+        """Wait until all copies of a lane are done."""
 
     def prepare_digests(self) -> None:
         """Have all ready that `digests` needs. Another thread than the other calls' makes these

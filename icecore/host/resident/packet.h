@@ -1,4 +1,5 @@
-/* Packets with a descriptor over a unix socket, for preload and keeper; rule: no call waits longer than the socket's time-out, none allocates. */
+/* Packets with a descriptor over a unix socket, for preload and keeper. No call waits longer than
+ * the socket's time-out, and none allocates. */
 #ifndef ICECORE_RESIDENT_PACKET_H
 #define ICECORE_RESIDENT_PACKET_H
 
@@ -33,12 +34,17 @@ static inline int packet_send(int to, const struct resident_message *message, in
 	return sent == (ssize_t)sizeof *message ? 0 : -1;
 }
 
-/* 1, 0 at the end, or -1 with errno. `*descriptor` (where asked for) is -1 or the caller's to close. */
-static inline int packet_receive(int from, struct resident_message *message, int *descriptor, int flags)
+/* 1, 0 at the end, or -1 with errno. `*descriptor` (where asked for) is -1 or the caller's to
+ * close. */
+static inline int packet_receive(
+    int from, struct resident_message *message, int *descriptor, int flags)
 {
 	char control[CMSG_SPACE(sizeof(int))];
 	struct iovec piece = {message, sizeof *message};
-	struct msghdr header = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+	struct msghdr header = {.msg_iov = &piece,
+	    .msg_iovlen = 1,
+	    .msg_control = control,
+	    .msg_controllen = sizeof control};
 	ssize_t got;
 	int found = -1;
 
@@ -52,7 +58,8 @@ static inline int packet_receive(int from, struct resident_message *message, int
 	struct cmsghdr *ancillary = CMSG_FIRSTHDR(&header);
 	if (ancillary && ancillary->cmsg_level == SOL_SOCKET && ancillary->cmsg_type == SCM_RIGHTS)
 		memcpy(&found, CMSG_DATA(ancillary), sizeof found);
-	if (got != (ssize_t)sizeof *message || message->version < RESIDENT_OLDEST || message->version > RESIDENT_VERSION) {
+	if (got != (ssize_t)sizeof *message || message->version < RESIDENT_OLDEST ||
+	    message->version > RESIDENT_VERSION) {
 		if (found >= 0)
 			close(found);
 		errno = EPROTO;

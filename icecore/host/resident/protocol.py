@@ -1,5 +1,5 @@
-"""The packets between preload, keeper and their clients, as ``protocol.h`` has them; rule: what
-cannot be understood is an error, never skipped.
+"""The packets between preload, keeper and their clients (``protocol.h``). A packet that is not
+understood raises; none is skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEFT = ("pool_bytes", "small_bytes", "managed_bytes", "foreign_bytes", "capture
 
 
 class Operation(IntEnum):
-    """What a packet asks for; ``KEEPER_…`` of the keeper, ``AGENT_…`` of a process."""
+    """The operation of a packet; ``KEEPER_…`` for the keeper, ``AGENT_…`` for a process."""
 
     KEEPER_HELLO = 1
     KEEPER_HOLD = 2
@@ -61,7 +61,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One packet; which fields count depends on the operation (docs/resident.md).
+    """One packet; its operation decides which fields count (docs/resident.md).
 
     Attributes:
         result: 0, an errno, or 10000 + a CUresult.
@@ -107,7 +107,7 @@ class Message:
 
 
 def send(to: socket.socket, message: Message, descriptor: int = -1, version: int = VERSION) -> None:
-    """Send one, with a descriptor where it is not negative."""
+    """Send a packet, with a descriptor unless it is negative."""
     rights = (
         [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         if descriptor >= 0
@@ -117,7 +117,7 @@ def send(to: socket.socket, message: Message, descriptor: int = -1, version: int
 
 
 def receive(source: socket.socket) -> tuple[Message, int]:
-    """The next one and its descriptor (the caller's to close), or -1.
+    """Return the next packet and its descriptor (which the caller closes), or -1.
 
     Raises:
         EOFError: The other side hung up.
@@ -138,7 +138,7 @@ def receive(source: socket.socket) -> tuple[Message, int]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a process's device memory, by who has it. The ``…_bytes`` are what is live now.
+    """A process's GPU memory, by who has it. The ``…_bytes`` count live memory.
 
     Attributes:
         resident: Allocations with a descriptor: a window does not move them.
@@ -198,11 +198,6 @@ class Counts:
         return cls(*struct.unpack_from(f"<{_COUNTS}Q", text))
 
     @property
-    def driver_bytes(self) -> int:
-        """What a window leaves for the driver to copy."""
-        return self.small_bytes + self.pool_bytes + self.managed_bytes + self.foreign_bytes
-
-    @property
     def left(self) -> dict[str, int]:
         """What stayed with the driver, by these names: bytes that are live, and how often it was
         for other reasons; without zeros.
@@ -260,7 +255,7 @@ class Allocation:
 
 
 def explain(result: int) -> str:
-    """What a result other than 0 means."""
+    """Explain a result other than 0."""
     import os
 
     return f"CUDA error {result - _CUDA_ERROR}" if result > _CUDA_ERROR else os.strerror(result)

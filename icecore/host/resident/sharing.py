@@ -1,5 +1,5 @@
-"""Which of several processes' resident allocations are one memory; rule: it is one memory where its
-descriptors are one open file, which the kernel tells.
+"""Find which resident allocations of several processes are the same memory: those whose descriptors
+the kernel says are one open file.
 
 A descriptor says nothing else: all of the driver's are of one device file. Whoever exports memory
 gives away duplicates of one descriptor, and whoever imports it keeps that (``handles.c``), so that
@@ -24,12 +24,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SharingUnclear(IcecoreError):
-    """What is shared cannot be told, or has nobody whose memory it is."""
+    """It cannot be determined which memory is shared, or shared memory has no owner."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """An allocation that is the memory of another one.
+    """An allocation that is the memory of another allocation.
 
     Attributes:
         allocation: As its process has it.
@@ -54,7 +54,7 @@ class Shares:
 
 
 def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
-    """Sort out what processes have.
+    """Find which allocations of processes are the same memory.
 
     Memory is its creator's. Where that has let go of it, it is that importer's who has most of it
     mapped.
@@ -80,8 +80,8 @@ def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
         )
         if not first.size:
             raise SharingUnclear(
-                "a process has imported device memory whose creator is gone, and has not mapped it: its size cannot be told",
-                cure="take the snapshot when it has mapped it, or let go of it",
+                "a process has imported device memory whose creator is gone, and has not mapped it: its size is unknown",
+                cure="take the snapshot once it has mapped or released that memory",
             )
         owned[owner].append((first, descriptor))
         for key, (other, _) in group:
@@ -93,7 +93,7 @@ def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
 
 
 def repeated(taken: Sequence[Taken]) -> list[int]:
-    """Positions of those that are the memory of an earlier one.
+    """Return the positions of those that are the memory of an earlier one.
 
     Raises:
         SharingUnclear: The kernel does not tell.
@@ -107,7 +107,7 @@ def repeated(taken: Sequence[Taken]) -> list[int]:
 
 
 def share_any(some: Sequence[Taken], others: Sequence[Taken]) -> bool:
-    """Whether any of these is the memory of any of the others."""
+    """Return whether any of these is the memory of any of the others."""
     marked = [(0, one) for one in some if one[0].imported or one[0].exported]
     marked += [(1, one) for one in others if one[0].imported or one[0].exported]
     return any(len({side for side, _ in group}) == 2 for group in _groups(marked))
@@ -129,7 +129,7 @@ def _groups(shared: Sequence[tuple[int, Taken]]) -> Iterator[list[tuple[int, Tak
 
 
 def _compare(one: int, other: int) -> int:
-    """By open file (kcmp(2)): 0 is the same."""
+    """Compare open files (kcmp(2)): 0 if they are the same."""
     pid = os.getpid()
     result = int(
         _libc.syscall(
@@ -143,7 +143,7 @@ def _compare(one: int, other: int) -> int:
     )
     if result < 0:
         raise SharingUnclear(
-            f"which processes share device memory cannot be told: kcmp: {os.strerror(ctypes.get_errno())}",
+            f"cannot determine which processes share device memory: kcmp: {os.strerror(ctypes.get_errno())}",
             cure="a kernel with CONFIG_KCMP, which CRIU needs, too",
         )
     return {0: 0, 1: -1, 2: 1}.get(result, 0)

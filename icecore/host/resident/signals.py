@@ -1,5 +1,5 @@
-"""Threads that block the signal with which a process is parked; rule: each gets its own mask back
-as it goes on, whoever dies meanwhile.
+"""Threads that block the signal that parks a process. Each gets its own signal mask back as it
+continues, whoever dies meanwhile.
 
 The C library lets nobody block that signal; runtimes that make system calls of their own do, and it
 does so itself for a moment. From outside, ptrace(2) changes a thread's mask while it stands still.

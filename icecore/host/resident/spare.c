@@ -1,27 +1,36 @@
-/* Memory that was released and is asked for again and again; rule: to the application it is released: nothing that it asks tells the difference, and it is given
- * back to the device before anybody who asks here has to go without.
+/* Released memory that is kept because it is asked for again and again. To the application it is
+ * released: no call tells the difference, and it is given back to the device before any allocation
+ * here fails for lack of memory.
  *
- * To make an allocation that can be taken over costs the driver's calls for physical memory, address, mapping, access and descriptor, and the keeper's answer at its
- * release: twenty times the driver's own. A loop that allocates and releases would pay that in every round. So what is released stays mapped, with the keeper and
- * in the table, where the same size was asked for shortly after its last release, and the next who asks for that size in that context gets it. What is not asked for
- * within seconds is given back, and what is released once, or with others at the end of something, at once.
+ * An allocation that can be taken over costs the driver's calls for physical memory, address,
+ * mapping, access and descriptor, and the keeper's answer at its release: twenty times the driver's
+ * own. A loop that allocates and releases would pay that in every round. So memory stays mapped,
+ * with the keeper and in the table, if the same size was asked for shortly after its last release,
+ * and the next allocation of that size in that context gets it. What nobody asks for within seconds
+ * is given back. What is released only once, or with others at the end of a phase, is given back at
+ * once.
  *
- * It keeps its identity, by which others know an allocation: so what was ever exported does not stay, nor what was given a property that a fresh one has not.
+ * It keeps its identity, by which other processes know an allocation. So memory that was ever
+ * exported is not kept, nor memory with a property that fresh memory lacks.
  */
 #define _GNU_SOURCE
 #include <string.h>
 #include <time.h>
 
 #include "capture.h"
-#include "contexts.h"
+#include "clock.h"
+#include "devices.h"
+#include "holding.h"
 #include "hooks.h"
-#include "resident.h"
+#include "release.h"
+#include "spare.h"
+#include "threads.h"
 
 #define SPARES 32
 #define MOST_BYTES ((size_t)64 << 20) /* of each device */
 #define SOON_NANOSECONDS 5000000000ll
 #define SHORT_NANOSECONDS 1000000000ll /* after memory was short */
-#define NOBODYS 4096ull                /* an address at which there is no memory of any kind */
+#define NOBODYS 4096ull /* an address at which there is no memory of any kind */
 
 static struct spare {
 	CUdeviceptr address;
@@ -29,9 +38,12 @@ static struct spare {
 	CUcontext context;
 	CUdevice device;
 	int64_t since;
-} spares[SPARES]; /* the last one last; changed under table_lock, as all that follows, and under spares_lock */
+} spares[SPARES]; /* in order of release; changed under table_lock, as all that follows, and under
+		     spares_lock */
 static size_t some;
-static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER; /* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation */
+/* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation
+ */
+static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER;
 static CUcontext users[DEVICES]; /* the one whose memory is on a device, as far as it is one */
 static bool several[DEVICES];
 static bool leaving;
@@ -44,13 +56,14 @@ static struct habit {
 static int64_t last_short = -SHORT_NANOSECONDS;
 static uint64_t given_back;
 
-/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken before table_lock, inside `enter` … `leave`. */
+/* Held by the thread that gives back: a thread that is short of memory waits for one that already
+ * does so. Taken before table_lock, inside threads_enter … threads_leave. */
 static pthread_mutex_t giving_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Whether less time has passed; a restore may have set the clock back. */
 static bool within(int64_t nanoseconds, int64_t since)
 {
-	int64_t passed = now() - since;
+	int64_t passed = clock_now() - since;
 
 	return passed >= 0 && passed < nanoseconds;
 }
@@ -66,7 +79,7 @@ static struct habit *find_habit(CUcontext context, size_t size)
 static struct habit *make_habit(CUcontext context, size_t size)
 {
 	struct habit *oldest = habits;
-	int64_t time = now();
+	int64_t time = clock_now();
 
 	for (struct habit *at = habits; at < habits + SPARES; at++) {
 		if (at->released > time)
@@ -92,10 +105,11 @@ static void note_user(CUdevice device, CUcontext context)
 	users[device] = context;
 }
 
-/* Whether only its own context can have used it, which has been waited for: another's kernels may still be at it. */
+/* Whether only its own context, which has been waited for, can have used it: kernels of another may
+ * still run. */
 static bool is_its_contexts_alone(const struct allocation *what)
 {
-	return !several[what->device] && !peers_of(what->device);
+	return !several[what->device] && !devices_peers(what->device);
 }
 
 static bool has_room(CUdevice device, size_t size)
@@ -112,12 +126,14 @@ bool spare_keep(struct allocation *what)
 	if (!habit)
 		habit = make_habit(what->context, what->size);
 	habit->again = habit->again && within(SOON_NANOSECONDS, habit->released);
-	habit->released = now();
-	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->altered || capture_active() || !is_its_contexts_alone(what) ||
+	habit->released = clock_now();
+	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported ||
+	    what->resident.altered || capture_active() || !is_its_contexts_alone(what) ||
 	    !has_room(what->device, what->size))
 		return false;
 	pthread_mutex_lock(&spares_lock);
-	spares[some] = (struct spare){what->address, what->size, what->context, what->device, habit->released};
+	spares[some] =
+	    (struct spare){what->address, what->size, what->context, what->device, habit->released};
 	__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
 	pthread_mutex_unlock(&spares_lock);
 	table_change(what, KIND_SPARE);
@@ -131,16 +147,17 @@ bool spare_take(struct allocation *wanted)
 	pthread_mutex_lock(&table_lock);
 	note_user(wanted->device, wanted->context);
 	for (size_t i = some; i-- > 0 && !found;)
-		if (spares[i].size == wanted->size && spares[i].context == wanted->context && spares[i].device == wanted->device) {
+		if (spares[i].size == wanted->size && spares[i].context == wanted->context &&
+		    spares[i].device == wanted->device) {
 			found = table_find(spares[i].address);
 			take_out(i);
 		}
 	if (found) {
 		table_change(found, KIND_RESIDENT);
-		found->freed = 0;
+		found->resident.freed = 0;
 		wanted->address = found->address;
-		counts.allocations++;
-		counts.recycled++;
+		table_counts.allocations++;
+		table_counts.recycled++;
 		if (found->requested != wanted->requested) {
 			found->requested = wanted->requested;
 			holding_add(found, -1);
@@ -154,17 +171,19 @@ bool spare_take(struct allocation *wanted)
 	return found != NULL;
 }
 
-/* Of a context (NULL: any), and that nobody has asked for in so long; `some`: there is none. */
+/* Find one of a context (NULL: any) that was released that long ago; `some`: there is none. */
 static size_t find(CUcontext context, int64_t nanoseconds)
 {
 	size_t at = 0;
 
-	while (at < some && ((context && spares[at].context != context) || within(nanoseconds, spares[at].since)))
+	while (at < some &&
+	    ((context && spares[at].context != context) || within(nanoseconds, spares[at].since)))
 		at++;
 	return at;
 }
 
-/* Under giving_lock. No more than there can have been as it began: others go on. */
+/* Under giving_lock. At most as many as there can have been at the beginning: other threads go on.
+ */
 static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 {
 	size_t at;
@@ -174,9 +193,10 @@ static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 		struct spare what = spares[at];
 		take_out(at);
 		pthread_mutex_unlock(&table_lock);
-		bool entered = !gone && !driver()->cuCtxPushCurrent_v2(what.context); /* the agent has none */
+		/* the agent has none */
+		bool entered = !gone && !driver()->cuCtxPushCurrent_v2(what.context);
 		pthread_mutex_lock(&table_lock);
-		release(table_find(what.address));
+		release_now(table_find(what.address));
 		__atomic_store_n(&given_back, given_back + 1, __ATOMIC_RELEASE);
 		pthread_mutex_unlock(&table_lock);
 		if (entered)
@@ -186,7 +206,7 @@ static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 	pthread_mutex_unlock(&table_lock);
 }
 
-void spares_give_back(CUcontext context, bool gone)
+void spare_give_back(CUcontext context, bool gone)
 {
 	pthread_mutex_lock(&giving_lock);
 	give_back(context, 0, gone);
@@ -202,34 +222,37 @@ void spares_give_back(CUcontext context, bool gone)
 	pthread_mutex_unlock(&table_lock);
 }
 
-void spares_give_back_old(void)
+void spare_give_back_old(void)
 {
-	/* Whoever gives back may wait for the driver's lock, and the agent must not. */
-	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() || pthread_mutex_trylock(&giving_lock))
+	/* A thread that gives back may wait for the driver's lock, and the agent must not wait for
+	 * it. */
+	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() ||
+	    pthread_mutex_trylock(&giving_lock))
 		return;
 	if (!leaving)
 		give_back(NULL, SOON_NANOSECONDS, false);
 	pthread_mutex_unlock(&giving_lock);
 }
 
-uint64_t spares_given_back(void)
+uint64_t spare_given_back(void)
 {
 	return __atomic_load_n(&given_back, __ATOMIC_ACQUIRE);
 }
 
-bool spares_make_room(uint64_t before)
+bool spare_make_room(uint64_t before)
 {
 	pthread_mutex_lock(&giving_lock);
 	pthread_mutex_lock(&table_lock);
-	last_short = now(); /* what others release meanwhile is there for all */
+	last_short = clock_now(); /* what others release meanwhile is there for all */
 	pthread_mutex_unlock(&table_lock);
 	int mode = CAPTURE_MODE_RELAXED; /* somebody else's capture is not to fail by it */
-	bool exchanged = driver()->cuThreadExchangeStreamCaptureMode && !driver()->cuThreadExchangeStreamCaptureMode(&mode);
+	bool exchanged = driver()->cuThreadExchangeStreamCaptureMode &&
+	    !driver()->cuThreadExchangeStreamCaptureMode(&mode);
 	give_back(NULL, 0, false);
 	if (exchanged)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
 	pthread_mutex_unlock(&giving_lock);
-	return spares_given_back() != before;
+	return spare_given_back() != before;
 }
 
 CUdeviceptr spare_hidden(CUdeviceptr address)
@@ -246,22 +269,22 @@ CUdeviceptr spare_hidden(CUdeviceptr address)
 	return asked;
 }
 
-void spares_at_exit(void)
+void spare_at_exit(void)
 {
 	struct timespec until;
 
-	/* Who gives back is let come to its end; it may be at the driver's door. */
+	/* A thread that gives back is allowed to finish; it may be at the driver's door. */
 	clock_gettime(CLOCK_REALTIME, &until);
 	until.tv_sec++;
-	enter(); /* not parked with the lock */
+	threads_enter(); /* not parked with the lock */
 	bool alone = !pthread_mutex_timedlock(&giving_lock, &until);
 	leaving = true;
 	if (alone)
 		pthread_mutex_unlock(&giving_lock);
-	leave();
+	threads_leave();
 }
 
-void spares_of_child(void)
+void spare_in_child(void)
 {
 	pthread_mutex_init(&giving_lock, NULL);
 	pthread_mutex_init(&spares_lock, NULL);
@@ -273,16 +296,17 @@ void spares_of_child(void)
 	last_short = -SHORT_NANOSECONDS;
 }
 
-/* -- what an application asks of an address, and what it does with memory that a release does not undo */
+/* -- what an application asks of an address, and what it does with memory that a release does not
+ * undo */
 
 static void note_altered(CUdeviceptr address)
 {
-	if (!resident_directory())
+	if (!holding_directory())
 		return;
 	pthread_mutex_lock(&table_lock);
-	struct allocation *found = containing(address);
+	struct allocation *found = table_containing(address);
 	if (found && found->kind == KIND_RESIDENT)
-		found->altered = true;
+		found->resident.altered = true;
 	pthread_mutex_unlock(&table_lock);
 }
 
@@ -291,16 +315,23 @@ static void note_altered(CUdeviceptr address)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
+		threads_enter(); \
 		address = spare_hidden(address); \
 		CUresult result = driver()->name arguments; \
 		if (alters && !result) \
 			note_altered(address); \
-		leave(); \
+		threads_leave(); \
 		return result; \
 	}
-ASKED(false, cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address), (out, attribute, address))
-ASKED(false, cuPointerGetAttributes, (unsigned count, int *attributes, void **out, CUdeviceptr address), (count, attributes, out, address))
-ASKED(false, cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address), (base, size, address))
-ASKED(true, cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address), (value, attribute, address))
-ASKED(true, cuMemGetHandleForAddressRange, (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags), (out, address, size, type, flags))
+ASKED(false, cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address),
+    (out, attribute, address))
+ASKED(false, cuPointerGetAttributes,
+    (unsigned count, int *attributes, void **out, CUdeviceptr address),
+    (count, attributes, out, address))
+ASKED(false, cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address),
+    (base, size, address))
+ASKED(true, cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address),
+    (value, attribute, address))
+ASKED(true, cuMemGetHandleForAddressRange,
+    (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags),
+    (out, address, size, type, flags))

@@ -1,7 +1,9 @@
-/* Whether a thread that stands still is within one of the driver's calls; rule: a wrong no is worse than a wrong yes, which costs a moment.
+/* Whether a stopped thread is within one of the driver's calls. A wrong no is worse than a wrong
+ * yes, which costs a moment.
  *
- * Whoever is within the driver has an address of the driver's code as its own position, or as a return address on its stack. Unwinding would tell exactly, but
- * takes locks that the thread may hold; so every word of the stack's end counts, also one that an earlier call left behind.
+ * A thread within the driver has an address of the driver's code as its instruction pointer or as a
+ * return address on its stack. Unwinding would tell exactly, but takes locks that the thread may
+ * hold. So every word at the end of the stack counts, even one that an earlier call left behind.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -13,7 +15,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "resident.h"
+#include "driver.h"
+#include "stack.h"
 
 #define RANGES 8
 #define PAGE ((uintptr_t)4096)
@@ -24,8 +27,9 @@ static struct range {
 } code[RANGES];
 static int ranges;
 
-/* The executable mappings of the file that has the driver's calls. Nobody is parked when this is called. */
-void find_driver(void)
+/* The executable mappings of the file that has the driver's calls. Nobody is parked when this is
+ * called. */
+void stack_find_driver(void)
 {
 	char line[4096], path[4096] = "", found[4096], protection[8];
 	uintptr_t low, high, call = (uintptr_t)driver()->cuMemCreate;
@@ -36,11 +40,14 @@ void find_driver(void)
 			return;
 		ranges = 0;
 		while (fgets(line, sizeof line, maps)) {
-			if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %4095[^\n]", &low, &high, protection, found) != 4 || found[0] != '/')
+			if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %4095[^\n]", &low, &high,
+				protection, found) != 4 ||
+			    found[0] != '/')
 				continue;
 			if (!second && call >= low && call < high)
 				strcpy(path, found);
-			if (second && protection[2] == 'x' && !strcmp(path, found) && ranges < RANGES)
+			if (second && protection[2] == 'x' && !strcmp(path, found) &&
+			    ranges < RANGES)
 				code[ranges++] = (struct range){low, high};
 		}
 		fclose(maps);
@@ -55,10 +62,11 @@ static bool is_code(uintptr_t address)
 	return false;
 }
 
-bool in_driver(const ucontext_t *interrupted)
+bool stack_in_driver(const ucontext_t *interrupted)
 {
 #ifdef __x86_64__
-	uintptr_t at = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RIP], stack = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RSP];
+	uintptr_t at = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RIP],
+		  stack = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RSP];
 #else
 	uintptr_t at = interrupted->uc_mcontext.pc, stack = interrupted->uc_mcontext.sp;
 
@@ -71,10 +79,12 @@ bool in_driver(const ucontext_t *interrupted)
 		return true;
 	stack &= ~(uintptr_t)7;
 	for (int page = 0; page < DEPTH; page++) {
-		/* Through the kernel, because nothing says where the stack begins: behind it nothing may be mapped. */
+		/* Through the kernel, because the stack's start is unknown: beyond it nothing may
+		 * be mapped. */
 		size_t some = PAGE - stack % PAGE;
 		struct iovec here = {words, some}, there = {(void *)stack, some};
-		if (syscall(SYS_process_vm_readv, getpid(), &here, 1ul, &there, 1ul, 0ul) != (ssize_t)some)
+		if (syscall(SYS_process_vm_readv, getpid(), &here, 1ul, &there, 1ul, 0ul) !=
+		    (ssize_t)some)
 			return errno != EFAULT;
 		for (size_t i = 0; i < some / sizeof *words; i++)
 			if (is_code(words[i]))

@@ -1,22 +1,31 @@
-/* Parking: every thread but ours and the driver's own waits in a signal's handler; rule: nobody is parked while it is in one of our calls (it may hold our
- * lock): such a thread parks itself as it leaves.
+/* Parking: every thread but ours and the driver's own waits in a signal handler. No thread is
+ * parked within one of our functions, where it may hold our lock: it parks itself as it leaves.
  *
- * Nor while it is in one of the driver's, as far as its stack tells (stack.c): the driver's lock waits until nobody is, and under threads that never rest it
- * waits for ever, because there is always another that has just gone in. So these are let go and asked again a moment later, when they may be outside; and
- * as those that are parked submit nothing more, the others' work comes to its end. Who is not met outside in time (or seems not to be: what a stack tells
- * may be old) runs on until the driver's lock is on, which then has few to wait for.
+ * Nor is a thread parked within one of the driver's calls, as far as its stack tells (stack.c). The
+ * driver's lock waits until no thread is inside, and with threads that never rest it would wait for
+ * ever, because another one has always just entered. So such threads are let go and asked again a
+ * moment later, when they may be outside; since parked threads submit nothing more, the work of the
+ * others comes to its end. A thread that is not met outside in time (or that seems inside, because
+ * words on the stack may be old) runs on until the driver's lock is taken, which then has few
+ * threads to wait for.
  *
- * The signal is the one with which the C library has every thread change its user id: applications cannot block it, nor wait for it, because the library
- * takes it out of their sets. Any other would be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one. Ours come
- * with a value; what comes without is the library's, and passed on. Who blocks it all the same (not through the library, or within it for longer than a
- * moment) is helped from outside, by ptrace: the signal that is sent then brings the mask that the thread had, and the handler puts that back, whenever it
- * comes to run and whatever has become of the round in which it was sent.
+ * The signal is the one with which the C library makes every thread change its user id.
+ * Applications can neither block it nor wait for it, because the library removes it from their
+ * sets. Any other signal would be returned by a sigwait for all signals, and nothing tells from
+ * outside that a thread is in one. Ours carry a value; signals without it are the library's and are
+ * passed on. A thread that blocks the signal all the same (not through the library, or within it
+ * for more than a moment) is helped from outside by ptrace: the signal that is sent then carries
+ * the thread's mask, and the handler restores it, whenever it runs and whatever became of the round
+ * in which it was sent.
  *
- * Whoever was asked is looked at until it has come: it may have blocked the signal right then, which stays pending; it may have ended, and its number be
- * another's. A signal too many does no harm: it parks whoever gets it while all are parked, and else does nothing.
+ * A thread that was asked is watched until it has arrived: it may have blocked the signal at that
+ * moment, so that it stays pending, or it may have ended and its number may belong to another
+ * thread. One signal too many does no harm: it parks its receiver while all are parked, and
+ * otherwise does nothing.
  *
- * What a parked thread may hold is the C library's: the allocator's lock, or the loader's. The driver would wait for it without end. So a thread of ours
- * takes each of these once everybody is parked; where it does not get them, everybody is let go, and another moment is tried.
+ * A parked thread may hold locks of the C library, the allocator's or the loader's, for which the
+ * driver would wait without end. So once all threads are parked, a thread of ours takes each of
+ * these locks; if it does not get one, all threads are let go, and another moment is tried.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,7 +34,10 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,7 +48,10 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "resident.h"
+#include "clock.h"
+#include "directory.h"
+#include "stack.h"
+#include "threads.h"
 
 #define PARK_SIGNAL 33 /* SIGSETXID */
 #define PARK_VALUE 0x69636563
@@ -47,12 +62,14 @@
 #define SETTLE_NANOSECONDS 50000000ll
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
 #define ASK_AGAIN_NANOSECONDS 20000000ll
-#define AGAIN_NANOSECONDS 100000 /* between two looks at a thread that was in the driver, at most */
+#define AGAIN_NANOSECONDS \
+	100000 /* between two looks at a thread that was in the driver, at most \
+		*/
 
 /* ASKED: it was sent the signal. LEAVING: parked in the driver, and let go. */
 enum { SEATED, ASKED, PARKED, INSIDE, LEAVING };
 
-/* A state is that of one round, so that a thread that is late from another changes nothing. */
+/* A state belongs to one round, so that a thread that is late from another changes nothing. */
 #define IN_ROUND(round, state) ((round) << 3 | (state))
 #define ROUND(value) ((value) >> 3)
 
@@ -63,8 +80,8 @@ static struct seat {
 	int64_t asked, blocked_since; /* the agent's own */
 } seats[SEATS];
 
-static atomic_uint gate;    /* the round; odd: closed */
-static atomic_int arrivals; /* changes whenever somebody has parked, or is found inside */
+static atomic_uint gate; /* the round; odd: closed */
+static atomic_int arrivals; /* changes whenever a thread has parked, or is found inside */
 static pid_t agent_thread, probe_thread;
 static atomic_int probes_wanted, probes_done;
 static unsigned seated, taken[SEATS / 2]; /* places taken in `seats` */
@@ -84,14 +101,6 @@ static struct kernel_sigaction librarys;
 /* The signal's handler reads them: static storage, no lazy allocation. */
 static __thread volatile sig_atomic_t inside __attribute__((tls_model("initial-exec")));
 static __thread volatile sig_atomic_t asked_inside __attribute__((tls_model("initial-exec")));
-
-int64_t now(void)
-{
-	struct timespec at;
-
-	clock_gettime(CLOCK_MONOTONIC, &at);
-	return at.tv_sec * 1000000000ll + at.tv_nsec;
-}
 
 static unsigned round_now(void)
 {
@@ -117,7 +126,8 @@ static pid_t self(void)
 
 static struct seat *find_seat(int thread)
 {
-	for (unsigned at = (unsigned)thread * 2654435761u % SEATS, tried = 0; tried < SEATS; at = (at + 1) % SEATS, tried++) {
+	for (unsigned at = (unsigned)thread * 2654435761u % SEATS, tried = 0; tried < SEATS;
+	    at = (at + 1) % SEATS, tried++) {
 		int found = atomic_load(&seats[at].thread);
 		if (found == thread)
 			return &seats[at];
@@ -185,11 +195,13 @@ static bool arrive(struct seat *seat, unsigned round, unsigned state)
 
 static void sit(const ucontext_t *interrupted)
 {
-	unsigned round = round_now(), parked = IN_ROUND(round, PARKED), let_go = IN_ROUND(round, LEAVING);
+	unsigned round = round_now(), parked = IN_ROUND(round, PARKED),
+		 let_go = IN_ROUND(round, LEAVING);
 	struct seat *seat = round & 1 ? find_seat(self()) : NULL;
 
 	if (!seat || ROUND(atomic_load(&seat->state)) != round)
-		return; /* too late: the gate is open again, or closed anew and we are asked once more */
+		/* too late: the gate is open again, or closed anew and we are asked once more */
+		return;
 	atomic_store(&seat->interrupted, interrupted);
 	if (!arrive(seat, round, PARKED))
 		return;
@@ -200,7 +212,8 @@ static void sit(const ucontext_t *interrupted)
 
 static void on_signal(int number, siginfo_t *info, void *context)
 {
-	const bool queued = info->si_code == SI_QUEUE, helped = queued && info->si_errno == PARK_VALUE;
+	const bool queued = info->si_code == SI_QUEUE,
+		   helped = queued && info->si_errno == PARK_VALUE;
 	const unsigned round = round_now();
 	int error = errno;
 
@@ -210,9 +223,11 @@ static void on_signal(int number, siginfo_t *info, void *context)
 		errno = error;
 		return;
 	}
-	/* All signals but this one were blocked when it was sent, so this is where the mask was changed. */
+	/* All signals but this one were blocked when it was sent, so this is where the mask was
+	 * changed. */
 	if (helped)
-		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask = (unsigned long)info->si_value.sival_ptr;
+		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask =
+		    (unsigned long)info->si_value.sival_ptr;
 	if (!inside)
 		sit(context);
 	else if (round & 1) {
@@ -224,13 +239,13 @@ static void on_signal(int number, siginfo_t *info, void *context)
 	errno = error;
 }
 
-void enter(void)
+void threads_enter(void)
 {
 	inside++;
 	atomic_signal_fence(memory_order_seq_cst);
 }
 
-void leave(void)
+void threads_leave(void)
 {
 	atomic_signal_fence(memory_order_seq_cst);
 	inside--;
@@ -263,19 +278,22 @@ static int read_small(const char *path, char *into, size_t size)
 
 enum { WATCHED, GONE, NOT_OURS, BLOCKS };
 
-/* What the driver calls its threads (580: "cuda00001400006", …), # a hexadecimal digit. The whole name: an application has threads of its own for CUDA, which are to be
- * parked; one of the driver's that is parked may keep its lock or its checkpoint waiting, so whoever meets another name of its adds it here. */
+/* What the driver calls its threads (580: "cuda00001400006", …), # a hexadecimal digit. The whole
+ * name: an application has threads of its own for CUDA, which are to be parked; one of the driver's
+ * that is parked may keep its lock or its checkpoint waiting, so whoever meets another name of its
+ * adds it here. */
 static const char *const drivers_names[] = {"cuda-EvtHandlr", "cuda###########"};
 
 /* `name` ends with its line. */
 static bool is_called(const char *name, const char *pattern)
 {
-	while (*pattern && *name && (*pattern == '#' ? strchr("0123456789abcdefABCDEF", *name) != NULL : *name == *pattern))
+	while (*pattern && *name &&
+	    (*pattern == '#' ? strchr("0123456789abcdefABCDEF", *name) != NULL : *name == *pattern))
 		name++, pattern++;
 	return !*pattern && *name == '\n';
 }
 
-/* Those of a program that is called like one of them inherit its name. */
+/* Threads of a program with such a name inherit it. */
 static bool drivers_name(int thread, const char *name)
 {
 	char leader[32];
@@ -285,7 +303,8 @@ static bool drivers_name(int thread, const char *name)
 		found = found || is_called(name, drivers_names[i]);
 	if (!found || thread == getpid())
 		return false;
-	return read_small("/proc/self/comm", leader, sizeof leader) || strncmp(name, leader, strlen(leader));
+	return read_small("/proc/self/comm", leader, sizeof leader) ||
+	    strncmp(name, leader, strlen(leader));
 }
 
 static bool has_signal(const char *text, const char *line)
@@ -295,7 +314,7 @@ static bool has_signal(const char *text, const char *line)
 	return found && strtoull(found + strlen(line), NULL, 16) >> (PARK_SIGNAL - 1) & 1;
 }
 
-/* What is to be made of a thread that is not parked, and whether it has the signal pending. */
+/* How to treat a thread that is not parked, and whether it has the signal pending. */
 static int look_at(int thread, bool *pending)
 {
 	char path[64], text[2048], *found;
@@ -334,11 +353,12 @@ static int claim_signal(void)
 		return 0;
 	librarys = found;
 	struct kernel_sigaction ours = {
-		.handler = on_signal,
-		/* Blocked in its own handler: of two that are pending the second then comes once the first has returned, to the same place. */
-		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
-		.restorer = resident_return_from_signal,
-		.mask = ~0ul,
+	    .handler = on_signal,
+	    /* Blocked in its own handler: of two that are pending the second then comes once the
+	       first has returned, to the same place. */
+	    .flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
+	    .restorer = resident_return_from_signal,
+	    .mask = ~0ul,
 	};
 	return syscall(SYS_rt_sigaction, PARK_SIGNAL, &ours, NULL, 8) ? errno : 0;
 }
@@ -360,31 +380,36 @@ static bool blocks_for_long(const struct seat *seat, int64_t at)
 	return seat->blocked_since && at - seat->blocked_since > BLOCKED_NANOSECONDS;
 }
 
-/* Sees to one that is not parked: asks it, with `ask` also where it was not asked before. Whether it has to be helped for that. */
+/* Handle a thread that is not parked: ask it, with `ask` even if it was not asked before. Return
+ * whether it has to be helped. */
 static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 {
 	const unsigned state = state_of(seat);
-	const int64_t at = now();
+	const int64_t at = clock_now();
 
-	if (what == BLOCKS && state != LEAVING && state != INSIDE) { /* in the handler it is blocked, too */
+	/* in the handler it is blocked, too */
+	if (what == BLOCKS && state != LEAVING && state != INSIDE) {
 		if (!seat->blocked_since)
 			seat->blocked_since = at;
 		return ask && blocks_for_long(seat, at);
 	}
 	seat->blocked_since = 0;
-	if (state == ASKED ? pending || at - seat->asked < ASK_AGAIN_NANOSECONDS : state != SEATED || !ask)
+	if (state == ASKED ? pending || at - seat->asked < ASK_AGAIN_NANOSECONDS
+			   : state != SEATED || !ask)
 		return false;
 	if (change(seat, state, ASKED)) {
 		seat->asked = at;
-		/* One that is pending already brings it here. It may be one with a mask in which the signal is blocked: another behind it would stay pending for ever. */
+		/* A pending signal already brings it here. It may carry a mask in which the signal
+		 * is blocked: a second one would stay pending for ever. */
 		if (!pending && ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
-			change(seat, ASKED, SEATED); /* too many signals pending: asked again in the next pass */
+			/* too many signals pending: asked again in the next pass */
+			change(seat, ASKED, SEATED);
 	}
 	return false;
 }
 
-/* One pass over all threads. `blocked` receives those that have blocked the signal for a while.
- * The number of those that are not parked yet, or -1; `complete`: and there are no others. */
+/* Pass once over all threads. `blocked` receives those that have blocked the signal for a while.
+ * Returns the number of those not parked yet, or -1; `complete`: there are no others. */
 static int pass(char *blocked, size_t room, bool ask, bool *complete)
 {
 	char entries[8192];
@@ -399,14 +424,18 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 	if (room)
 		blocked[0] = 0;
 	while ((got = syscall(SYS_getdents64, tasks, entries, sizeof entries)) > 0) {
-		for (long at = 0; at < got; at += ((struct directory_entry *)(entries + at))->length) {
+		for (long at = 0; at < got;
+		    at += ((struct directory_entry *)(entries + at))->length) {
 			int thread = atoi(((struct directory_entry *)(entries + at))->name);
 			if (thread <= 0)
 				continue;
 			struct seat *seat = find_seat(thread);
-			bool pending = false, settled = thread == agent_thread || thread == probe_thread || (seat && state_of(seat) == PARKED);
+			bool pending = false,
+			     settled = thread == agent_thread || thread == probe_thread ||
+			    (seat && state_of(seat) == PARKED);
 			int what = settled ? NOT_OURS : look_at(thread, &pending);
-			living += what != GONE || thread == getpid(); /* the first of a process is counted although it has ended */
+			/* the first thread of a process is counted although it has ended */
+			living += what != GONE || thread == getpid();
 			if (what == GONE || what == NOT_OURS)
 				continue;
 			waiting++;
@@ -414,17 +443,20 @@ static int pass(char *blocked, size_t room, bool ask, bool *complete)
 				close(tasks);
 				return -1;
 			}
-			if (seat && see_to(seat, what, pending, ask) && room - written > 12) /* else told of with the next answer */
-				written += (size_t)snprintf(blocked + written, room - written, "%d ", thread);
+			/* else told of with the next answer */
+			if (seat && see_to(seat, what, pending, ask) && room - written > 12)
+				written += (size_t)snprintf(
+				    blocked + written, room - written, "%d ", thread);
 		}
 	}
-	/* Where one ends while it is being listed, the kernel leaves others out; the directory's links are the threads and two more. */
+	/* If a thread ends while they are listed, the kernel omits others; the directory's link
+	 * count is the threads plus two. */
 	*complete = fstat(tasks, &all) == 0 && living + 2 >= all.st_nlink;
 	close(tasks);
 	return waiting;
 }
 
-unsigned park_count(void)
+static unsigned park_count(void)
 {
 	unsigned parked = 0;
 
@@ -433,7 +465,7 @@ unsigned park_count(void)
 	return parked;
 }
 
-void park_end(void)
+void threads_park_end(void)
 {
 	const unsigned round = round_now();
 
@@ -448,7 +480,8 @@ void park_end(void)
 	}
 }
 
-/* Lets those go on that were parked in the middle of a driver's call; their number. Who was outside is not looked at again. */
+/* Let threads go that were parked in the middle of a driver's call; return their number. Those
+ * outside are not examined again. */
 static unsigned let_busy_go(void)
 {
 	unsigned busy = 0;
@@ -458,7 +491,7 @@ static unsigned let_busy_go(void)
 		const ucontext_t *interrupted = atomic_load(&seat->interrupted);
 		if (!interrupted || state_of(seat) != PARKED)
 			continue;
-		if (!in_driver(interrupted)) {
+		if (!stack_in_driver(interrupted)) {
 			atomic_store(&seat->interrupted, NULL);
 			continue;
 		}
@@ -489,19 +522,21 @@ static bool all_here_or_inside(void)
 	return true;
 }
 
-/* Whether somebody was asked, or let go, and has not come, or gone, yet, and will. */
+/* Whether a thread that was asked, or let go, has not arrived or ended yet, and will. */
 static bool on_their_way(void)
 {
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
 		unsigned state = state_of(seat);
-		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, now()))) && counts_still(seat))
+		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, clock_now()))) &&
+		    counts_still(seat))
 			return true;
 	}
 	return false;
 }
 
-/* Those who blocked the signal have been told of, and are helped now, or give up by themselves: the next time they are given a moment again. */
+/* Threads that blocked the signal have been reported and are helped now, or stop blocking by
+ * themselves: next time they get a moment again. */
 static void forget_blocked(void)
 {
 	for (unsigned at = 0; at < seated; at++)
@@ -517,15 +552,16 @@ static void name_missing(char *text, size_t room)
 		struct seat *seat = &seats[taken[at]];
 		unsigned state = state_of(seat);
 		if (state != PARKED && state != INSIDE && counts_still(seat))
-			written += (size_t)snprintf(text + written, room - written, "%d ", atomic_load(&seat->thread));
+			written += (size_t)snprintf(
+			    text + written, room - written, "%d ", atomic_load(&seat->thread));
 	}
 }
 
-int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer)
+int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer)
 {
 	bool begun = atomic_load(&gate) & 1;
-	int64_t brake_until = now() + patience_for_busy;
-	uint64_t random_state = (uint64_t)now();
+	int64_t brake_until = clock_now() + patience_for_busy;
+	uint64_t random_state = (uint64_t)clock_now();
 	int calm = 0, error = begun ? 0 : claim_signal();
 
 	if (error)
@@ -537,10 +573,11 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 	forget_blocked();
 	answer->ordinal = PARK_SIGNAL;
 	for (;;) {
-		bool asking = !patience_for_busy || now() < brake_until, complete;
-		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, asking, &complete);
+		bool asking = !patience_for_busy || clock_now() < brake_until, complete;
+		int seen = atomic_load(&arrivals),
+		    waiting = pass(answer->text, sizeof answer->text, asking, &complete);
 		if (waiting < 0) {
-			park_end();
+			threads_park_end();
 			return ENOSPC;
 		}
 		if (answer->text[0])
@@ -552,11 +589,16 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 				answer->count = park_count();
 				return 0;
 			}
-			if (busy && now() < until) {
-				/* Not woken by others' arrivals: those that were let go are to get out of the driver meanwhile. Each time another pause: at equal
-				 * ones a thread that goes round with them is met at the same point for ever. */
-				random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-				nanosleep(&(struct timespec){0, (long)((random_state >> 33) % AGAIN_NANOSECONDS)}, NULL);
+			if (busy && clock_now() < until) {
+				/* Not woken by other arrivals: the threads that were let go should
+				 * leave the driver meanwhile. The pause varies: with equal pauses,
+				 * a thread in step with them would be met at the same point for
+				 * ever. */
+				random_state =
+				    random_state * 6364136223846793005u + 1442695040888963407u;
+				nanosleep(&(struct timespec){0,
+					      (long)((random_state >> 33) % AGAIN_NANOSECONDS)},
+				    NULL);
 				calm = 0;
 				continue;
 			}
@@ -566,9 +608,9 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 			answer->count = park_count();
 			return 0;
 		}
-		if (now() > until) {
+		if (clock_now() > until) {
 			name_missing(answer->text, sizeof answer->text);
-			park_end();
+			threads_park_end();
 			return ETIMEDOUT;
 		}
 		if (!calm)
@@ -578,7 +620,7 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 
 static bool allocator_is_free(void)
 {
-	int64_t until = now() + PROBE_NANOSECONDS;
+	int64_t until = clock_now() + PROBE_NANOSECONDS;
 	int wanted = atomic_fetch_add(&probes_wanted, 1) + 1;
 
 	wake(&probes_wanted);
@@ -586,20 +628,20 @@ static bool allocator_is_free(void)
 		int done = atomic_load(&probes_done);
 		if (done == wanted)
 			return true;
-		int64_t left = until - now();
+		int64_t left = until - clock_now();
 		if (left <= 0)
 			break;
 		sleep_until_changed(&probes_done, done, left);
 	}
-	park_end();
+	threads_park_end();
 	for (int done; (done = atomic_load(&probes_done)) != wanted;)
 		sleep_until_changed(&probes_done, done, -1);
 	return false;
 }
 
-int park_settle(int64_t until)
+int threads_park_settle(int64_t until)
 {
-	int64_t suspicious = now() + SETTLE_NANOSECONDS;
+	int64_t suspicious = clock_now() + SETTLE_NANOSECONDS;
 	int calm = 0;
 	bool is_free = false;
 
@@ -609,16 +651,16 @@ int park_settle(int64_t until)
 		bool complete;
 		int seen = atomic_load(&arrivals), waiting = pass(NULL, 0, false, &complete);
 		calm = waiting == 0 && complete ? calm + 1 : 0;
-		/* One that does not arrive may be waiting for what somebody who is parked holds. */
-		if (calm == 2 || (!is_free && now() > suspicious)) {
+		/* A thread that does not arrive may wait for what a parked thread holds. */
+		if (calm == 2 || (!is_free && clock_now() > suspicious)) {
 			is_free = allocator_is_free();
 			if (!is_free)
 				return EAGAIN;
 			if (calm == 2)
 				return 0;
 		}
-		if (waiting < 0 || now() > until) {
-			park_end();
+		if (waiting < 0 || clock_now() > until) {
+			threads_park_end();
 			return waiting < 0 ? ENOSPC : ETIMEDOUT;
 		}
 		if (!calm)
@@ -631,7 +673,8 @@ static void *nothing(void *unused)
 	return unused;
 }
 
-/* Takes the locks that the driver may need: the allocator's arenas, the loader's, and that of the stacks of threads. */
+/* Take the locks that the driver may need: of the allocator's arenas, of the loader, and of the
+ * threads' stacks. */
 static void *probe(void *unused)
 {
 	(void)unused;
@@ -659,7 +702,8 @@ static void *probe(void *unused)
 			every_arena.newer();
 		else if (every_arena.found)
 			every_arena.older();
-		for (size_t size = 16; size <= (1 << 20); size *= 4) { /* where the allocator is another */
+		/* where the allocator is another */
+		for (size_t size = 16; size <= (1 << 20); size *= 4) {
 			void *volatile some = malloc(size);
 			free(some);
 		}
@@ -681,7 +725,7 @@ int threads_start(void)
 
 	agent_thread = self();
 	prctl(PR_SET_TIMERSLACK, 1ul); /* for pauses of a few microseconds */
-	find_driver();
+	stack_find_driver();
 	atomic_store(&probes_wanted, 1);
 	atomic_store(&probes_done, 0);
 	int error = claim_signal();
@@ -695,7 +739,7 @@ int threads_start(void)
 	return 0;
 }
 
-void threads_of_child(void)
+void threads_in_child(void)
 {
 	atomic_store(&gate, 0);
 	inside = asked_inside = 0;

@@ -1,5 +1,5 @@
-"""All processes of a job that have resident memory, through one window; rule: either all of them
-stand with their memory taken away, or all run with it.
+"""One window over all processes of a job that have resident memory. Either all are stopped without
+their memory, or all run with it.
 
 While they stand, duplicates of their descriptors are held here, so that not even the keeper's death
 loses memory.
@@ -31,8 +31,8 @@ UnlockAll = Callable[[Collection[int]], None]
 
 
 class ResidentTree:
-    """The processes of a job that have resident memory (a context manager: left while they stand,
-    it gives them their memory back).
+    """The processes of a job that have resident memory (a context manager: on exit, stopped
+    processes get their memory back).
 
     Args:
         directory: ``ICECORE_RESIDENT`` of the job, as this machine sees it.
@@ -57,25 +57,19 @@ class ResidentTree:
 
     @property
     def pids(self) -> list[int]:
-        """Those with resident memory."""
+        """Return those with resident memory."""
         return list(self._agents)
 
     @property
     def resident_bytes(self) -> int:
-        """What a window does not move."""
+        """Return how many bytes a window does not move."""
         return sum(report.counts.resident_bytes for report in self.reports.values())
-
-    @property
-    def driver_bytes(self) -> int:
-        """What it leaves for the driver, of these processes and through these calls: contexts, code
-        and NCCL's own buffers are not seen here.
-        """
-        return sum(report.counts.driver_bytes for report in self.reports.values())
 
     def take_away(
         self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0
     ) -> int:
-        """Park all and take their memory away; bytes. The driver's lock is off before and after.
+        """Park all processes and take their memory away; return bytes. The driver's lock is off
+        before and after.
 
         Args:
             lock, unlock: The driver's, for the given processes.
@@ -98,7 +92,7 @@ class ResidentTree:
         raise last
 
     def ended(self, *, keep: bool) -> None:
-        """They were killed while they stood: there is nobody to give it back to.
+        """Note that they were killed while stopped: nobody is left to give memory back to.
 
         Args:
             keep: The keeper keeps their memory, for a restore; else it is let go of.
@@ -121,7 +115,8 @@ class ResidentTree:
             raise failed
 
     def give_back(self, *, seconds: float = 60.0) -> None:
-        """Map the memory of all again, and let them run once all have it; the driver's lock is off.
+        """Map the memory of all processes again, and let them run once all have it; the driver's
+        lock is off.
 
         Raises:
             ResidentFailed: A process did not get it; it and all others stand still, and this may be
@@ -172,7 +167,7 @@ class ResidentTree:
             raise
 
     def _undo(self) -> None:
-        """Whatever state each is in that was to stand: with its memory, and running."""
+        """Give each its memory back and let it run, whatever state it is in."""
         for pid in list(self._standing):
             with suppress(IcecoreError):  # it has ended, or its lease brings it back
                 self._map(
@@ -191,8 +186,8 @@ class ResidentTree:
             agent.map({one.identity: fd for one, fd in self.taken[pid]}, seconds)
 
     def _each(self, call: Callable[[int, Agent], T]) -> dict[int, T]:
-        """Call for all at once; the first error once all have been answered, one that is not EAGAIN
-        before others.
+        """Call for all at once; raise the first error once all have answered, preferring one that
+        is not EAGAIN.
         """
         if not self._agents:
             return {}

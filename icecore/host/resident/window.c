@@ -1,7 +1,8 @@
-/* The device memory of a parked process, taken away and brought back; rule: each step knows of each allocation how far it is, so that from anywhere
- * `window_map` leads back to memory that is mapped.
+/* The GPU memory of a parked process, taken away and brought back. Each step records its progress
+ * for each allocation, so that from any point window_map leads back to mapped memory.
  *
- * The agent's thread alone comes here, with every other thread parked: what is read of the table cannot change.
+ * Only the agent's thread runs this code, with every other thread parked, so the table does not
+ * change while it is read.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -15,10 +16,20 @@
 #include <unistd.h>
 
 #include "capture.h"
-#include "resident.h"
+#include "clock.h"
+#include "descriptors.h"
+#include "devices.h"
+#include "directory.h"
+#include "handles.h"
+#include "holding.h"
+#include "local_memory.h"
+#include "spare.h"
+#include "threads.h"
+#include "window.h"
 
-#define LEFT 64            /* descriptors that the application can have at least beside ours */
-#define HIGHEST_LIMIT 65536 /* the kernel's table reaches to the highest number, and each fork copies it */
+#define LEFT 64 /* descriptors that the application can have at least beside ours */
+#define HIGHEST_LIMIT \
+	65536 /* the kernel's table reaches to the highest number, and each fork copies it */
 
 static struct given {
 	uint64_t identity;
@@ -28,7 +39,7 @@ static size_t given_count, given_room;
 static bool given_sorted;
 
 static rlim_t limit_before, limit_raised; /* of descriptors; raised: 0 where it was not */
-static int first_number = HIGH_DESCRIPTOR;
+static int first_number = DESCRIPTOR_HIGH;
 
 static bool raise_limit(const struct rlimit *now, rlim_t wanted)
 {
@@ -48,7 +59,7 @@ static void lower_limit(void)
 		setrlimit(RLIMIT_NOFILE, &found); /* what lies above stays open */
 	}
 	limit_raised = 0;
-	first_number = HIGH_DESCRIPTOR;
+	first_number = DESCRIPTOR_HIGH;
 }
 
 static size_t count_open(void)
@@ -61,15 +72,18 @@ static size_t count_open(void)
 	if (numbers < 0)
 		return SIZE_MAX / 2; /* none left to look with */
 	while ((got = syscall(SYS_getdents64, numbers, entries, sizeof entries)) > 0)
-		for (long at = 0; at < got; at += ((struct directory_entry *)(entries + at))->length)
+		for (long at = 0; at < got;
+		    at += ((struct directory_entry *)(entries + at))->length)
 			some += ((struct directory_entry *)(entries + at))->name[0] != '.';
 	close(numbers);
 	return some - 1;
 }
 
-/* What is released here comes back as a descriptor each, which stays, because an imported handle cannot be exported to another keeper. So before that it is seen
- * to that there can be as many: above the application's own limit, which is raised until the memory is mapped again, so that the application lacks none and
- * none of its own gets a number that select() cannot take; where the hard limit does not allow that, among its own, and what is raised for that stays. */
+/* Every handle that is released here comes back as a descriptor, which stays open, because an
+ * imported handle cannot be exported to another keeper. So room for them is made first: above the
+ * application's own limit, which is raised until the memory is mapped again, so that the
+ * application lacks no descriptor and gets none whose number select() cannot take. If the hard
+ * limit does not allow that, they lie among the application's own, and the raised limit stays. */
 static int make_room(struct resident_message *answer)
 {
 	struct rlimit found;
@@ -82,7 +96,9 @@ static int make_room(struct resident_message *answer)
 		kept += holding_keeps(at);
 	}
 	if (found.rlim_cur <= HIGHEST_LIMIT && found.rlim_cur + ours + LEFT <= found.rlim_max) {
-		rlim_t twice = found.rlim_cur + 2 * ours + LEFT, wanted = twice < found.rlim_max ? twice : found.rlim_max; /* a second try takes all once more */
+		/* a second try takes all once more */
+		rlim_t twice = found.rlim_cur + 2 * ours + LEFT,
+		       wanted = twice < found.rlim_max ? twice : found.rlim_max;
 		if (raise_limit(&found, wanted)) {
 			limit_before = found.rlim_cur;
 			limit_raised = wanted;
@@ -102,7 +118,8 @@ int window_give(uint64_t identity, int descriptor)
 {
 	if (given_count == given_room) {
 		size_t room = given_room ? 2 * given_room : 512;
-		struct given *more = mmap(NULL, room * sizeof *more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		struct given *more = mmap(NULL, room * sizeof *more, PROT_READ | PROT_WRITE,
+		    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		if (more == MAP_FAILED) {
 			close(descriptor);
 			return ENOMEM;
@@ -126,7 +143,7 @@ void window_drop_given(void)
 			close(given[given_count].descriptor);
 }
 
-/* Heapsort: qsort(3) may ask for memory, whose lock somebody who is parked may have. */
+/* Heapsort: qsort(3) may allocate, and a parked thread may hold the allocator's lock. */
 static void sift_given(size_t at, size_t count)
 {
 	struct given moving = given[at];
@@ -226,15 +243,17 @@ int window_unmap(int64_t until, struct resident_message *answer)
 {
 	const struct driver *d = driver();
 	struct allocation *at;
-	int error = park_settle(until);
+	int error = threads_park_settle(until);
 
 	if (error)
 		return error;
 	if (capture_active())
-		return EAGAIN; /* it would fail when its context is synchronised; captures are short */
-	if (counts.multicast || counts.unparkable)
-		return EOPNOTSUPP; /* something shared would stay mapped: the driver's restore would fail */
-	spares_give_back(NULL, false); /* nobody's contents */
+		/* the capture would fail when its context is synchronised; captures are short */
+		return EAGAIN;
+	if (table_counts.multicast || table_counts.unparkable)
+		/* something shared would stay mapped: the driver's restore would fail */
+		return EOPNOTSUPP;
+	spare_give_back(NULL, false); /* nobody's contents */
 	pthread_mutex_lock(&table_lock);
 	error = synchronise_all();
 	if (!error)
@@ -243,13 +262,13 @@ int window_unmap(int64_t until, struct resident_message *answer)
 		error = ENOTCONN; /* nobody would have the memory when it is released here */
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
 		error = unmap_all(mapped_kinds[i]);
-	if (!error && now() > until)
+	if (!error && clock_now() > until)
 		error = ETIMEDOUT;
 	for (at = NULL; !error && (at = table_next_held(at));) {
 		error = failed(d->cuMemRelease(at->handle));
 		at->has_handle = error != 0;
 		answer->count++;
-		answer->size += at->imported ? 0 : at->size;
+		answer->size += table_imported(at) ? 0 : at->size;
 	}
 	if (!error)
 		shrink_all();
@@ -272,13 +291,15 @@ static int import_one(struct allocation *what)
 	descriptor = take_given(what->identity);
 	if (descriptor < 0)
 		return ENOENT;
-	CUresult result = driver()->cuMemImportFromShareableHandle(&what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+	CUresult result = driver()->cuMemImportFromShareableHandle(
+	    &what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
 	if (result || fstat(descriptor, &found)) {
 		close(descriptor);
 		return result ? failed(result) : errno;
 	}
 	what->has_handle = true;
-	what->descriptor = descriptor; /* an imported handle cannot be exported: what the next keeper gets */
+	/* an imported handle cannot be exported: what the next keeper gets */
+	what->descriptor = descriptor;
 	what->inode = found.st_ino;
 	return 0;
 }
@@ -287,15 +308,17 @@ static int import_one(struct allocation *what)
 static int map_one(struct allocation *what)
 {
 	const struct driver *d = driver();
-	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->of) : what;
+	const struct allocation *of =
+	    what->kind == KIND_MAPPING ? table_find(what->mapping.of) : what;
 	CUresult result;
 
 	if (!of)
 		return ENOENT;
-	result = d->cuMemMap(what->address, what->size, what->offset, of->handle, 0);
+	result = d->cuMemMap(what->address, what->size,
+	    what->kind == KIND_MAPPING ? what->mapping.offset : 0, of->handle, 0);
 	if (result)
 		return failed(result);
-	result = what->kind == KIND_MAPPING ? set_access_again(what) : set_access(what);
+	result = what->kind == KIND_MAPPING ? handles_set_access(what) : devices_set_access(what);
 	if (result) {
 		d->cuMemUnmap(what->address, what->size);
 		return failed(result);
@@ -304,10 +327,11 @@ static int map_one(struct allocation *what)
 	return 0;
 }
 
-/* A context may have ended unseen: it is not what this fails for. */
+/* A context may have ended unnoticed: that is no reason to fail. */
 static int in_context(struct allocation *what, int (*step)(struct allocation *))
 {
-	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0, result = step(what);
+	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0,
+	    result = step(what);
 
 	return result && error ? error : result;
 }
@@ -319,7 +343,7 @@ int window_map(void)
 	bool lacking = false, others = given_count > 0;
 
 	pthread_mutex_lock(&table_lock);
-	devices_again();
+	devices_refresh();
 	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		lacking = lacking || !at->has_handle;
 	if (lacking && !given_count)
@@ -328,14 +352,16 @@ int window_map(void)
 		if (!at->has_handle)
 			error = in_context(at, import_one);
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
-		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));)
+		for (struct allocation *at = NULL;
+		    !error && (at = table_next(at, mapped_kinds[i]));)
 			if (!at->mapped)
 				error = in_context(at, map_one);
 	window_drop_given();
 	if (!error)
 		local_memory_grow();
 	d->cuCtxSetCurrent(NULL);
-	/* A new connection says that the process lives. A keeper that is not there now gets them later. */
+	/* A new connection proves that the process lives. A keeper that is not there now gets them
+	 * later. */
 	holding_close();
 	if (!error)
 		lower_limit();

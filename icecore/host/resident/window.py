@@ -1,5 +1,5 @@
-"""Around the driver's checkpoint: memory taken away and given back; rule: left by an exception, the
-process runs with its memory.
+"""Take the resident memory of a process away for the driver's checkpoint, and give it back. If the
+block raises, the process runs with its memory.
 
 The threads are parked first, but only outside of the driver, as far as their stacks tell. Then the
 driver's own lock has few calls to wait for, if any, and what was submitted comes to its end; the
@@ -28,7 +28,7 @@ _FIRST_LOCK = 0.25
 
 @dataclass(frozen=True)
 class Try:
-    """One attempt's limits, in seconds.
+    """The limits of one attempt, in seconds.
 
     Attributes:
         patience: For threads to come out of the driver before its lock is asked for; 0: it is asked
@@ -43,8 +43,8 @@ class Try:
 
 
 def tries(seconds: float) -> Iterator[Try]:
-    """Attempts, each more patient than the one before, with growing and uneven pauses: ranks that
-    wait for each other meet at other points.
+    """Return the attempts, each more patient than the one before, with growing and uneven pauses,
+    so that ranks that wait for each other meet at other points.
 
     In every second one the lock comes first: of threads that hardly ever leave the driver it is had
     sooner in this way.
@@ -61,8 +61,8 @@ def tries(seconds: float) -> Iterator[Try]:
 
 
 def may_be_tried_again(error: BaseException) -> bool:
-    """Whether another moment may be better: a thread held the allocator's lock, or the driver up,
-    or a stream is being captured.
+    """Return whether another moment may be better: a thread held the allocator's lock or kept the
+    driver waiting, or a stream was being captured.
     """
     return isinstance(error, LockTimeout) or (
         isinstance(error, ResidentFailed) and error.code == EAGAIN
@@ -77,8 +77,8 @@ def take_away(
     seconds: float = 20.0,
     lease: float = 30.0,
 ) -> int:
-    """Park a running process and take its resident memory away; bytes. The driver's lock is off
-    before and after.
+    """Park a running process and take its resident memory away; return bytes. The driver's lock is
+    off before and after.
 
     Args:
         lock, unlock: The driver's, for this process; ``lock`` is told its limit in seconds and

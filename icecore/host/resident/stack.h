@@ -1,0 +1,12 @@
+/* Whether a stopped thread may be within the driver. By the agent alone. */
+#ifndef ICECORE_RESIDENT_STACK_H
+#define ICECORE_RESIDENT_STACK_H
+
+#include <stdbool.h>
+#include <ucontext.h>
+
+void stack_find_driver(void); /* once */
+/* whether a thread that was stopped there may be within one of the driver's calls */
+bool stack_in_driver(const ucontext_t *interrupted);
+
+#endif
