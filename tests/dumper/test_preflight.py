@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from icecore.dumper.freeze.guard import Guard
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks, checks_descriptors
 from icecore.dumper.preflight.checks_descriptors import kernel_refuses_options
@@ -96,7 +96,7 @@ def refusals(
     pid: int, options: DumpOptions | None = None, workdir: str | Path = "/dev/shm"
 ) -> dict[str, str]:
     """Name → message of all refusals of a tree, with the CRIU in use."""
-    found = refuse(look(pid, find_criu(), str(workdir), options or DumpOptions()))
+    found = refuse(inspect_tree(pid, find_criu(), str(workdir), options or DumpOptions()))
     assert all(r.cure for r in found)
     return {r.name: r.message for r in found}
 
@@ -274,7 +274,7 @@ def test_too_small_pipes(
     monkeypatch.setattr(
         limits, "capabilities", lambda pid=None: frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"})
     )
-    found = look(job.pid, find_criu(), str(store.workdir), DumpOptions())
+    found = inspect_tree(job.pid, find_criu(), str(store.workdir), DumpOptions())
     refusals = checks.pipes(found)
     assert bool(refusals) is not hidden
     monkeypatch.setattr(limits, "descriptor_limit", lambda: 100)
@@ -342,8 +342,8 @@ if libc.umount2(b'dev', 2):
     # No machine here has an NVIDIA GPU: what the process has open takes its part.
     monkeypatch.setattr(checks_descriptors, "_NVIDIA_MAJOR", 10)
     assert "device" in refusals(pid), "nobody else would say so of a process that uses no GPU"
-    found = look(pid, find_criu(), "/dev/shm", DumpOptions())
-    gpus = GpuLook(Backend("/dev/nvidia"), [GpuProcess(pid)])
+    found = inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())
+    gpus = GpuInspection(Backend("/dev/nvidia"), [GpuProcess(pid)])
     assert not checks_descriptors.devices(replace(found, gpus=gpus))
 
 
@@ -366,7 +366,7 @@ def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:
         pytest.skip("this kernel refuses nothing")
     pid = has("s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()")
     for version, names in (((4, 1, 1), ["internet-sockets"]), ((4, 2, 1), [])):
-        found = look(pid, replace(find_criu(), version=version), "/dev/shm", DumpOptions())
+        found = inspect_tree(pid, replace(find_criu(), version=version), "/dev/shm", DumpOptions())
         assert [r.name for r in refuse(found)] == names
 
 
@@ -470,14 +470,14 @@ def test_a_pipe_that_leads_outside(how: dict[str, int], words: str, has: Has, st
 
 def test_a_pipe_within_the_tree(has: Has) -> None:
     pid = has("r, w = os.pipe()\nif os.fork() == 0: os.close(w); time.sleep(1000)\nos.close(r)")
-    assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+    assert warn(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())) == []
 
 
 def test_more_mappings_than_a_snapshot_records(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = has("held = [mmap.mmap(-1, 4096, prot=mmap.PROT_READ << (n % 2)) for n in range(400)]")
-    assert refuse(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+    assert refuse(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())) == []
     monkeypatch.setattr(checks, "MAX_REGIONS", 300)
-    (refusal,) = refuse(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+    (refusal,) = refuse(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()))
     assert refusal.name == "mappings" and "at most 300" in refusal.message and refusal.cure
 
 
@@ -488,11 +488,11 @@ def test_a_system_v_message_queue_of_the_host(has: Has, monkeypatch: pytest.Monk
     )
     queue = int(Path(f"/proc/{pid}/cwd/queue").read_text())
     try:
-        (warning,) = warn(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+        (warning,) = warn(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()))
         assert warning.name == "message-queue"
         monkeypatch.setattr(procfs, "began", lambda pid: time.time() + 60)
         assert (
-            warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+            warn(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())) == []
         )  # it has the pid of one that is gone
     finally:
         ctypes.CDLL(None).msgctl(queue, 0, None)

@@ -21,8 +21,8 @@ from icecore.dumper.freeze.guard import Guard
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import Machinery, SpaceCapture
-from icecore.dumper.observe.gpus import GpuLook
-from icecore.dumper.observe.resident_look import has_mapped
+from icecore.dumper.observe.gpus import GpuInspection
+from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.orphans import left_open, misjudged, require_no_others
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Event, Sink, phase
@@ -54,7 +54,7 @@ class Devices:
 
     Args:
         root: The tree's.
-        look: Who they are.
+        inspection: Who they are.
         guard: Starts the helper.
         word: Shows in the helper's command line.
         lock_seconds: How long a process's submitted work may take to end.
@@ -73,7 +73,7 @@ class Devices:
     def __init__(
         self,
         root: int,
-        look: GpuLook,
+        inspection: GpuInspection,
         guard: Guard,
         word: str,
         lock_seconds: float,
@@ -82,7 +82,7 @@ class Devices:
         populate: bool = True,
     ) -> None:
         self._root = root
-        self._look = look
+        self._inspection = inspection
         self._guard = guard
         self._word = word
         self._lock_seconds = lock_seconds
@@ -130,9 +130,10 @@ class Devices:
         """
         self._helper.wait_ready()
         states = {
-            p.pid: self._helper.state(p.pid) for p in (*self._look.processes, *self._look.orphans)
+            p.pid: self._helper.state(p.pid)
+            for p in (*self._inspection.processes, *self._inspection.orphans)
         }
-        reasons = [(r.name, r.message, r.cure) for r in misjudged(self._look, states)]
+        reasons = [(r.name, r.message, r.cure) for r in misjudged(self._inspection, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
                 cure = (
@@ -146,13 +147,15 @@ class Devices:
         if reasons:
             raise PreflightRefused(reasons)
         self.pids = [pid for pid, state in states.items() if state is not State.NOT_CUDA]
-        cuda = [one for one in self._look.processes if one.pid in self.pids]
-        others = [one for one in self._look.processes if one.pid not in self.pids]
-        self._look = replace(self._look, processes=cuda, orphans=[*self._look.orphans, *others])
+        cuda = [one for one in self._inspection.processes if one.pid in self.pids]
+        others = [one for one in self._inspection.processes if one.pid not in self.pids]
+        self._inspection = replace(
+            self._inspection, processes=cuda, orphans=[*self._inspection.orphans, *others]
+        )
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
                 running.fields |= self._resident.prepare(
-                    staging_bytes, machinery, parent, moved=self._look.most_bytes
+                    staging_bytes, machinery, parent, moved=self._inspection.most_bytes
                 )
             if pre_copy is not None:
                 self._resident.pre_copy(machinery, parent, least=pre_copy)
@@ -228,8 +231,8 @@ class Devices:
                 done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
                 self._raise(failed, "checkpointed")
                 after = {pid: procfs.read_maps(pid) for pid in self.pids}
-                require_no_others(self._root, self._look, self.pids)
-                self._nvml = left_open(after, self._look.backend)
+                require_no_others(self._root, self._inspection, self.pids)
+                self._nvml = left_open(after, self._inspection.backend)
                 if {one.placement for one in done.values()} - {Placement.PROCESS}:
                     raise DumpFailed(
                         "the driver put device memory where this icecore does not look",
@@ -432,8 +435,8 @@ class Devices:
         """
         if not self.pids:
             return {}
-        inventory = self._look.inventory
-        used = {p.pid: p for p in self._look.processes}
+        inventory = self._inspection.inventory
+        used = {p.pid: p for p in self._inspection.processes}
         processes = {
             str(images[pid]): {
                 "gpus": list(used[pid].opened),
@@ -452,9 +455,9 @@ class Devices:
 
     def requirements(self) -> list[dict[str, str]]:
         """The GPUs that the processes had, for the manifest's requirements."""
-        inventory = self._look.inventory
-        seen = {uuid for p in self._look.processes for uuid in p.opened}
-        used = {uuid for p in self._look.processes for uuid in p.contexts}
+        inventory = self._inspection.inventory
+        seen = {uuid for p in self._inspection.processes for uuid in p.opened}
+        used = {uuid for p in self._inspection.processes for uuid in p.contexts}
         return [
             {
                 "kind": "cuda",

@@ -42,7 +42,7 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.scan import ScanResult
 from icecore.dumper.memory.spaces import Machinery, Scanned, SpaceCapture
-from icecore.dumper.observe.resident_look import ResidentLook
+from icecore.dumper.observe.resident_inspection import ResidentInspection
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host.gpu.working import RING, HostRegion, Worker, copy_cell, fetch_through
@@ -84,7 +84,7 @@ class Resident:
     """The resident memory of one dump (close it in the end: the worker ends).
 
     Args:
-        look: Who has some.
+        inspection: Who has some.
         word: Shows in the worker's command line.
         emit: Gets the ``dump.resident.…`` phases.
         outlives: Once there is the snapshot the job's memory outlives it, unless it ends well
@@ -92,13 +92,13 @@ class Resident:
     """
 
     def __init__(
-        self, look: ResidentLook, word: str, emit: Sink, *, outlives: bool = False
+        self, inspection: ResidentInspection, word: str, emit: Sink, *, outlives: bool = False
     ) -> None:
         limits.raise_descriptor_limit()  # one for each allocation, twice
-        self.look = look
+        self.inspection = inspection
         self._outlives = outlives
         self._emit = emit
-        seen = look.seen_from(next(iter(look.pids)))
+        seen = inspection.seen_from(next(iter(inspection.pids)))
         self._directory = open_directory(seen)
         try:
             require_private(
@@ -141,7 +141,10 @@ class Resident:
         """(directory, pid as it sees itself, pid here) of each process, for whoever brings them
         back when this process is gone.
         """
-        return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
+        return [
+            (str(self.inspection.seen_from(pid)), own, pid)
+            for pid, own in self.inspection.pids.items()
+        ]
 
     def prepare(
         self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, moved: int
@@ -163,10 +166,12 @@ class Resident:
         Raises:
             WorkerFailed, ResidentFailed: It cannot be had.
         """
-        agents = {pid: Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()}
+        agents = {
+            pid: Agent(self._place, own, tracee=pid) for pid, own in self.inspection.pids.items()
+        }
         self._agents = list(agents.values())
         self._have_keeper()
-        self._tree = ResidentTree(self._place, self.look.pids)
+        self._tree = ResidentTree(self._place, self.inspection.pids)
         sizes: Counter[str] = Counter()
         for one in (
             one for agent in agents.values() for one in agent.allocations() if not one.imported
@@ -240,7 +245,7 @@ class Resident:
         if self._region is None or self._tree is None or sum(self._short.values()) < max(1, least):
             return
         with phase(self._emit, "dump.resident.precopy") as running:
-            agents = dict(zip(self.look.pids, self._agents, strict=True))
+            agents = dict(zip(self.inspection.pids, self._agents, strict=True))
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
             try:
                 self._pre_copied = pre_copy_resident(
@@ -349,7 +354,7 @@ class Resident:
         Raises:
             NotFound, ResidentFailed, OSError: It does not.
         """
-        for report in self.look.reports.values():
+        for report in self.inspection.reports.values():
             Keeper(self._place).keep(report.token, init, status)
 
     # -- copying
@@ -399,7 +404,7 @@ class Resident:
         stream = number % machinery.streams
         cells = plan_process(
             pid,
-            str(self.look.pids[pid]),
+            str(self.inspection.pids[pid]),
             pairs,
             self._worker,
             parent,
@@ -560,7 +565,7 @@ class Resident:
         """What a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
         processes = {
             str(images[pid]): {
-                "token": self.look.reports[pid].token.hex(),
+                "token": self.inspection.reports[pid].token.hex(),
                 "allocations": [
                     [one.identity, one.address, one.size, one.requested, one.device, one.ordinal]
                     for one, _ in pairs
@@ -569,9 +574,9 @@ class Resident:
                     [one.allocation.identity, images[one.owner[0]], one.owner[1]]
                     for one in self._sharing.imports[pid]
                 ],
-                "left": self.look.reports[pid].counts.left,
+                "left": self.inspection.reports[pid].counts.left,
             }
             for pid, pairs in self._sharing.owned.items()
         }
-        known: dict[str, object] = {"directory": self.look.directory, "processes": processes}
+        known: dict[str, object] = {"directory": self.inspection.directory, "processes": processes}
         return {"resident": json.dumps({**known, "outlives": True} if self._outlives else known)}

@@ -40,7 +40,7 @@ class GpuProcess:
         ipc: It shares memory or events through CUDA's legacy IPC.
         mps: It reaches its GPU through MPS.
         resident: Bytes of device memory that a window does not move
-            (`icecore.dumper.observe.resident_look`).
+            (`icecore.dumper.observe.resident_inspection`).
         threads: The driver has threads in it, as in every process with CUDA state.
         nvml: It has NVML loaded, and not CUDA.
     """
@@ -66,7 +66,7 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
-class GpuLook:
+class GpuInspection:
     """The processes of a tree that have device files of the driver.
 
     Attributes:
@@ -99,12 +99,12 @@ class GpuLook:
         return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown) - resident)
 
 
-def look_at_gpus(
+def inspect_gpus(
     backend: Backend,
     processes: Sequence[
         tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]
     ],
-) -> GpuLook | None:
+) -> GpuInspection | None:
     """Find the processes that have device files of the driver; None when there are none.
 
     Args:
@@ -161,7 +161,7 @@ def look_at_gpus(
     orphans = [
         one for one in found if not one.contexts and (one.nvml or (known and not one.threads))
     ]
-    return GpuLook(
+    return GpuInspection(
         backend, [one for one in found if one not in orphans], inventory, problem, orphans
     )
 

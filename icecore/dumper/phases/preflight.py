@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from icecore.dumper.observe.ended import Lives
-from icecore.dumper.observe.look import Look, look
+from icecore.dumper.observe.inspection import Inspection, inspect_tree
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.judge import check_target, require, warn
 from icecore.dumper.preflight.prediction import predict
@@ -23,7 +23,7 @@ class Accepted:
         shell_job: Its session leader is outside the tree, which CRIU must be told.
     """
 
-    found: Look
+    found: Inspection
     shell_job: bool
 
 
@@ -52,7 +52,7 @@ def _preflight(request: Request, lives: Lives) -> Accepted:
     if refusals:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
     lives.watch([target.pid])
-    found = look(target.pid, request.criu, request.workdir, request.options)
+    found = inspect_tree(target.pid, request.criu, request.workdir, request.options)
     lives.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
     require(found)
     _require_one_mount_namespace(request, found)
@@ -63,7 +63,7 @@ def _preflight(request: Request, lives: Lives) -> Accepted:
     return Accepted(found, shell_job)
 
 
-def _require_one_mount_namespace(request: Request, found: Look) -> None:
+def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
     """Refuse a job with copies of files whose processes have mount namespaces of their own.
 
     CRIU then works in the root's mount namespace, and would take any other for one of its own to

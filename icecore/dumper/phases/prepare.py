@@ -18,7 +18,7 @@ from icecore.dumper.freeze.window import Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.precopy import PreCopied, pre_copy
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.prediction import predict
@@ -151,7 +151,7 @@ def _start_guard(request: Request, images: Path, lock: int, stack: ExitStack) ->
 
 
 def _devices(
-    request: Request, found: Look, guard: Guard, images: Path, stack: ExitStack
+    request: Request, found: Inspection, guard: Guard, images: Path, stack: ExitStack
 ) -> Devices | None:
     """Start what makes the driver's calls, if the tree uses GPUs. It initialises CUDA in the
     background, which takes a while.
@@ -178,7 +178,7 @@ def _devices(
     return devices
 
 
-def _staging_bytes(request: Request, found: Look) -> int:
+def _staging_bytes(request: Request, found: Inspection) -> int:
     """Return the bound on staging. A checkpoint copies device memory into the host's; staging for
     it comes out of what is left then.
     """
@@ -206,7 +206,7 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
         )
 
 
-def _pre_copy(request: Request, found: Look, storing: Storing) -> dict[int, PreCopied]:
+def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int, PreCopied]:
     """Pre-copy every process that is large enough.
 
     Returns:
@@ -240,7 +240,9 @@ def _pre_copy(request: Request, found: Look, storing: Storing) -> dict[int, PreC
     return out
 
 
-def _reserve(found: Look, storing: Storing, copied: Mapping[int, PreCopied], threads: int) -> None:
+def _reserve(
+    found: Inspection, storing: Storing, copied: Mapping[int, PreCopied], threads: int
+) -> None:
     """Prefault as much staging as the window will probably fill, judged by what changed since the
     parent. Without pre-copy nothing is known, so all of the private memory counts.
     """
@@ -261,7 +263,7 @@ def _reserve(found: Look, storing: Storing, copied: Mapping[int, PreCopied], thr
     staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * threads))
 
 
-def _claim(request: Request, found: Look) -> Claim:
+def _claim(request: Request, found: Inspection) -> Claim:
     """Claim the tree's window, and those of its GPU processes. Two dumps that inspect device memory
     at once would take the room on the GPU from each other's window, and each would end the other's
     inspection.
@@ -275,7 +277,9 @@ def _claim(request: Request, found: Look) -> Claim:
     )
 
 
-def _prepare_devices(request: Request, found: Look, devices: Devices, storing: Storing) -> None:
+def _prepare_devices(
+    request: Request, found: Inspection, devices: Devices, storing: Storing
+) -> None:
     least = {"off": None, "on": 0}.get(request.options.pre_copy, _PRE_COPY_RESIDENT)
     with storing.staging.limited(_PRE_COPY_STAGING):
         devices.require(

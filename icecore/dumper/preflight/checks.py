@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from icecore.dumper.observe.files import ghosts
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.inspection import Inspection
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import LEAST_BYTES, hides
 from icecore.host.kernel import limits, procfs
@@ -34,13 +34,13 @@ class Refusal:
     cure: str
 
 
-Check = Callable[[Look], Sequence[Refusal]]
+Check = Callable[[Inspection], Sequence[Refusal]]
 
 
 # -- processes
 
 
-def traced(found: Look) -> list[Refusal]:
+def traced(found: Inspection) -> list[Refusal]:
     return [
         Refusal(
             "traced",
@@ -52,7 +52,7 @@ def traced(found: Look) -> list[Refusal]:
     ]
 
 
-def scheduling(found: Look) -> list[Refusal]:
+def scheduling(found: Inspection) -> list[Refusal]:
     return [
         Refusal(
             "scheduling",
@@ -71,7 +71,7 @@ def _policy(pid: int) -> int:
         return 0
 
 
-def namespaces(found: Look) -> list[Refusal]:
+def namespaces(found: Inspection) -> list[Refusal]:
     """A tree lives in one set of namespaces, the root's; CRIU cannot dump or restore members that
     have others.
     """
@@ -112,7 +112,7 @@ def namespaces(found: Look) -> list[Refusal]:
 # -- memory
 
 
-def pipes(found: Look) -> list[Refusal]:
+def pipes(found: Inspection) -> list[Refusal]:
     held = _held_in_pipes(found)
     need, have = limits.pipe_need(held, len(found.living)), limits.descriptor_limit()
     if need <= have or found.options.memory == "streamed":
@@ -126,7 +126,7 @@ def pipes(found: Look) -> list[Refusal]:
     ]
 
 
-def _held_in_pipes(found: Look) -> int:
+def _held_in_pipes(found: Inspection) -> int:
     """Bytes of private memory, at most, that CRIU takes into pipes."""
     if not hides(found.criu):
         # Device memory is in the processes by then.
@@ -142,7 +142,7 @@ def _held_in_pipes(found: Look) -> int:
     return sum(min(p.private_bytes, size) for p, size in zip(found.living, seen, strict=True))
 
 
-def guard_pages(found: Look) -> list[Refusal]:
+def guard_pages(found: Inspection) -> list[Refusal]:
     """CRIU before 4.2 knows nothing of them: the restored process would have plain memory there."""
     if found.criu.keeps_guard_pages(limits.kernel_version()):
         return []
@@ -164,7 +164,7 @@ def guard_pages(found: Look) -> list[Refusal]:
     return out
 
 
-def system_v(found: Look) -> list[Refusal]:
+def system_v(found: Inspection) -> list[Refusal]:
     if not in_hosts(found, "ipc"):
         return []
     return [
@@ -178,14 +178,14 @@ def system_v(found: Look) -> list[Refusal]:
     ]
 
 
-def in_hosts(found: Look, kind: str) -> bool:
+def in_hosts(found: Inspection, kind: str) -> bool:
     return (found.processes[0].namespaces or {}).get(kind) == found.namespaces[kind]
 
 
 # -- files
 
 
-def deleted(found: Look) -> list[Refusal]:
+def deleted(found: Inspection) -> list[Refusal]:
     limit = found.options.ghost_limit
     return [
         Refusal(
@@ -198,7 +198,7 @@ def deleted(found: Look) -> list[Refusal]:
     ]
 
 
-def file_budget(found: Look) -> list[Refusal]:
+def file_budget(found: Inspection) -> list[Refusal]:
     total = sum(f.about.size for f in found.files if f.about.policy == "content")
     if total <= found.options.file_budget:
         return []
@@ -215,7 +215,7 @@ def file_budget(found: Look) -> list[Refusal]:
     ]
 
 
-def workdir(found: Look) -> list[Refusal]:
+def workdir(found: Inspection) -> list[Refusal]:
     need = found.copied_bytes + sum(f.about.size for f in ghosts(found.files)) + _WORKDIR_SLACK
     if need <= found.workdir_free:
         return []
@@ -228,7 +228,7 @@ def workdir(found: Look) -> list[Refusal]:
     ]
 
 
-def mappings(found: Look) -> list[Refusal]:
+def mappings(found: Inspection) -> list[Refusal]:
     """A manifest has a limit, which keeps a planted one from filling memory; it must not be met
     only after the window.
     """
@@ -247,7 +247,7 @@ def mappings(found: Look) -> list[Refusal]:
 # -- warnings
 
 
-def message_queues(found: Look) -> list[Refusal]:
+def message_queues(found: Inspection) -> list[Refusal]:
     if not in_hosts(found, "ipc"):
         return []
     try:

@@ -10,7 +10,7 @@ import socket
 import stat
 from collections.abc import Iterator
 
-from icecore.dumper.observe.look import Look, ProcessLook, mount_ids
+from icecore.dumper.observe.inspection import Inspection, ProcessInspection, mount_ids
 from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
 from icecore.dumper.preflight.checks import Refusal, in_hosts
 from icecore.host.criu.program import has_plugin
@@ -57,7 +57,7 @@ _WITHOUT_OPTIONS = {"UNIX", "UNIX-STREAM", "NETLINK"}
 # -- descriptors
 
 
-def io_uring(found: Look) -> list[Refusal]:
+def io_uring(found: Inspection) -> list[Refusal]:
     users = [
         p.pid
         for p in found.processes
@@ -75,7 +75,7 @@ def io_uring(found: Look) -> list[Refusal]:
     ]
 
 
-def gpus(found: Look) -> list[Refusal]:
+def gpus(found: Inspection) -> list[Refusal]:
     """GPUs that only a plugin of CRIU's can dump."""
     out = []
     for process in found.processes:
@@ -96,7 +96,7 @@ def gpus(found: Look) -> list[Refusal]:
     return out
 
 
-def devices(found: Look) -> list[Refusal]:
+def devices(found: Inspection) -> list[Refusal]:
     out = []
     drivers = found.gpus
     cuda = (
@@ -129,7 +129,7 @@ def devices(found: Look) -> list[Refusal]:
     return out
 
 
-def descriptors(found: Look) -> list[Refusal]:
+def descriptors(found: Inspection) -> list[Refusal]:
     out = []
     for process, descriptor in _all_descriptors(found):
         kind = (
@@ -148,13 +148,13 @@ def descriptors(found: Look) -> list[Refusal]:
     return out
 
 
-def _all_descriptors(found: Look) -> Iterator[tuple[ProcessLook, procfs.Descriptor]]:
+def _all_descriptors(found: Inspection) -> Iterator[tuple[ProcessInspection, procfs.Descriptor]]:
     return (
         (process, descriptor) for process in found.processes for descriptor in process.descriptors
     )
 
 
-def pidfds(found: Look) -> list[Refusal]:
+def pidfds(found: Inspection) -> list[Refusal]:
     inside = {*found.pids, -1}  # -1: the process has ended
     out = []
     for process, descriptor in _all_descriptors(found):
@@ -181,7 +181,7 @@ def _pidfd(pid: int, number: int) -> int:
     return int(found[1]) if found else -1
 
 
-def mounts(found: Look) -> list[Refusal]:
+def mounts(found: Inspection) -> list[Refusal]:
     """CRIU finds files by mount and path: what lies on a mount that the tree does not see is lost
     to it.
     """
@@ -224,7 +224,7 @@ def mounts(found: Look) -> list[Refusal]:
 # -- sockets
 
 
-def protocols(found: Look) -> list[Refusal]:
+def protocols(found: Inspection) -> list[Refusal]:
     out = []
     for process in found.processes:
         for one in process.sockets:
@@ -241,7 +241,7 @@ def protocols(found: Look) -> list[Refusal]:
     return out
 
 
-def internet(found: Look) -> list[Refusal]:
+def internet(found: Inspection) -> list[Refusal]:
     if found.criu.version >= (4, 2):
         return []
     affected = _PROTOCOLS - _WITHOUT_OPTIONS
@@ -259,7 +259,7 @@ def internet(found: Look) -> list[Refusal]:
     ]
 
 
-def unix_peers(found: Look) -> list[Refusal]:
+def unix_peers(found: Inspection) -> list[Refusal]:
     """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a
     socket with a name.
     """
@@ -297,7 +297,7 @@ def _datagram_to_name(peer: UnixSocket | None) -> bool:
 # -- warnings
 
 
-def loose_pipes(found: Look) -> list[Refusal]:
+def loose_pipes(found: Inspection) -> list[Refusal]:
     """Pipes of which the tree holds one kind of end only: the other end is not there after a
     restore.
     """

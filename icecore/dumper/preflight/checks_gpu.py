@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.preflight.checks import Refusal
 from icecore.host.cuda import holder, nccl
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
@@ -25,7 +25,7 @@ _ALONE_RATES, _HELPED_RATES = (2.4e9, 6.9e9), (5.7e9, 8.5e9)
 _GIB = 1 << 30
 
 
-def driver(found: Look) -> list[Refusal]:
+def driver(found: Inspection) -> list[Refusal]:
     """The driver and what speaks to it."""
     if found.gpus is None:
         return []
@@ -57,7 +57,7 @@ def driver(found: Look) -> list[Refusal]:
     return []
 
 
-def plugin(found: Look) -> list[Refusal]:
+def plugin(found: Inspection) -> list[Refusal]:
     """What lets CRIU hold the tree while the driver works."""
     return (
         []
@@ -68,10 +68,10 @@ def plugin(found: Look) -> list[Refusal]:
 
 def _each(
     name: str, applies: Callable[[GpuProcess, Inventory], bool], message: str, cure: str
-) -> Callable[[Look], list[Refusal]]:
+) -> Callable[[Inspection], list[Refusal]]:
     """A check of one process at a time; ``{pid}`` in the message."""
 
-    def check(found: Look) -> list[Refusal]:
+    def check(found: Inspection) -> list[Refusal]:
         gpus = found.gpus
         if gpus is None or gpus.inventory is None:
             return []
@@ -98,7 +98,7 @@ ipc = _each(
 )
 
 
-def shared(found: Look) -> list[Refusal]:
+def shared(found: Inspection) -> list[Refusal]:
     """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to
     another. The importer shows no sign of that, and is lost. Of those under the preload it is known
     that none exported or opened any that the driver has; what else they share by it, windows take
@@ -142,7 +142,7 @@ mig = _each(
 )
 
 
-def transports(found: Look) -> list[Refusal]:
+def transports(found: Inspection) -> list[Refusal]:
     """NCCL between processes, in the tree or beside it, or between GPUs of one process. Where all
     are under the preload, what they share through cuMem is taken away before.
     """
@@ -168,7 +168,7 @@ def transports(found: Look) -> list[Refusal]:
     ]
 
 
-def sharing(found: Look) -> list[Refusal]:
+def sharing(found: Inspection) -> list[Refusal]:
     """Memory that processes share although no window can take it away, or with somebody who is not
     in the tree.
     """
@@ -214,7 +214,7 @@ def _unsafe(process: GpuProcess, parked: bool) -> Iterator[Refusal]:
         )
 
 
-def memory(found: Look) -> list[Refusal]:
+def memory(found: Inspection) -> list[Refusal]:
     """A checkpoint moves all device memory to the host: the kernel must not have to kill for it."""
     gpus = found.gpus
     if gpus is None or gpus.most_bytes <= (available := limits.memory_available()):
@@ -228,12 +228,12 @@ def memory(found: Look) -> list[Refusal]:
     ]
 
 
-def _least_window(gpus: GpuLook, *, helped: bool) -> float:
+def _least_window(gpus: GpuInspection, *, helped: bool) -> float:
     slowest = max((p.moved for p in gpus.processes), default=0)
     return sum(slowest / rate for rate in (_HELPED_RATES if helped else _ALONE_RATES))
 
 
-def predicted_window(found: Look) -> float:
+def predicted_window(found: Inspection) -> float:
     """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed;
     the rest: `icecore.dumper.preflight.prediction`.
     """
@@ -244,7 +244,7 @@ def predicted_window(found: Look) -> float:
     )
 
 
-def window(found: Look) -> list[Refusal]:
+def window(found: Inspection) -> list[Refusal]:
     """How long the driver takes at the least is known: a window that cannot be kept is not begun."""
     if found.gpus is None or found.options.stop:
         return []
@@ -262,7 +262,7 @@ def window(found: Look) -> list[Refusal]:
     ]
 
 
-def nvml(found: Look) -> list[Refusal]:
+def nvml(found: Inspection) -> list[Refusal]:
     """A warning: NVML's handles are the kernel's, and end with the process."""
     return [
         Refusal(

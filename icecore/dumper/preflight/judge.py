@@ -1,7 +1,7 @@
 """Preflight: what would lose or hang the job, or make its snapshot useless, is found and refused
 with its cure before anything is frozen.
 
-Every check is a function of one `Look` and returns refusals. None can be overridden. What only may
+Every check is a function of one `Inspection` and returns refusals. None can be overridden. What only may
 matter after a restore is a warning.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.preflight import checks, checks_descriptors, checks_gpu
 from icecore.dumper.preflight.checks import Check, Refusal
 from icecore.errors import NotFound, PreflightRefused
@@ -171,18 +171,18 @@ def _contains(root: int, pid: int) -> bool:
     return False
 
 
-def refuse(found: Look) -> list[Refusal]:
+def refuse(found: Inspection) -> list[Refusal]:
     """Every refusal of every check, in their order."""
     return [refusal for check in CHECKS for refusal in check(found)]
 
 
-def require(found: Look) -> None:
+def require(found: Inspection) -> None:
     """Raise `PreflightRefused` with all refusals if there are any."""
     refusals = refuse(found)
     if refusals:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
 
 
-def warn(found: Look) -> list[Refusal]:
+def warn(found: Inspection) -> list[Refusal]:
     """What does not keep a dump from being taken, but may matter to who restores it."""
     return [warning for check in WARNINGS for warning in check(found)]

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuLook
+from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuInspection
 from icecore.dumper.preflight.checks import Refusal
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.cuda.api import State
@@ -27,7 +27,7 @@ from icecore.host.kernel import procfs
 _AGAIN = "dump it again"
 
 
-def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
+def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Refusal]:
     """Refuse processes whose driver state contradicts their threads.
 
     Args:
@@ -39,7 +39,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
             f"process {one.pid} has begun to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
-        for one in look.orphans
+        for one in inspection.orphans
         if states[one.pid] is not State.NOT_CUDA
     ]
     return refusals + [
@@ -48,7 +48,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
             f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
-        for one in look.processes
+        for one in inspection.processes
         if one.threads
         and states[one.pid] is State.NOT_CUDA
         and procfs.exists(one.pid)
@@ -56,19 +56,19 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
     ]
 
 
-def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
+def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int]) -> None:
     """Require that only checkpointed processes have CUDA state. The tree is stopped.
 
     Args:
         root: The tree's.
-        look: Its look before the window.
+        inspection: Its look before the window.
         cuda: Those that were checkpointed.
 
     Raises:
         DumpFailed: Another process may have CUDA state.
     """
-    asked = {one.pid for one in (*look.processes, *look.orphans)}
-    named = any(one.threads for one in look.processes)
+    asked = {one.pid for one in (*inspection.processes, *inspection.orphans)}
+    named = any(one.threads for one in inspection.processes)
     for pid in procfs.tree(root):
         if pid in cuda:
             continue
@@ -76,7 +76,7 @@ def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
             # If the driver's threads have other names, they do not describe a process about which
             # the driver was not asked.
             if has_drivers_threads(pid) or (
-                not named and pid not in asked and _has_device_files(pid, look.backend)
+                not named and pid not in asked and _has_device_files(pid, inspection.backend)
             ):
                 raise DumpFailed(
                     f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN

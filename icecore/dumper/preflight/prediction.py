@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from icecore.dumper.observe.gpus import GpuLook
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.gpus import GpuInspection
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.preflight.checks_gpu import predicted_window
 from icecore.events import Value
 
@@ -41,7 +41,7 @@ SLOWEST_OF_SEVERAL: Rates = (0.6e9, 3.1e9)
 SLOWEST_HELPED: Rates = (2.8e9, 3.0e9)
 
 
-def predict(found: Look) -> dict[str, Value]:
+def predict(found: Inspection) -> dict[str, Value]:
     """What preflight says of device memory: how much stays, how much is moved, and how long the
     window will be on that account if all of what stays changed.
 
@@ -67,7 +67,7 @@ def predict(found: Look) -> dict[str, Value]:
     return fields
 
 
-def window_of(found: Look) -> Seen:
+def window_of(found: Inspection) -> Seen:
     """Seconds, as far as GPUs decide; nothing where there are none."""
     if found.gpus is None:
         return Seen(0.0, 0.0, 0.0)
@@ -84,7 +84,7 @@ def window_of(found: Look) -> Seen:
     )
 
 
-def _driver_seconds(gpus: GpuLook, rates: Rates) -> float:
+def _driver_seconds(gpus: GpuInspection, rates: Rates) -> float:
     """Processes at the same time; those that NVML does not know are taken to use as much each."""
     unknown = sum(not process.contexts for process in gpus.processes)
     most = max((max(process.moved, CONTEXT_BYTES) for process in gpus.processes), default=0)

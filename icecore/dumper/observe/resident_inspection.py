@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from icecore.dumper.observe.gpus import GpuLook
+from icecore.dumper.observe.gpus import GpuInspection
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host.kernel import limits, procfs
 from icecore.host.kernel.trusted import open_directory, require_private
@@ -39,7 +39,7 @@ _REPORT_SECONDS, _POLL_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
-class ResidentLook:
+class ResidentInspection:
     """The processes of a tree that have resident memory.
 
     Attributes:
@@ -87,7 +87,9 @@ class ResidentLook:
         return Path(f"/proc/{pid}/root{self.directory}")
 
 
-def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, ResidentLook | None]:
+def inspect_resident(
+    gpus: GpuInspection, staging_bytes: int
+) -> tuple[GpuInspection, ResidentInspection | None]:
     """Which of the GPU processes have resident memory, and the look at GPUs with that taken off.
 
     Args:
@@ -152,7 +154,9 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
     ]
     without = replace(gpus, processes=less)
     copies = _foreseen(without, sizes, staging_bytes)
-    return without, ResidentLook(directory, pids, reports, _outsiders(directory, reports), copies)
+    return without, ResidentInspection(
+        directory, pids, reports, _outsiders(directory, reports), copies
+    )
 
 
 def _is_private(directory: Path) -> bool:
@@ -183,7 +187,7 @@ def _sizes(agent: Agent, report: Report) -> Counter[str]:
         return Counter({"": report.counts.resident_bytes})
 
 
-def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
+def _foreseen(gpus: GpuInspection, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
     """By the rule of `icecore.dumper.gpu.resident.Resident.prepare` for a first snapshot, with what
     NVML says is free.
     """

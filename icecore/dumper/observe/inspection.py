@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from icecore.dumper.observe.files import FoundFile, find_files
-from icecore.dumper.observe.gpus import GpuLook, look_at_gpus
-from icecore.dumper.observe.resident_look import ResidentLook, look_at_resident
+from icecore.dumper.observe.gpus import GpuInspection, inspect_gpus
+from icecore.dumper.observe.resident_inspection import ResidentInspection, inspect_resident
 from icecore.dumper.observe.sockets import Socket, sockets_of
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
@@ -27,7 +27,7 @@ SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV")
 
 
 @dataclass(frozen=True)
-class ProcessLook:
+class ProcessInspection:
     """What was read about one process of the tree. Memory in bytes.
 
     Attributes:
@@ -52,7 +52,7 @@ class ProcessLook:
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """All that the checks judge.
 
     Attributes:
@@ -69,7 +69,7 @@ class Look:
     """
 
     root: int
-    processes: list[ProcessLook]
+    processes: list[ProcessInspection]
     files: list[FoundFile]
     private_bytes: int
     copied_bytes: int
@@ -77,8 +77,8 @@ class Look:
     namespaces: dict[str, int]
     criu: Criu
     options: DumpOptions
-    gpus: GpuLook | None = None
-    resident: ResidentLook | None = None
+    gpus: GpuInspection | None = None
+    resident: ResidentInspection | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -86,12 +86,12 @@ class Look:
         return [p.pid for p in self.processes]
 
     @property
-    def living(self) -> list[ProcessLook]:
+    def living(self) -> list[ProcessInspection]:
         """Without zombies."""
         return [p for p in self.processes if not p.status.zombie]
 
 
-def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
+def inspect_tree(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Inspection:
     """Read all that the checks need.
 
     Raises:
@@ -105,13 +105,13 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
             if member == pid:
                 raise NotFound(f"there is no process {pid}") from None
             continue  # it ended meanwhile
-    gpus = look_at_gpus(
+    gpus = inspect_gpus(
         find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes]
     )
     resident = None
     if gpus is not None:
-        gpus, resident = look_at_resident(gpus, options.staging_bytes)
-    return Look(
+        gpus, resident = inspect_resident(gpus, options.staging_bytes)
+    return Inspection(
         root=pid,
         processes=processes,
         files=find_files([p.pid for p in processes if not p.status.zombie], options),
@@ -126,17 +126,17 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
     )
 
 
-def _process(pid: int) -> ProcessLook:
+def _process(pid: int) -> ProcessInspection:
     status = procfs.status(pid)
     if status.zombie:
-        return ProcessLook(pid, status, [], [])
+        return ProcessInspection(pid, status, [], [])
     descriptors = procfs.descriptors(pid)
     sizes = {
         name: int(words[0]) * 1024
         for name, words in procfs.status_fields(pid).items()
         if name in _SIZES
     }
-    return ProcessLook(
+    return ProcessInspection(
         pid,
         status,
         procfs.read_maps(pid),
@@ -184,7 +184,7 @@ def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tupl
             os.close(own)
 
 
-def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
+def _shared_bytes(processes: Sequence[ProcessInspection]) -> int:
     """Bytes of shared memory, each object once however many map it. Files on tmpfs (/dev/shm) are
     files, not memory.
     """
