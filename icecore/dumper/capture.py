@@ -23,7 +23,7 @@ from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_im
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.sources import FileSource, PagesImage
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.facts import (
     describe_namespaces,
     describe_processes,
@@ -98,7 +98,7 @@ class Capture:
         version: tuple[int, ...],
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
-        machinery: Machinery,
+        context: ScanContext,
         emit: Sink,
     ) -> None:
         self._options = options
@@ -106,7 +106,7 @@ class Capture:
         self._version = version
         self._parent = parent
         self._copied = copied
-        self._machinery = machinery
+        self._context = context
         self._emit = emit
 
     def in_window(
@@ -141,7 +141,7 @@ class Capture:
                 captured.spaces.append(capture)
                 done = early.processes.get(pagemap.number) if early else None
                 captured.scanned += capture.scan(
-                    reader, pagemap.extents, self._machinery, done, touched
+                    reader, pagemap.extents, self._context, done, touched
                 )
         with phase(self._emit, "dump.files") as running:
             for file in find_files(alive, self._options):
@@ -164,7 +164,7 @@ class Capture:
             if pid is not None:
                 present = early.present.get(pagemap.number) if early else None
                 pagemap = pagemap.with_hidden(
-                    find_hidden(pid, pagemap.regions, hidden[pid], present, self._machinery.threads)
+                    find_hidden(pid, pagemap.regions, hidden[pid], present, self._context.threads)
                 )
             processes.append(pagemap)
         return ImageSet(processes, images.shared)
@@ -181,7 +181,7 @@ class Capture:
         return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number), seen)
 
     def _stream(self, number: int) -> int:
-        return number % self._machinery.streams
+        return number % self._context.streams
 
     def _file(self, file: FoundFile, captured: Captured) -> int:
         """Record one open file and read its content where the policy says so; returns bytes read."""
@@ -217,7 +217,7 @@ class Capture:
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
             captured.spaces.append(capture)
-            read = capture.scan(source, source.extents(), self._machinery) if about.size else 0
+            read = capture.scan(source, source.extents(), self._context) if about.size else 0
             if os.fstat(descriptor).st_size < about.size:
                 raise DumpFailed(
                     f"{about.path} shrank while it was read: something outside the job writes to it"
@@ -246,7 +246,7 @@ class Capture:
         source = PagesImage(str(self._images / f"pages-{pagemap.pages}.img"), pagemap.written)
         try:
             order = np.argsort(pagemap.written["address"], kind="stable")
-            capture.scan(source, pagemap.written[order], self._machinery)
+            capture.scan(source, pagemap.written[order], self._context)
         finally:
             source.close()
 
@@ -261,7 +261,7 @@ class Capture:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 extents = np.array([(0, -(-size // PAGE))], EXTENT)
-                capture.scan(FileSource(descriptor, size, path.name), extents, self._machinery)
+                capture.scan(FileSource(descriptor, size, path.name), extents, self._context)
             finally:
                 os.close(descriptor)
         return capture

@@ -21,7 +21,7 @@ from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_im
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.plain import CompactPages, Immediate
 from icecore.dumper.memory.sources import FileSource
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.facts import describe_requirements
 from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
@@ -198,12 +198,12 @@ class _Import:
                 f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them"
             )
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
-            machinery = replace(
-                storing.machinery,
+            context = replace(
+                storing.context,
                 pipeline=Immediate(storing.writer, storing.staging),
                 advance=running.counter(sum(path.stat().st_size for path in self.folder.iterdir())),
             )
-            captures = self._capture(images, storing.parent, machinery)
+            captures = self._capture(images, storing.parent, context)
             manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero
             running.fields |= {
@@ -216,7 +216,7 @@ class _Import:
     # -- content
 
     def _capture(
-        self, images: ImageSet, parent: Parent | None, machinery: Machinery
+        self, images: ImageSet, parent: Parent | None, context: ScanContext
     ) -> list[SpaceCapture]:
         captures = []
         memory = [("process", pagemap) for pagemap in images.processes] + [
@@ -233,12 +233,12 @@ class _Import:
                 stream=number % self.streams,
             )
             captures.append(capture)
-            self._pages(capture, pagemap, machinery)
+            self._pages(capture, pagemap, context)
         for path in image_files(self.folder):
-            captures.append(self._image(path, parent, machinery))
+            captures.append(self._image(path, parent, context))
         return captures
 
-    def _pages(self, capture: SpaceCapture, pagemap: Pagemap, machinery: Machinery) -> None:
+    def _pages(self, capture: SpaceCapture, pagemap: Pagemap, context: ScanContext) -> None:
         if int(pagemap.written["pages"].sum()) != int(pagemap.extents["pages"].sum()):
             raise UsageError(
                 f"{self.folder} is a lazy dump: memory of {capture.kind} {capture.key} is not in it",
@@ -256,7 +256,7 @@ class _Import:
         try:
             if capture.kind == "process":
                 self.commands[pagemap.number] = self._command(pagemap.number, source)
-            capture.scan(source, pagemap.extents, machinery)
+            capture.scan(source, pagemap.extents, context)
         finally:
             source.close()
 
@@ -268,7 +268,7 @@ class _Import:
         data = source.read(start, min(end - start, _MAX_ARGUMENTS))
         return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
 
-    def _image(self, path: Path, parent: Parent | None, machinery: Machinery) -> SpaceCapture:
+    def _image(self, path: Path, parent: Parent | None, context: ScanContext) -> SpaceCapture:
         size = path.stat().st_size
         before = parent.space("image", path.name) if parent else None
         regions = (
@@ -279,7 +279,7 @@ class _Import:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 extents = np.array([(0, -(-size // PAGE))], EXTENT)
-                capture.scan(FileSource(descriptor, size, path.name), extents, machinery)
+                capture.scan(FileSource(descriptor, size, path.name), extents, context)
             finally:
                 os.close(descriptor)
         return capture

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from icecore.dumper.memory.fingerprints import Fingerprints, encode_fingerprints
 from icecore.dumper.memory.parent import Parent, choose_parent, fingerprint_seed, load_parent
 from icecore.dumper.memory.pipeline import Pipeline
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.memory.staging import Staging
 from icecore.events import Sink
 from icecore.host.kernel import limits
@@ -91,7 +91,7 @@ class Storing:
         )
         self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, encoders))
         seed = fingerprint_seed(repository.keys, self.lineage)
-        self.machinery = Machinery(self.pipeline, self.staging, seed, threads, streams, self.stop)
+        self.context = ScanContext(self.pipeline, self.staging, seed, threads, streams, self.stop)
 
     def abandon(self, why: BaseException) -> None:
         """Make every thread that scans or waits for staging give up."""

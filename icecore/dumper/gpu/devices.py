@@ -20,7 +20,7 @@ from types import TracebackType
 from icecore.dumper.freeze.guard import Guard
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.parent import Parent
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.orphans import left_open, misjudged, require_no_others
@@ -109,7 +109,7 @@ class Devices:
     def require(
         self,
         staging_bytes: int,
-        machinery: Machinery,
+        context: ScanContext,
         parent: Parent | None,
         *,
         pre_copy: int | None = None,
@@ -119,7 +119,7 @@ class Devices:
         Args:
             staging_bytes: Bound on pinned host memory for copies of resident memory; what of that
                 is likely to change and has no room on its GPU comes on top.
-            machinery, parent: What these copies are stored with, and compared with.
+            context, parent: What these copies are stored with, and compared with.
             pre_copy: Resident memory without room on its GPU is stored before the window from so
                 many bytes on; None: it is not.
 
@@ -155,10 +155,10 @@ class Devices:
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
                 running.fields |= self._resident.prepare(
-                    staging_bytes, machinery, parent, moved=self._inspection.most_bytes
+                    staging_bytes, context, parent, moved=self._inspection.most_bytes
                 )
             if pre_copy is not None:
-                self._resident.pre_copy(machinery, parent, least=pre_copy)
+                self._resident.pre_copy(context, parent, least=pre_copy)
 
     @property
     def foreseen(self) -> Foreseen | None:
@@ -175,11 +175,11 @@ class Devices:
 
     # -- in the window
 
-    def lock(self, limit: float | None, machinery: Machinery, parent: Parent | None) -> None:
+    def lock(self, limit: float | None, context: ScanContext, parent: Parent | None) -> None:
         """Lock all; of resident memory, begin to copy what changed. CRIU is to freeze the tree now.
 
         Args:
-            machinery, parent: What these copies are stored with, and compared with.
+            context, parent: What these copies are stored with, and compared with.
             limit: Seconds from now after which they shall run again whatever this process does.
                 None: no limit.
 
@@ -192,7 +192,7 @@ class Devices:
             if self._resident is not None:
                 self._helper.resident(self._resident.agents)
                 self._resident.take_away(self._lock_for, self._unlock, limit)
-                self._resident.begin_copy(machinery, parent)
+                self._resident.begin_copy(context, parent)
             self._lock()
             self._require_taken_away()
         except (DeviceError, NotFound, ResidentFailed) as error:
@@ -304,9 +304,9 @@ class Devices:
         if self._resident is not None:
             self._resident.let_go()
 
-    def store(self, machinery: Machinery) -> list[SpaceCapture]:
+    def store(self, context: ScanContext) -> list[SpaceCapture]:
         """Store what was copied aside; the window is over."""
-        return [] if self._resident is None else self._resident.store(machinery)
+        return [] if self._resident is None else self._resident.store(context)
 
     def go(self) -> None:
         """Bring all back, before CRIU, which was hung up on, lets go of them. Resident memory is

@@ -41,7 +41,7 @@ from icecore.dumper.memory.fingerprints import FINGERPRINT
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.scan import ScanResult
-from icecore.dumper.memory.spaces import Machinery, Scanned, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, Scanned, SpaceCapture
 from icecore.dumper.observe.resident_inspection import ResidentInspection
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
@@ -147,7 +147,7 @@ class Resident:
         ]
 
     def prepare(
-        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, moved: int
+        self, staging_bytes: int, context: ScanContext, parent: Parent | None, *, moved: int
     ) -> dict[str, Value]:
         """Have the worker ready on all GPUs, and host memory for copies, before anything is
         stopped.
@@ -155,7 +155,7 @@ class Resident:
         Args:
             staging_bytes: Bound on that memory, but for what is likely to change and has no room on
                 its GPU: that comes on top.
-            machinery, parent: What the copies will be stored with, and compared with.
+            context, parent: What the copies will be stored with, and compared with.
             moved: Bytes that the driver will move into the host's memory, of which as much is
                 staged: they are not to be had.
 
@@ -186,7 +186,7 @@ class Resident:
         try:
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
             found = look_for_changes(
-                self._worker, self._place, agents, tokens, parent, machinery.seed
+                self._worker, self._place, agents, tokens, parent, context.seed
             )
             said: dict[str, Value] = {
                 "looked": found.looked,
@@ -230,13 +230,13 @@ class Resident:
         }
         return {**said, "pinned": self._region.size}
 
-    def pre_copy(self, machinery: Machinery, parent: Parent | None, *, least: int) -> None:
+    def pre_copy(self, context: ScanContext, parent: Parent | None, *, least: int) -> None:
         """Store what has no room on its GPU, as far as it is at rest, before anything is stopped.
         What changes until the window finds the room that it would have found without. After
         `prepare`.
 
         Args:
-            machinery, parent: What it is stored with, and compared with.
+            context, parent: What it is stored with, and compared with.
             least: Bytes without room for which it is worth it.
 
         Raises:
@@ -255,12 +255,12 @@ class Resident:
                     agents,
                     tokens,
                     parent,
-                    machinery,
+                    context,
                     self._short,
                     self._spare,
                 )
             except IcecoreError as error:  # a worker that is gone is met before the window, and so is a store that fails
-                machinery.pipeline.drain()
+                context.pipeline.drain()
                 running.fields["not_stored"] = error.message
             running.bytes = self.pre_copied
 
@@ -303,10 +303,10 @@ class Resident:
             )
         self._sharing = find_shares(self._tree.taken)
 
-    def begin_copy(self, machinery: Machinery, parent: Parent | None) -> None:
+    def begin_copy(self, context: ScanContext, parent: Parent | None) -> None:
         """Begin to copy what changed; `wait_copied` waits for it."""
         self._copying = threading.Thread(
-            target=self._copy, args=(machinery, parent), name="resident", daemon=True
+            target=self._copy, args=(context, parent), name="resident", daemon=True
         )
         self._copying.start()
 
@@ -359,12 +359,12 @@ class Resident:
 
     # -- copying
 
-    def _copy(self, machinery: Machinery, parent: Parent | None) -> None:
+    def _copy(self, context: ScanContext, parent: Parent | None) -> None:
         try:
             assert self._tree is not None
             pairs = self._sharing.owned  # what several have is stored once
             self._processes = [
-                self._plan(pid, number, pairs[pid], machinery, parent)
+                self._plan(pid, number, pairs[pid], context, parent)
                 for number, pid in enumerate(sorted(pairs))
             ]
             devices = by_device([process.cells for process in self._processes])
@@ -373,7 +373,7 @@ class Resident:
             with ThreadPoolExecutor(len(devices), "gpu") as pool:
                 with phase(self._emit, "dump.resident.fingerprint") as running:
                     for future in [
-                        pool.submit(fingerprint, self._worker, device, pieces, machinery.seed)
+                        pool.submit(fingerprint, self._worker, device, pieces, context.seed)
                         for device, pieces in devices.items()
                     ]:
                         running.bytes += future.result()
@@ -389,7 +389,7 @@ class Resident:
                     running.bytes = sum(changed for changed, _ in counts)
                     running.fields["in_window"] = sum(left for _, left in counts)
             for process in self._processes:
-                self._keep(process, machinery, in_window=True)
+                self._keep(process, context, in_window=True)
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self._failure = error
 
@@ -398,22 +398,22 @@ class Resident:
         pid: int,
         number: int,
         pairs: Sequence[Taken],
-        machinery: Machinery,
+        context: ScanContext,
         parent: Parent | None,
     ) -> _Process:
-        stream = number % machinery.streams
+        stream = number % context.streams
         cells = plan_process(
             pid,
             str(self.inspection.pids[pid]),
             pairs,
             self._worker,
             parent,
-            machinery.seed,
+            context.seed,
             stream=stream,
         )
         if (ahead := self._pre_copied.get(pid)) is not None:
             cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
-        sink = machinery.pipeline.space(
+        sink = context.pipeline.space(
             stream, cells.plan, cells.capture.regions, cells.capture.known
         )
         devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
@@ -462,7 +462,7 @@ class Resident:
             at += some
         return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
 
-    def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
+    def _keep(self, process: _Process, context: ScanContext, *, in_window: bool) -> None:
         """Hand changed cells to the pipeline: in the window those for which there was no room,
         after it those that were copied aside.
         """
@@ -474,7 +474,7 @@ class Resident:
         aside = process.place[rows]
         through = rows[in_window | (aside >= ON_DEVICE)]
         for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
-            self._hand_on(process, row, int(process.place[row]), machinery)
+            self._hand_on(process, row, int(process.place[row]), context)
         pieces = process.cells.pieces
         firsts = [piece.first for piece in pieces]
         for device in dict.fromkeys(process.device):
@@ -487,19 +487,19 @@ class Resident:
                 ]
             else:
                 cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
-            hand_on = partial(self._hand_on_of, process, rows_there, machinery)
+            hand_on = partial(self._hand_on_of, process, rows_there, context)
             fetch_through(self._worker, self._region, device, cells, hand_on)
 
     def _hand_on_of(
-        self, process: _Process, rows: Sequence[int], machinery: Machinery, number: int, place: int
+        self, process: _Process, rows: Sequence[int], context: ScanContext, number: int, place: int
     ) -> None:
-        self._hand_on(process, rows[number], place, machinery)
+        self._hand_on(process, rows[number], place, context)
 
-    def _hand_on(self, process: _Process, row: int, place: int, machinery: Machinery) -> None:
+    def _hand_on(self, process: _Process, row: int, place: int, context: ScanContext) -> None:
         assert self._region is not None
-        if machinery.stop.is_set():
+        if context.stop.is_set():
             raise DumpFailed("the dump was abandoned")
-        slot = machinery.staging.acquire()
+        slot = context.staging.acquire()
         copy_cell(self._region, place, slot.address)
         process.sink.keep(row, slot)
 
@@ -544,14 +544,14 @@ class Resident:
         # An older preload knows nothing of it.
         self._told = [agent for agent, future in futures if future.exception() is None]
 
-    def store(self, machinery: Machinery) -> list[SpaceCapture]:
+    def store(self, context: ScanContext) -> list[SpaceCapture]:
         """Hand all that was copied aside to the pipeline; the spaces.
 
         Raises:
             WorkerFailed: The worker ended with copies that were on a GPU.
         """
         for process in self._processes:
-            self._keep(process, machinery, in_window=False)
+            self._keep(process, context, in_window=False)
             cells = process.cells
             process.sink.unchanged(cells.row)
             process.sink.zeros(cells.row)

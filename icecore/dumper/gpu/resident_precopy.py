@@ -31,7 +31,7 @@ from icecore.dumper.memory.cells import UNKNOWN
 from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
-from icecore.dumper.memory.spaces import Machinery
+from icecore.dumper.memory.spaces import ScanContext
 from icecore.errors import DumpFailed
 from icecore.host.gpu.worker import MOST_DESCRIPTORS
 from icecore.host.gpu.working import HostRegion, Worker, copy_cell, fetch_through
@@ -109,7 +109,7 @@ def pre_copy_resident(
     agents: Mapping[int, Agent],
     tokens: Mapping[int, bytes],
     parent: Parent | None,
-    machinery: Machinery,
+    context: ScanContext,
     wanted: Mapping[str, int],
     spare: Mapping[str, int],
 ) -> dict[int, PreCopied]:
@@ -120,7 +120,7 @@ def pre_copy_resident(
         region: The worker's host region: its beginning is used.
         place: The keeper's directory.
         agents, tokens: The processes', by pid.
-        machinery: What they are stored with.
+        context: What they are stored with.
         wanted: By GPU, bytes that are to be stored, at the most.
         spare: By GPU, bytes of its memory that copies may take.
 
@@ -128,16 +128,16 @@ def pre_copy_resident(
         IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the
             worker hangs.
     """
-    keeper, seed = Keeper(place), machinery.seed
+    keeper, seed = Keeper(place), context.seed
     with announced(agents.values()):
         pairs = owned(keeper, tokens)
         processes = []
         for number, pid in enumerate(sorted(pairs)):  # as in the window
-            stream = number % machinery.streams
+            stream = number % context.streams
             cells = plan_process(
                 pid, str(agents[pid].pid), pairs[pid], worker, parent, seed, stream=stream
             )
-            sink = machinery.pipeline.space(
+            sink = context.pipeline.space(
                 stream, cells.plan, cells.capture.regions, cells.capture.known
             )
             before, none = cells.capture.parent, np.zeros(len(cells.plan), np.bool_)
@@ -179,17 +179,17 @@ def pre_copy_resident(
         process.wanted = (
             ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
         )
-    machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+    context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
     for device, pieces in devices.items():
         eyes = Eyes(worker, keeper, tokens, seed, device)
         copying = _Copying(
-            eyes, region, list(agents.values()), machinery, min(spare[device], _ROOM) // CELL_BYTES
+            eyes, region, list(agents.values()), context, min(spare[device], _ROOM) // CELL_BYTES
         )
         try:
             copying.copy(pieces, wanted[device] // CELL_BYTES)
         finally:
             worker.release(device, spare=True)
-    machinery.pipeline.drain()
+    context.pipeline.drain()
     return {process.cells.pid: process.result() for process in processes}
 
 
@@ -209,7 +209,7 @@ class _Copying:
     eyes: Eyes
     region: HostRegion
     agents: Sequence[Agent]
-    machinery: Machinery
+    context: ScanContext
     room: int
 
     def copy(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> None:
@@ -220,7 +220,7 @@ class _Copying:
             if (process.wanted | process.restless)[piece.rows].any()
         ]
         while left and most > 0:
-            if self.machinery.stop.is_set():
+            if self.context.stop.is_set():
                 raise DumpFailed("the dump was abandoned")
             some, size = [left.pop()], 0
             size += some[0][1].allocation.size
@@ -299,7 +299,7 @@ class _Copying:
     ) -> Callable[[int, int], None]:
         def keep(number: int, place: int) -> None:
             (process, row), at = found[number]
-            slot = self.machinery.staging.acquire()
+            slot = self.context.staging.acquire()
             copy_cell(self.region, place, slot.address)
             process.sink.keep(row, slot)
             process.words[row] = aside[at // CELL_BYTES]

@@ -32,7 +32,7 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of
 from icecore.dumper.memory.scan import scan
-from icecore.dumper.memory.spaces import Machinery, Scanned
+from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.files import tree_pids
 from icecore.errors import NotFound
 from icecore.events import Sink, phase
@@ -94,7 +94,7 @@ class EarlyScan:
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         device: Mapping[int, Sequence[tuple[int, int]]],
-        machinery: Machinery,
+        context: ScanContext,
         emit: Sink,
     ) -> None:
         self._root = root
@@ -102,7 +102,7 @@ class EarlyScan:
         self._parent = parent
         self._copied = copied
         self._device = device
-        self._machinery = machinery
+        self._context = context
         self._emit = emit
         self._over = threading.Event()
         self._found: Early | None = None
@@ -121,7 +121,7 @@ class EarlyScan:
     ) -> None:
         self._over.set()
         if error is not None:
-            self._machinery.stop.set()
+            self._context.stop.set()
         self._thread.join()
 
     def finish(self) -> Early | None:
@@ -173,11 +173,11 @@ class EarlyScan:
                     for region in private_regions(mappings)
                     if not region.protection & procfs.PROT_EXEC
                 ]
-                extents = present_extents(pid, ranges_of(regions), self._machinery.threads)
+                extents = present_extents(pid, ranges_of(regions), self._context.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     found[image] = self._process(
-                        pid, image, regions, extents, order[image] % self._machinery.streams
+                        pid, image, regions, extents, order[image] % self._context.streams
                     )
                     running.bytes += found[image].plan.bytes
         return Early(held, present, found)
@@ -193,21 +193,21 @@ class EarlyScan:
         parent = self._parent.space("process", str(image)) if self._parent else None
         copied = self._copied.get(image)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
-        machinery = self._machinery
+        context = self._context
         with RemoteReader(pid) as reader:
             wanted = grid(regions, self._device.get(pid, ()), reader, parent, copied)
             plan = plan_cells(wanted, extents)
-            sink = machinery.pipeline.space(stream, plan, wanted, known)
+            sink = context.pipeline.space(stream, plan, wanted, known)
             result = scan(
                 plan,
                 reader,
                 known,
-                seed=machinery.seed,
-                staging=machinery.staging,
-                threads=machinery.threads,
+                seed=context.seed,
+                staging=context.staging,
+                threads=context.threads,
                 keep=sink.keep,
-                stop=machinery.stop,
-                advance=machinery.advance,
+                stop=context.stop,
+                advance=context.advance,
             )
         sink.unchanged(result.row)
         return Scanned(plan, sink, result)

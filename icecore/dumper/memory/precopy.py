@@ -20,7 +20,7 @@ from icecore.dumper.memory.fingerprints import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
 from icecore.dumper.memory.scan import ScanResult, Source, scan
-from icecore.dumper.memory.spaces import Machinery, ParentSpace
+from icecore.dumper.memory.spaces import ParentSpace, ScanContext
 from icecore.dumper.memory.staging import Slot, Staging
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Advance, unwatched
@@ -103,7 +103,7 @@ def pre_copy(
     pid: int,
     stream: int,
     before: ParentSpace | None,
-    machinery: Machinery,
+    context: ScanContext,
     *,
     advance: Advance = unwatched,
 ) -> PreCopied | None:
@@ -124,8 +124,8 @@ def pre_copy(
             regions = inherit_origins(
                 cut(regions, allocations(reader, regions)), before.space.regions if before else []
             )
-            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
-            m = machinery
+            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), context.threads))
+            m = context
             look = _Look(
                 stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop
             )
@@ -142,14 +142,14 @@ def pre_copy(
                 lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot),
                 advance,
             )
-            machinery.pipeline.drain()
+            context.pipeline.drain()
             changed = result.changed
             calm = changed[~restless[changed]]
             stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
             kept = int(plan.length[calm].sum())
             doubtful = changed[restless[changed]]
             if len(doubtful):
-                machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+                context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
                 again = plan.take(doubtful)
                 same = KnownCells(
                     again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL)
@@ -157,7 +157,7 @@ def pre_copy(
                 rested = again.take(np.flatnonzero(look.scan(again, same, look.drop).row >= 0))
                 last = look.sink(rested, known)
                 found = look.scan(rested, known, last.keep)
-                machinery.pipeline.drain()
+                context.pipeline.drain()
                 new = found.changed
                 stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
                 kept += int(rested.length[new].sum())

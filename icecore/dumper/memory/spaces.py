@@ -29,7 +29,7 @@ from icecore.store.snapshot.writer import SnapshotWriter
 
 
 @dataclass(frozen=True)
-class Machinery:
+class ScanContext:
     """What every scan of one dump shares."""
 
     pipeline: Pipeline
@@ -123,7 +123,7 @@ class SpaceCapture:
         self,
         source: Source,
         extents: npt.NDArray[np.void],
-        machinery: Machinery,
+        context: ScanContext,
         early: Scanned | None = None,
         touched: Sequence[int] = (),
     ) -> int:
@@ -151,17 +151,17 @@ class SpaceCapture:
             plan = plan.take(np.flatnonzero(left))
         if not len(plan):
             return size
-        sink = machinery.pipeline.space(self.stream, plan, self.regions, self.known)
+        sink = context.pipeline.space(self.stream, plan, self.regions, self.known)
         result = scan(
             plan,
             source,
             self.known,
-            seed=machinery.seed,
-            staging=machinery.staging,
-            threads=machinery.threads,
+            seed=context.seed,
+            staging=context.staging,
+            threads=context.threads,
             keep=sink.keep,
-            stop=machinery.stop,
-            advance=machinery.advance,
+            stop=context.stop,
+            advance=context.advance,
         )
         sink.unchanged(result.row)
         self._parts.append(_Part(plan, sink, result))

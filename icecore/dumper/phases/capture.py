@@ -44,7 +44,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> I
         request.criu.version,
         ready.storing.parent,
         ready.copied,
-        ready.storing.machinery,
+        ready.storing.context,
         request.emit,
     )
     tree = reading.in_window(request.target.pid, frozen.device, frozen.early)

@@ -91,7 +91,7 @@ def _store(request: Request, ready: Ready, in_hand: InHand) -> Stored:
         storing.pipeline.open_gate(running.counter(sum(space.queued for space in tree.spaces)))
         in_hand.capture.after_window(tree)
         if devices is not None:
-            tree.spaces += devices.store(storing.machinery)
+            tree.spaces += devices.store(storing.context)
         stored = storing.finish(tree.spaces, tree.reused)
         running.bytes = stored.sizes.logical
         running.fields |= {

@@ -88,7 +88,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         ready.storing.parent,
         ready.copied,
         device,
-        ready.storing.machinery,
+        ready.storing.context,
         request.emit,
     ) as early:
         window.freeze()
@@ -102,7 +102,7 @@ def _checkpoint(accepted: Accepted, ready: Ready, devices: Devices) -> None:
     # The parent may mislead about how much changes. The driver copies for so long that staging for
     # all of it can be faulted in meanwhile.
     with storing.staging.growing(gpus.most_bytes >> 20 if gpus else 0):
-        devices.lock(window.left, storing.machinery, storing.parent)
+        devices.lock(window.left, storing.context, storing.parent)
         window.go()
         left = _FREEZE_SECONDS if window.left is None else min(_FREEZE_SECONDS, window.left)
         if not devices.checkpoint(left):

@@ -216,10 +216,10 @@ def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int
     if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
         return {}
     out = {}
-    parent, machinery = storing.parent, storing.machinery
+    parent, context = storing.parent, storing.context
     with (
         phase(request.emit, "dump.precopy") as running,
-        machinery.staging.limited(_PRE_COPY_STAGING),
+        context.staging.limited(_PRE_COPY_STAGING),
     ):
         advance = running.counter(found.private_bytes)
         for number, process in enumerate(found.processes):
@@ -228,7 +228,7 @@ def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int
             image = process.status.own_pid
             before = parent.space("process", str(image)) if parent else None
             learnt = pre_copy(
-                process.pid, number % machinery.streams, before, machinery, advance=advance
+                process.pid, number % context.streams, before, context, advance=advance
             )
             if learnt is not None:
                 out[image] = learnt
@@ -283,7 +283,7 @@ def _prepare_devices(
     least = {"off": None, "on": 0}.get(request.options.pre_copy, _PRE_COPY_RESIDENT)
     with storing.staging.limited(_PRE_COPY_STAGING):
         devices.require(
-            request.options.staging_bytes, storing.machinery, storing.parent, pre_copy=least
+            request.options.staging_bytes, storing.context, storing.parent, pre_copy=least
         )
     if found.resident is not None and devices.foreseen is not None:
         # Preflight took all resident memory for changed; by now it is known how much is.

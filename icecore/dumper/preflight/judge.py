@@ -19,7 +19,7 @@ from icecore.errors import NotFound, PreflightRefused
 from icecore.host.kernel import limits, procfs
 
 #: Modules and programs of icecore's that hold jobs, or work for who does.
-_MACHINERY = frozenset(
+_OWN_MODULES = frozenset(
     {"icecore.dumper.freeze.guard", "icecore.host.gpu.helper", "icecore.host.gpu.worker"}
 )
 _PROGRAMS = frozenset({"icecore-keeper"})
@@ -125,7 +125,7 @@ def _check_member(pid: int) -> list[Refusal]:
             return [Refusal("access", message, cure)]
         except FileNotFoundError:
             return []
-        if is_own_machinery(procfs.command_line(pid)):
+        if is_part_of_icecore(procfs.command_line(pid)):
             message = f"process {pid} is a part of icecore itself: another dump or restore, or a job's device memory, would wait for it"
             return [
                 Refusal(
@@ -137,7 +137,7 @@ def _check_member(pid: int) -> list[Refusal]:
     return []
 
 
-def is_own_machinery(command: Sequence[str]) -> bool:
+def is_part_of_icecore(command: Sequence[str]) -> bool:
     """Whether a command line is that of a process which others wait for: a guard, a helper, a
     keeper.
     """
@@ -145,7 +145,7 @@ def is_own_machinery(command: Sequence[str]) -> bool:
         return False
     named = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     return (
-        named in _MACHINERY
+        named in _OWN_MODULES
         or os.path.basename(command[0]) in _PROGRAMS
         or _RESTORE_GUARD in command[:7]
     )
