@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
@@ -178,7 +178,7 @@ def test_a_process_that_icecore_may_not_look_at(job: Job, store: Store) -> None:
 
 
 def test_a_tree_with_a_part_of_icecore_in_it(tmp_path: Path, store: Store, has: Has) -> None:
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         assert list(refused(store, guard.pid)) == ["icecore"]
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.freeze.guard import Guard, GuardLost
+from icecore.dumper.freeze.guard import DumpGuard, GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, UsageError, WindowExceeded
@@ -256,7 +256,7 @@ def test_a_streamed_tree_cannot_be_stopped(job: Job, store: Store) -> None:
 def test_a_guard_without_a_criu_ends_with_its_dumper(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
-    guard = Guard(str(folder))
+    guard = DumpGuard(str(folder))
     pid = guard.pid
     guard.release()
     guard.release()
@@ -265,7 +265,7 @@ def test_a_guard_without_a_criu_ends_with_its_dumper(tmp_path: Path) -> None:
 
 
 def test_a_guard_outlives_signals_of_the_terminal(tmp_path: Path) -> None:
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             os.kill(guard.pid, number)
@@ -293,7 +293,7 @@ _SERVER = ["python3", "-c", _SERVES, "{pages}", "{status}", "{hold}"]
 
 
 def test_a_guard_hangs_up_when_the_limit_has_passed(tmp_path: Path) -> None:
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         assert guard.prepare(_SERVER, 20) is None
         time.sleep(1.5)  # the limit counts from later on
@@ -310,7 +310,7 @@ def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
     """The attempt is given up; what it started ends by itself, as it does when it goes on without
     being told to.
     """
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         os.kill(guard.pid, signal.SIGSTOP)
         with pytest.raises(DumpFailed, match="no answer"):
@@ -318,7 +318,7 @@ def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
         os.kill(guard.pid, signal.SIGCONT)
     finally:
         guard.release()
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         assert guard.prepare([*_SERVER[:-1], "true"], 20) == 0
     finally:

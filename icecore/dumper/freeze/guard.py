@@ -58,7 +58,7 @@ class GuardLost(DumpFailed):
     """The guard process itself died; the tree thaws because the page-server socket closes with it."""
 
 
-class Guard:
+class DumpGuard:
     """The dumper's side: starts the guard process and speaks with it.
 
     Args:

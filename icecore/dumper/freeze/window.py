@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.errors import DumpFailed, NotFound, WindowExceeded
 from icecore.host.kernel import procfs
 
@@ -44,7 +44,7 @@ class Window:
 
     def __init__(
         self,
-        guard: Guard,
+        guard: DumpGuard,
         version: tuple[int, ...],
         *,
         limit: float | None,

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
@@ -74,7 +74,7 @@ class Devices:
         self,
         root: int,
         inspection: GpuInspection,
-        guard: Guard,
+        guard: DumpGuard,
         word: str,
         lock_seconds: float,
         emit: Sink,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.dumper.freeze.claim import Claim
-from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.freeze.window import Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
@@ -69,7 +69,7 @@ class Ready:
     """
 
     images: Path
-    guard: Guard
+    guard: DumpGuard
     devices: Devices | None
     storing: Storing
     copied: Mapping[int, PreCopied]
@@ -137,8 +137,8 @@ def _make_workdir(request: Request, stack: ExitStack) -> tuple[Path, int]:
     return images, lock
 
 
-def _start_guard(request: Request, images: Path, lock: int, stack: ExitStack) -> Guard:
-    guard = Guard(str(images), lock=lock)
+def _start_guard(request: Request, images: Path, lock: int, stack: ExitStack) -> DumpGuard:
+    guard = DumpGuard(str(images), lock=lock)
     stack.callback(guard.release)
     if guard.oom_score > oom.PROTECTED:
         request.emit(
@@ -151,7 +151,7 @@ def _start_guard(request: Request, images: Path, lock: int, stack: ExitStack) ->
 
 
 def _devices(
-    request: Request, found: Inspection, guard: Guard, images: Path, stack: ExitStack
+    request: Request, found: Inspection, guard: DumpGuard, images: Path, stack: ExitStack
 ) -> Devices | None:
     """Start what makes the driver's calls, if the tree uses GPUs. It initialises CUDA in the
     background, which takes a while.
