@@ -3,7 +3,7 @@ rule: it outlives the window.
 
 It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the
 middle of a dump. The dumper talks to it over a socket pair, one JSON object a message. It starts
-CRIU before the window and lets it go on in it (`prepared.py`). The socket to CRIU's page server
+CRIU before the window and lets it go on in it (`waiting_criu.py`). The socket to CRIU's page server
 passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the tree frozen until
 that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU
 closes on a hang-up at any time, also on one that came before it served). What is left for the guard
@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icecore.dumper.freeze.hold import wait_for_stream
-from icecore.dumper.freeze.prepared import Prepared
+from icecore.dumper.freeze.waiting_criu import WaitingCriu
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import Connection
 from icecore.host.kernel import oom
@@ -342,7 +342,7 @@ class _Server:
         self.lock = lock
         self.workdir = workdir
         self.dumper_alive = True
-        self.prepared: Prepared | None = None
+        self.waiting: WaitingCriu | None = None
         self.started: list[subprocess.Popen[bytes]] = []
 
     def say(self, **message: object) -> None:
@@ -397,39 +397,39 @@ class _Server:
 
     def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
         try:
-            self.prepared = Prepared(
+            self.waiting = WaitingCriu(
                 command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock
             )
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return
-        if self.prepared.arrives(self.control):
+        if self.waiting.arrives(self.control):
             self.say(event="prepared")
         else:
             self.say(event="ended", status=self.drop())
 
     def drop(self) -> int:
         """Nobody will let go on what waits, if anything does."""
-        prepared, self.prepared = self.prepared, None
-        return -1 if prepared is None else prepared.drop()
+        waiting, self.waiting = self.waiting, None
+        return -1 if waiting is None else waiting.drop()
 
     def go(self, limit: float | None) -> None:
-        prepared, self.prepared = self.prepared, None
-        if prepared is None:
+        waiting, self.waiting = self.waiting, None
+        if waiting is None:
             self.say(event="ended", status=-1)
             return
-        watch = _Watch(prepared, limit)
-        prepared.go()
-        watch.wait(prepared.status)
-        served = os.read(prepared.status, 1) == b"\0"
+        watch = _Watch(waiting, limit)
+        waiting.go()
+        watch.wait(waiting.status)
+        served = os.read(waiting.status, 1) == b"\0"
         held = None
         if served:
             self.say(event="serving")
-            held = HeldPipes(prepared.criu.pid)
-        ended = os.pidfd_open(prepared.criu.pid)
+            held = HeldPipes(waiting.criu.pid)
+        ended = os.pidfd_open(waiting.criu.pid)
         watch.wait(ended)
         os.close(ended)
-        self.say(event="ended", status=prepared.end())
+        self.say(event="ended", status=waiting.end())
         if held is not None:
             held.release()
 
@@ -437,8 +437,8 @@ class _Server:
 class _Watch:
     """Waits for descriptors, and hangs up once ``limit`` seconds have passed."""
 
-    def __init__(self, prepared: Prepared, limit: float | None) -> None:
-        self._prepared = prepared
+    def __init__(self, waiting: WaitingCriu, limit: float | None) -> None:
+        self._waiting = waiting
         self._end = None if limit is None else time.monotonic() + limit
 
     def wait(self, descriptor: int) -> None:
@@ -448,7 +448,7 @@ class _Watch:
             if readable([descriptor], left):
                 return
             self._end = None
-            self._prepared.hang_up()
+            self._waiting.hang_up()
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ _MFD_EXEC = 0x10
 _FOLDERS = ("/run", "/var/tmp", "/tmp")
 
 
-class Prepared:
+class WaitingCriu:
     """Starts CRIU; `arrives` says whether it waits.
 
     Args:
