@@ -35,7 +35,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from icecore.dumper.freeze.hold import wait_for_stream
 from icecore.dumper.freeze.waiting_criu import WaitingCriu
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import Connection
@@ -218,7 +217,7 @@ class DumpGuard:
         pages = self.pages()
         self._streamed = streamed
         try:
-            if streamed and wait_for_stream(pages, self._socket, timeout):
+            if streamed and _wait_for_stream(pages, self._socket, timeout):
                 self._status = None
                 return None
             reply = self._receive(timeout)
@@ -331,6 +330,27 @@ class DumpGuard:
                 cure="look at the job's state with 'ps' and at CRIU's log",
             )
         self._process.wait(_END_SECONDS)
+
+
+def _wait_for_stream(pages: socket.socket, control: socket.socket, seconds: float) -> bool:
+    """Wait until CRIU streams or the guard has a message.
+
+    A tree whose memory is streamed stands still from the first byte of the stream until the end of
+    the stream is answered.
+
+    Returns:
+        Whether CRIU streams.
+
+    Raises:
+        DumpFailed: Neither happened in time.
+    """
+    poll = select.poll()
+    poll.register(pages, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    ready = {number for number, _ in poll.poll(seconds * 1000)}
+    if not ready:
+        raise DumpFailed(f"CRIU did not begin within {seconds:.0f} s")
+    return control.fileno() not in ready
 
 
 class _Server:
