@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from icecore.dumper.gpu.resident_ahead import look_for_changes
 from icecore.dumper.gpu.resident_cells import (
-    Piece,
+    AllocationCells,
     ProcessCells,
     by_device,
     fingerprint,
@@ -420,7 +420,7 @@ class Resident:
         return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
 
     def _shares(
-        self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]
+        self, devices: Mapping[str, Sequence[tuple[ProcessCells, AllocationCells]]]
     ) -> dict[str, tuple[int, int]]:
         """Each GPU's part of the host region: where, and how large.
 
@@ -445,7 +445,10 @@ class Resident:
         return shares
 
     def _stage(
-        self, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], share: tuple[int, int]
+        self,
+        device: str,
+        pieces: Sequence[tuple[ProcessCells, AllocationCells]],
+        share: tuple[int, int],
     ) -> tuple[int, int]:
         masks = [process.changed(piece) for process, piece in pieces]
         mask = np.concatenate(masks)

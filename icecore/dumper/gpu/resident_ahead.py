@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from icecore.dumper.gpu.resident_cells import (
-    Piece,
+    AllocationCells,
     ProcessCells,
     by_device,
     fingerprint,
@@ -147,7 +147,7 @@ class Eyes(NamedTuple):
 
 
 def _look_at(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
+    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
 ) -> tuple[int, int]:
     """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts
     as changed, the parent's as unchanged.
@@ -163,14 +163,14 @@ def _look_at(
 
 
 def look_at(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
-) -> Iterator[tuple[ProcessCells, Piece]]:
+    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
+) -> Iterator[tuple[ProcessCells, AllocationCells]]:
     """Fingerprint memory of one GPU, each piece in a portion that is mapped for a moment; those
     that were there and were reached in time.
     """
     left, portion = list(pieces), _FIRST_PORTION
     while left and time.monotonic() < until:
-        some: list[tuple[ProcessCells, Piece]] = []
+        some: list[tuple[ProcessCells, AllocationCells]] = []
         size = 0
         while left and (
             not some
@@ -188,8 +188,8 @@ def look_at(
 
 @contextmanager
 def mapped(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]
-) -> Iterator[list[tuple[ProcessCells, Piece]]]:
+    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, AllocationCells]]
+) -> Iterator[list[tuple[ProcessCells, AllocationCells]]]:
     """Those of them that are still there, fingerprinted, and mapped meanwhile."""
     worker, keeper, tokens, seed, device = eyes
     with ExitStack() as stack:

@@ -25,7 +25,7 @@ from icecore.store.format.manifest import Region
 
 
 @dataclass
-class Piece:
+class AllocationCells:
     """One allocation: the worker's number for it, and the rows of its process's plan that are its
     cells.
     """
@@ -56,7 +56,7 @@ class ProcessCells:
     pid: int
     capture: SpaceCapture
     plan: CellPlan
-    pieces: list[Piece]
+    pieces: list[AllocationCells]
     words: npt.NDArray[np.uint64]
     row: npt.NDArray[np.int64]
     zero: Words
@@ -71,11 +71,11 @@ class ProcessCells:
             found = np.where((candidates >= 0) & (there == words).all(axis=1), candidates, found)
         self.row[rows] = found
 
-    def known(self, piece: Piece) -> bool:
+    def known(self, piece: AllocationCells) -> bool:
         """Whether the parent has any cell of an allocation."""
         return bool((self.capture.known.find(self.plan.key[piece.rows]) >= 0).any())
 
-    def changed(self, piece: Piece) -> npt.NDArray[np.bool_]:
+    def changed(self, piece: AllocationCells) -> npt.NDArray[np.bool_]:
         """Which cells of an allocation did; bool[cells]."""
         changed: npt.NDArray[np.bool_] = self.row[piece.rows] == UNKNOWN
         return changed
@@ -110,7 +110,7 @@ def plan_process(
     plan = plan_cells(capture.regions, extents)
     pieces, first = [], 0
     for handle, (one, descriptor) in zip(worker.new_handles(len(pairs)), pairs, strict=True):
-        pieces.append(Piece(handle, one, descriptor, first, one.size // CELL_BYTES))
+        pieces.append(AllocationCells(handle, one, descriptor, first, one.size // CELL_BYTES))
         first += pieces[-1].cells
     if first != len(plan) or (plan.length != CELL_BYTES).any():
         raise DumpFailed("an allocation does not consist of whole cells")
@@ -118,9 +118,11 @@ def plan_process(
     return ProcessCells(pid, capture, plan, pieces, words, row, zero_words(seed))
 
 
-def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[ProcessCells, Piece]]]:
+def by_device(
+    processes: Sequence[ProcessCells],
+) -> Mapping[str, list[tuple[ProcessCells, AllocationCells]]]:
     """Which GPU has what."""
-    found: dict[str, list[tuple[ProcessCells, Piece]]] = {}
+    found: dict[str, list[tuple[ProcessCells, AllocationCells]]] = {}
     for process in processes:
         for piece in process.pieces:
             found.setdefault(piece.allocation.device, []).append((process, piece))
@@ -130,7 +132,7 @@ def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[Proc
 def fingerprint(
     worker: Worker,
     device: str,
-    pieces: Sequence[tuple[ProcessCells, Piece]],
+    pieces: Sequence[tuple[ProcessCells, AllocationCells]],
     seed: int,
     seconds: float = 300.0,
 ) -> int:

@@ -26,7 +26,7 @@ from icecore.dumper.gpu.resident_ahead import (
     mapped,
     owned,
 )
-from icecore.dumper.gpu.resident_cells import Piece, ProcessCells, by_device, plan_process
+from icecore.dumper.gpu.resident_cells import AllocationCells, ProcessCells, by_device, plan_process
 from icecore.dumper.memory.cells import UNKNOWN
 from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.memory.parent import Parent
@@ -193,7 +193,9 @@ def pre_copy_resident(
     return {process.cells.pid: process.result() for process in processes}
 
 
-def _first_look(eyes: Eyes, pieces: Iterable[tuple[_Process, Piece]], until: float) -> None:
+def _first_look(
+    eyes: Eyes, pieces: Iterable[tuple[_Process, AllocationCells]], until: float
+) -> None:
     by_cells = {id(process.cells): process for process, _ in pieces}
     for cells, piece in look_at(eyes, [(process.cells, piece) for process, piece in pieces], until):
         by_cells[id(cells)].words[piece.rows] = cells.words[piece.rows]
@@ -212,7 +214,7 @@ class _Copying:
     context: ScanContext
     room: int
 
-    def copy(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> None:
+    def copy(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> None:
         """At most so many cells."""
         left = [
             (process, piece)
@@ -240,7 +242,7 @@ class _Copying:
                 (process, piece) for process, piece in some if process.wanted[piece.rows].any()
             ]
 
-    def _portion(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> int | None:
+    def _portion(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> int | None:
         """How many cells were stored; None: there is no room on the GPU."""
         worker, device = self.eyes.worker, self.eyes.device
         rows: list[tuple[_Process, int]] = []

@@ -61,7 +61,7 @@ class Slot:
         return self._whole[PAGE - BITMAP_BYTES : PAGE + size]
 
 
-class Piece(Slot):
+class PackedSlot(Slot):
     """A small cell in a slot that others share; it is given back like any other."""
 
     __slots__ = ("pack",)
@@ -80,9 +80,9 @@ class Pack:
         self._held = 1  # by who fills it
         self._lock = threading.Lock()
 
-    def add(self, data: memoryview) -> Piece:
+    def add(self, data: memoryview) -> PackedSlot:
         """Copy a cell into it."""
-        piece = Piece(self, self.used, len(data))
+        piece = PackedSlot(self, self.used, len(data))
         piece.view()[:] = data
         self.used += len(data)
         with self._lock:
@@ -103,7 +103,7 @@ class Packer:
         self._staging = staging
         self._pack: Pack | None = None
 
-    def take(self, slot: Slot, size: int) -> Piece:
+    def take(self, slot: Slot, size: int) -> PackedSlot:
         """A piece that holds the first ``size`` bytes of ``slot``, which stays the caller's."""
         if self._pack is None or self._pack.used + size > CELL_BYTES:
             self.close()
@@ -213,7 +213,7 @@ class Staging:
 
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
-        if isinstance(slot, Piece):
+        if isinstance(slot, PackedSlot):
             if not slot.pack.drop():
                 return
             slot = slot.pack.slot
