@@ -35,7 +35,7 @@ from icecore.dumper.gpu.resident_cells import (
     fingerprint,
     plan_process,
 )
-from icecore.dumper.gpu.resident_precopy import PreCopied, pre_copy_resident
+from icecore.dumper.gpu.resident_precopy import ResidentPreCopied, pre_copy_resident
 from icecore.dumper.memory.cells import UNKNOWN
 from icecore.dumper.memory.fingerprints import FINGERPRINT
 from icecore.dumper.memory.parent import Parent
@@ -122,7 +122,7 @@ class Resident:
         #: Where copies will probably go, once `prepare` knows.
         self.foreseen: Foreseen | None = None
         self._short: dict[str, int] = {}
-        self._pre_copied: dict[int, PreCopied] = {}
+        self._pre_copied: dict[int, ResidentPreCopied] = {}
 
     def close(self) -> None:
         """End the worker. May be called twice."""

@@ -51,7 +51,7 @@ _PORTION = 8 << 30
 
 
 @dataclass(frozen=True)
-class PreCopied:
+class ResidentPreCopied:
     """What was learnt of one process.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Process:
     #: u64[n, 2]: the first look's fingerprints; where ``stored``, those of the copies.
     words: Words
 
-    def result(self) -> PreCopied:
+    def result(self) -> ResidentPreCopied:
         """Once the pipeline is drained."""
         cells, plan, rows = self.cells, self.cells.plan, np.flatnonzero(self.stored)
         known = cells.capture.known.updated(
@@ -95,7 +95,7 @@ class _Process:
         seen = KnownCells(
             plan.key[looked], _packed(cells.words[looked]), np.zeros(len(looked), CELL)
         )
-        return PreCopied(known, seen, len(rows) * CELL_BYTES)
+        return ResidentPreCopied(known, seen, len(rows) * CELL_BYTES)
 
 
 def _packed(words: Words) -> npt.NDArray[np.void]:
@@ -112,7 +112,7 @@ def pre_copy_resident(
     context: ScanContext,
     wanted: Mapping[str, int],
     spare: Mapping[str, int],
-) -> dict[int, PreCopied]:
+) -> dict[int, ResidentPreCopied]:
     """Store cells that are at rest, and that the parent does not have. Waits until they are stored.
 
     Args:
