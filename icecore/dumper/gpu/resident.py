@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.gpu.resident_ahead import look_for_changes
+from icecore.dumper.gpu.resident_ahead import find_changes
 from icecore.dumper.gpu.resident_cells import (
     AllocationCells,
     ProcessCells,
@@ -185,9 +185,7 @@ class Resident:
         changed: Mapping[str, int]
         try:
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
-            found = look_for_changes(
-                self._worker, self._place, agents, tokens, parent, context.seed
-            )
+            found = find_changes(self._worker, self._place, agents, tokens, parent, context.seed)
             said: dict[str, Value] = {
                 "looked": found.looked,
                 "changed": sum(found.changed.values()),

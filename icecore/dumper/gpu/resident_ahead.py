@@ -44,7 +44,7 @@ _FIRST_PORTION, _GROWTH = 1 << 30, 8
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundChanges:
     """What a look found.
 
     Attributes:
@@ -56,14 +56,14 @@ class Found:
     changed: Mapping[str, int]
 
 
-def look_for_changes(
+def find_changes(
     worker: Worker,
     place: Path,
     agents: Mapping[int, Agent],
     tokens: Mapping[int, bytes],
     parent: Parent | None,
     seed: int,
-) -> Found:
+) -> FoundChanges:
     """Fingerprint device memory while the processes run: what differs from the parent, or, where
     there is none, from zeros.
 
@@ -87,16 +87,16 @@ def look_for_changes(
         ]
         devices = by_device(processes)
         if not devices:
-            return Found(0, {})
+            return FoundChanges(0, {})
         with ThreadPoolExecutor(len(devices), "look") as pool:
             futures = {
                 device: pool.submit(
-                    _look_at, Eyes(worker, keeper, tokens, seed, device), pieces, until
+                    _find_changes_of, GpuAccess(worker, keeper, tokens, seed, device), pieces, until
                 )
                 for device, pieces in devices.items()
             }
     found = {device: future.result() for device, future in futures.items()}
-    return Found(
+    return FoundChanges(
         sum(looked for looked, _ in found.values()),
         {device: changed for device, (_, changed) in found.items()},
     )
@@ -107,7 +107,7 @@ def announced(agents: Collection[Agent]) -> Iterator[None]:
     """Processes know that somebody has some of their memory mapped."""
     with ExitStack() as stack:
         for agent in agents:
-            stack.callback(_not_any_more, agent)
+            stack.callback(_end_announcement, agent)
         announce(agents)
         yield
 
@@ -118,7 +118,7 @@ def announce(agents: Collection[Agent]) -> None:
         agent.look(_MOST_SECONDS)
 
 
-def _not_any_more(agent: Agent) -> None:
+def _end_announcement(agent: Agent) -> None:
     with suppress(IcecoreError):  # it ends by itself, too
         agent.look(0.0)
 
@@ -136,7 +136,7 @@ def owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]
         return find_shares(taken).owned
 
 
-class Eyes(NamedTuple):
+class GpuAccess(NamedTuple):
     """What it takes to look at memory of one GPU."""
 
     worker: Worker
@@ -146,15 +146,15 @@ class Eyes(NamedTuple):
     device: str
 
 
-def _look_at(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
+def _find_changes_of(
+    access: GpuAccess, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
 ) -> tuple[int, int]:
     """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts
     as changed, the parent's as unchanged.
     """
     new = {id(piece): piece.cells for process, piece in pieces if not process.known(piece)}
     looked = changed = 0
-    for process, piece in look_at(eyes, pieces, until):
+    for process, piece in fingerprint_in_portions(access, pieces, until):
         process.compare(piece.rows)
         looked += piece.cells
         changed += int(process.changed(piece).sum())
@@ -162,8 +162,8 @@ def _look_at(
     return looked * CELL_BYTES, (changed + sum(new.values())) * CELL_BYTES
 
 
-def look_at(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
+def fingerprint_in_portions(
+    access: GpuAccess, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
 ) -> Iterator[tuple[ProcessCells, AllocationCells]]:
     """Fingerprint memory of one GPU, each piece in a portion that is mapped for a moment; those
     that were there and were reached in time.
@@ -179,7 +179,7 @@ def look_at(
             some.append(left.pop())
             size += some[-1][1].allocation.size
         began = time.monotonic()
-        with mapped(eyes, some) as there:
+        with mapped(access, some) as there:
             pass
         rate = size / max(time.monotonic() - began, 1e-6)
         portion = min(int(rate * _PORTION_SECONDS), _GROWTH * max(size, portion))
@@ -188,10 +188,10 @@ def look_at(
 
 @contextmanager
 def mapped(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, AllocationCells]]
+    access: GpuAccess, pieces: Sequence[tuple[ProcessCells, AllocationCells]]
 ) -> Iterator[list[tuple[ProcessCells, AllocationCells]]]:
     """Those of them that are still there, fingerprinted, and mapped meanwhile."""
-    worker, keeper, tokens, seed, device = eyes
+    worker, keeper, tokens, seed, device = access
     with ExitStack() as stack:
         held: dict[int, dict[int, int]] = {}
         for pid in {process.pid for process, _ in pieces}:

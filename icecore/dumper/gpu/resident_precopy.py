@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from icecore.dumper.gpu.resident_ahead import (
     CALL_SECONDS,
-    Eyes,
+    GpuAccess,
     announce,
     announced,
-    look_at,
+    fingerprint_in_portions,
     mapped,
     owned,
 )
@@ -166,8 +166,8 @@ def pre_copy_resident(
         with ThreadPoolExecutor(len(devices), "look") as pool:
             for future in [
                 pool.submit(
-                    _first_look,
-                    Eyes(worker, keeper, tokens, seed, device),
+                    _first_scan,
+                    GpuAccess(worker, keeper, tokens, seed, device),
                     pieces,
                     began + _LOOK_SECONDS,
                 )
@@ -181,9 +181,9 @@ def pre_copy_resident(
         )
     context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
     for device, pieces in devices.items():
-        eyes = Eyes(worker, keeper, tokens, seed, device)
+        access = GpuAccess(worker, keeper, tokens, seed, device)
         copying = _Copying(
-            eyes, region, list(agents.values()), context, min(spare[device], _ROOM) // CELL_BYTES
+            access, region, list(agents.values()), context, min(spare[device], _ROOM) // CELL_BYTES
         )
         try:
             copying.copy(pieces, wanted[device] // CELL_BYTES)
@@ -193,11 +193,13 @@ def pre_copy_resident(
     return {process.cells.pid: process.result() for process in processes}
 
 
-def _first_look(
-    eyes: Eyes, pieces: Iterable[tuple[_Process, AllocationCells]], until: float
+def _first_scan(
+    access: GpuAccess, pieces: Iterable[tuple[_Process, AllocationCells]], until: float
 ) -> None:
     by_cells = {id(process.cells): process for process, _ in pieces}
-    for cells, piece in look_at(eyes, [(process.cells, piece) for process, piece in pieces], until):
+    for cells, piece in fingerprint_in_portions(
+        access, [(process.cells, piece) for process, piece in pieces], until
+    ):
         by_cells[id(cells)].words[piece.rows] = cells.words[piece.rows]
         cells.compare(piece.rows)
 
@@ -208,7 +210,7 @@ class _Copying:
     GPU, fingerprinted there, fetched when all is unmapped.
     """
 
-    eyes: Eyes
+    access: GpuAccess
     region: HostRegion
     agents: Sequence[Agent]
     context: ScanContext
@@ -244,11 +246,11 @@ class _Copying:
 
     def _portion(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> int | None:
         """How many cells were stored; None: there is no room on the GPU."""
-        worker, device = self.eyes.worker, self.eyes.device
+        worker, device = self.access.worker, self.access.device
         rows: list[tuple[_Process, int]] = []
         with (
             announced(self.agents),
-            mapped(self.eyes, [(process.cells, piece) for process, piece in pieces]) as there,
+            mapped(self.access, [(process.cells, piece) for process, piece in pieces]) as there,
         ):
             present = {id(piece) for _, piece in there}
             masks = []
@@ -279,7 +281,7 @@ class _Copying:
                 spare=len(rows) * CELL_BYTES,
                 seconds=CALL_SECONDS,
             )
-            aside = worker.spare_fingerprints(device, self.eyes.seed, seconds=CALL_SECONDS)
+            aside = worker.spare_fingerprints(device, self.access.seed, seconds=CALL_SECONDS)
         if (places == NOWHERE).all():
             return None
         found = [
