@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 from icecore.dumper.hooks import Hooks, hooks_of
-from icecore.dumper.observe.ended import Lives
+from icecore.dumper.observe.deaths import DeathWatch
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.phases.capture import capture
 from icecore.dumper.phases.commit import Committed, commit
@@ -69,7 +69,7 @@ def dump(
     """Take a snapshot of a running process tree.
 
     Args:
-        repository: Where to; it lives in ``loop``.
+        repository: Where to; it deaths in ``loop``.
         target: The tree.
         options: See `DumpOptions`; None: all defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.
@@ -103,9 +103,9 @@ def dump(
     with hooks_of(options, target, emit) as hooks:
         with ExitStack() as stack:
             request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
-            lives = Lives(target.pid, target.job)
-            with lives.explaining():
-                made = _run(request, hooks, lives, stack)
+            deaths = DeathWatch(target.pid, target.job)
+            with deaths.explaining():
+                made = _run(request, hooks, deaths, stack)
             snapshot = hooks.snapshot = made.snapshot
             manifest = made.manifest
         done = DumpResult(
@@ -141,9 +141,9 @@ def dump(
     return done
 
 
-def _run(request: Request, hooks: Hooks, lives: Lives, stack: ExitStack) -> Committed:
+def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -> Committed:
     """Run the phases in order. ``stack`` undoes, in reverse, everything that they begin."""
-    accepted = preflight(request, lives)
+    accepted = preflight(request, deaths)
     hooks.before()
     ready = prepare(request, accepted, stack)
     # On an error, first the driver brings back what it has moved out, then CRIU lets go.
@@ -152,7 +152,7 @@ def _run(request: Request, hooks: Hooks, lives: Lives, stack: ExitStack) -> Comm
         with phase(request.emit, "dump.window") as running, undisturbed():
             frozen = freeze(request, accepted, ready, running)
             in_hand = capture(request, ready, frozen, running)
-        committed = commit(request, accepted, ready, in_hand, lives)
+        committed = commit(request, accepted, ready, in_hand, deaths)
     # Before the guard is released: until then it removes them if this process is killed.
     shutil.rmtree(ready.images, ignore_errors=True)
     return committed

@@ -19,7 +19,7 @@ import numpy as np
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.memory.parent import Parent
-from icecore.dumper.memory.plain import CompactPages, Immediate
+from icecore.dumper.memory.plain import CompactPages, ImmediatePipeline
 from icecore.dumper.memory.sources import FileSource
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.facts import describe_requirements
@@ -82,7 +82,7 @@ def import_images(
     """Store an image directory of ``criu dump`` as a snapshot.
 
     Args:
-        repository: Where to; it lives in ``loop``.
+        repository: Where to; it deaths in ``loop``.
         directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a
             ``parent`` link) and lazy dumps without their pages are refused.
         job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.
@@ -200,7 +200,7 @@ class _Import:
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
             context = replace(
                 storing.context,
-                pipeline=Immediate(storing.writer, storing.staging),
+                pipeline=ImmediatePipeline(storing.writer, storing.staging),
                 advance=running.counter(sum(path.stat().st_size for path in self.folder.iterdir())),
             )
             captures = self._capture(images, storing.parent, context)

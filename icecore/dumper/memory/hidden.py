@@ -51,9 +51,11 @@ def find_hidden(
             f"CRIU was kept from memory at {at:#x} of process {pid} that is not private, or of a file"
         )
     if known is None:
-        return _look(pid, hidden, threads)
+        return _find_present(pid, hidden, threads)
     there = _regions_of(hidden, known[0]) >= 0
-    found = np.concatenate([clip(known[1], hidden[there]), _look(pid, hidden[~there], threads)])
+    found = np.concatenate(
+        [clip(known[1], hidden[there]), _find_present(pid, hidden[~there], threads)]
+    )
     return found[np.argsort(found["address"], kind="stable")]
 
 
@@ -101,5 +103,5 @@ def _regions_of(ranges: Ranges, regions: list[Region]) -> npt.NDArray[np.int64]:
     return np.where((at >= 0) & (ranges["end"] <= ends[at]), at, -1)
 
 
-def _look(pid: int, ranges: Ranges, threads: int) -> Extents:
+def _find_present(pid: int, ranges: Ranges, threads: int) -> Extents:
     return clip(present_extents(pid, ranges.tolist(), threads), ranges)

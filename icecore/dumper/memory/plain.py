@@ -69,7 +69,7 @@ class CompactPages:
         read_fully(self._descriptor, buffer.view(0, size), offset, self._path)
 
 
-class Immediate(Pipeline):
+class ImmediatePipeline(Pipeline):
     """A pipeline without threads of its own: whoever read a cell stores it, while its bytes are
     still in that core's cache. Nothing stands still meanwhile, so nothing need be put off.
     """

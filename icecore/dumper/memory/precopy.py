@@ -58,7 +58,7 @@ class PreCopied:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Scanner:
     """How one process is scanned."""
 
     stream: int
@@ -126,7 +126,7 @@ def pre_copy(
             )
             plan = plan_cells(regions, present_extents(pid, ranges_of(regions), context.threads))
             m = context
-            look = _Look(
+            scanner = _Scanner(
                 stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop
             )
             restless = (
@@ -134,12 +134,14 @@ def pre_copy(
             )
             if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
                 restless[:] = False
-            sink = look.sink(plan, known)
+            sink = scanner.sink(plan, known)
             began = time.monotonic()
-            result = look.scan(
+            result = scanner.scan(
                 plan,
                 known,
-                lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot),
+                lambda row, slot: (
+                    scanner.drop(row, slot) if restless[row] else sink.keep(row, slot)
+                ),
                 advance,
             )
             context.pipeline.drain()
@@ -154,9 +156,11 @@ def pre_copy(
                 same = KnownCells(
                     again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL)
                 )
-                rested = again.take(np.flatnonzero(look.scan(again, same, look.drop).row >= 0))
-                last = look.sink(rested, known)
-                found = look.scan(rested, known, last.keep)
+                rested = again.take(
+                    np.flatnonzero(scanner.scan(again, same, scanner.drop).row >= 0)
+                )
+                last = scanner.sink(rested, known)
+                found = scanner.scan(rested, known, last.keep)
                 context.pipeline.drain()
                 new = found.changed
                 stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from icecore.dumper.capture import Captured
 from icecore.dumper.freeze.window import wait_running
-from icecore.dumper.observe.ended import Lives
+from icecore.dumper.observe.deaths import DeathWatch
 from icecore.dumper.observe.facts import describe_requirements
 from icecore.dumper.phases.capture import InHand
 from icecore.dumper.phases.preflight import Accepted
@@ -39,12 +39,12 @@ class Committed:
 
 
 def commit(
-    request: Request, accepted: Accepted, ready: Ready, in_hand: InHand, lives: Lives
+    request: Request, accepted: Accepted, ready: Ready, in_hand: InHand, deaths: DeathWatch
 ) -> Committed:
     """Store everything and commit it; with ``stop``, end the job then.
 
     Args:
-        lives: Stops watching the processes before they are killed.
+        deaths: Stops watching the processes before they are killed.
 
     Raises:
         DumpFailed: A process still stands still, or one that was to be ended does not end.
@@ -61,7 +61,7 @@ def commit(
     if options.stop:
         if devices is not None:
             devices.leave()
-        lives.forget()
+        deaths.forget()
         ready.window.kill(list(in_hand.tree.pids))
         if devices is not None:
             devices.gone(keep_resident=options.keep_resident)

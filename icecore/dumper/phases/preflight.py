@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from icecore.dumper.observe.ended import Lives
+from icecore.dumper.observe.deaths import DeathWatch
 from icecore.dumper.observe.inspection import Inspection, inspect_tree
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.judge import check_target, require, warn
@@ -27,17 +27,17 @@ class Accepted:
     shell_job: bool
 
 
-def preflight(request: Request, lives: Lives) -> Accepted:
+def preflight(request: Request, deaths: DeathWatch) -> Accepted:
     """Inspect the tree and judge it. Nothing is stopped.
 
     Args:
-        lives: Is told to watch the tree's processes.
+        deaths: Is told to watch the tree's processes.
 
     Raises:
         PreflightRefused: Something would lose or hang the job.
     """
     with phase(request.emit, "dump.preflight", pid=request.target.pid) as running:
-        accepted = _preflight(request, lives)
+        accepted = _preflight(request, deaths)
         running.fields |= {
             "processes": len(accepted.found.processes),
             "private_bytes": accepted.found.private_bytes,
@@ -46,14 +46,14 @@ def preflight(request: Request, lives: Lives) -> Accepted:
     return accepted
 
 
-def _preflight(request: Request, lives: Lives) -> Accepted:
+def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
     target = request.target
     refusals = check_target(target.pid)
     if refusals:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
-    lives.watch([target.pid])
+    deaths.watch([target.pid])
     found = inspect_tree(target.pid, request.criu, request.workdir, request.options)
-    lives.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
+    deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
     require(found)
     _require_one_mount_namespace(request, found)
     for warning in warn(found):

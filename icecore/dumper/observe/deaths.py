@@ -14,7 +14,7 @@ from icecore.host.kernel import procfs
 _OTHERS = (HookFailed, StoreError, UsageError)
 
 
-class Lives:
+class DeathWatch:
     """The processes without which a dump fails.
 
     Args:
