@@ -69,7 +69,7 @@ def dump(
     """Take a snapshot of a running process tree.
 
     Args:
-        repository: Where to; it deaths in ``loop``.
+        repository: Where to; it lives in ``loop``.
         target: The tree.
         options: See `DumpOptions`; None: all defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.

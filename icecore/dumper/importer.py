@@ -82,7 +82,7 @@ def import_images(
     """Store an image directory of ``criu dump`` as a snapshot.
 
     Args:
-        repository: Where to; it deaths in ``loop``.
+        repository: Where to; it lives in ``loop``.
         directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a
             ``parent`` link) and lazy dumps without their pages are refused.
         job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.

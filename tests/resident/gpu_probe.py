@@ -593,7 +593,7 @@ def digest(probe: Probe) -> None:
     from icecore.host.resident.cuda_memory import Cuda, CudaMemory
     from icecore.host.resident.digest import reference
     from icecore.host.resident.fingerprint import CELL
-    from icecore.host.resident.memory import AllocationCells
+    from icecore.host.resident.memory import Piece
 
     memory = CudaMemory(Cuda(), read_inventory().gpus[0].uuid)
     with timed("nvrtc"):
@@ -603,10 +603,7 @@ def digest(probe: Probe) -> None:
     os.close(descriptor)
     noise = np.frombuffer(np.random.default_rng(1).bytes(64 * MIB), np.uint8)
     memory.copy(
-        [
-            AllocationCells(address + at, noise.ctypes.data, len(noise))
-            for at in range(0, size, len(noise))
-        ]
+        [Piece(address + at, noise.ctypes.data, len(noise)) for at in range(0, size, len(noise))]
     )
     key, cells = bytes(range(32)), address + CELL * np.arange(size // CELL, dtype=np.uint64)
     assert (

@@ -23,7 +23,7 @@ import numpy as np
 from icecore.host.resident import digest, fingerprint, kernels
 kernels.compiled = lambda source, architecture: b"compiled\\0"
 from icecore.host.resident.cuda_memory import Cuda, CudaMemory
-from icecore.host.resident.memory import MemoryFailed, AllocationCells
+from icecore.host.resident.memory import MemoryFailed, Piece
 CELL = 1 << 20
 memory = CudaMemory(Cuda(), sys.argv[1])
 room = memory.room()
@@ -32,13 +32,13 @@ assert room - memory.room() == 4 * CELL
 again = memory.map(descriptor, 4 * CELL)
 noise = np.frombuffer(os.urandom(4 * CELL), np.uint8).copy()
 memory.pin(noise.ctypes.data, noise.nbytes)
-halves = [AllocationCells(address + at, noise.ctypes.data + at, 2 * CELL, at // CELL) for at in (0, 2 * CELL)]
+halves = [Piece(address + at, noise.ctypes.data + at, 2 * CELL, at // CELL) for at in (0, 2 * CELL)]
 for lane, half in enumerate(halves):
     memory.start([half], lane)
 for lane in (0, 1):
     memory.wait(lane)
 back = np.zeros(4 * CELL, np.uint8)
-memory.copy([AllocationCells(back.ctypes.data, again, 4 * CELL)])
+memory.copy([Piece(back.ctypes.data, again, 4 * CELL)])
 assert (back == noise).all()
 cells = np.array([address + 3 * CELL, again], np.uint64)
 wanted = np.concatenate([noise[3 * CELL :], noise[:CELL]])

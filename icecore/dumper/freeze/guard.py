@@ -8,7 +8,7 @@ passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the
 that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU
 closes on a hang-up at any time, also on one that came before it served). What is left for the guard
 is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a dumper
-that deaths but does not run (stopped by a terminal, say) holds the tree for too long. It also holds
+that lives but does not run (stopped by a terminal, say) holds the tree for too long. It also holds
 CRIU's pipes, so that CRIU need not free their pages before it lets the tree go. CRIU and the guard
 both hold the writing end of a pipe, so that the dumper knows when neither is left, even if the
 guard was killed.

@@ -83,7 +83,7 @@ class ResidentInspection:
         return max(0.0, max(aside, default=0.0) + left / STORE_RATE - BESIDE_SECONDS)
 
     def seen_from(self, pid: int) -> Path:
-        """The directory through a process, as long as that deaths."""
+        """The directory through a process, as long as that lives."""
         return Path(f"/proc/{pid}/root{self.directory}")
 
 

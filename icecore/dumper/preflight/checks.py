@@ -72,7 +72,7 @@ def _policy(pid: int) -> int:
 
 
 def namespaces(found: Inspection) -> list[Refusal]:
-    """A tree deaths in one set of namespaces, the root's; CRIU cannot dump or restore members that
+    """A tree lives in one set of namespaces, the root's; CRIU cannot dump or restore members that
     have others.
     """
     out = []
