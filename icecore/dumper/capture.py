@@ -16,10 +16,10 @@ import numpy as np
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.early import Early
-from icecore.dumper.memory.fingerprints import KnownCells
 from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.hidden import complete, find_hidden
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.sources import FileSource, PagesImage

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from icecore.dumper.memory.fingerprints import Fingerprints, encode_fingerprints
-from icecore.dumper.memory.parent import Parent, choose_parent, fingerprint_seed, load_parent
+from icecore.dumper.memory.parent import Parent, choose_parent, load_parent
 from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.memory.staging import Staging
 from icecore.events import Sink
 from icecore.host.kernel import limits
 from icecore.store.format.cell import PAGE, data_pages
+from icecore.store.format.fingerprints import Fingerprints, encode_fingerprints, fingerprint_seed
 from icecore.store.format.manifest import Sizes, Space
 from icecore.store.log.repository import Repository
 from icecore.store.runtime.loop import LoopThread

@@ -23,12 +23,7 @@ import zstandard
 
 from icecore.doctor import _scanning
 from icecore.dumper.memory.cells import EXTENT, plan_cells
-from icecore.dumper.memory.fingerprints import (
-    Fingerprints,
-    KnownCells,
-    decode_fingerprints,
-    encode_fingerprints,
-)
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, without_zero_pages
 from icecore.dumper.memory.precopy import Vanishing
 from icecore.dumper.memory.scan import ScanResult, _batches, scan
@@ -39,6 +34,7 @@ from icecore.host.kernel import scanning
 from icecore.host.kernel.memory import RemoteReader
 from icecore.host.kernel.scanning import Columns, NativeScan, native_scan_lacks
 from icecore.store.format.cell import CELL, CELL_BYTES, PAGE
+from icecore.store.format.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
 from icecore.store.format.manifest import Region
 
 _SIZE = 9 * CELL_BYTES + 5 * PAGE

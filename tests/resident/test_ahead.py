@@ -15,13 +15,14 @@ import pytest
 
 from icecore.dumper.gpu import resident_ahead
 from icecore.dumper.gpu.resident_ahead import FoundChanges
-from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.spaces import ParentSpace
 from icecore.errors import IcecoreError
 from icecore.host.gpu.working import Worker
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.fingerprint import reference
 from icecore.store.format.cell import CELL, CELL_BYTES
+from icecore.store.format.fingerprints import FINGERPRINT
 from icecore.store.format.manifest import Region, Space
 
 from .machine import MIB, Machine, Target, until, uuid_of

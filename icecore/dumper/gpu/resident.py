@@ -37,7 +37,6 @@ from icecore.dumper.gpu.resident_cells import (
 )
 from icecore.dumper.gpu.resident_precopy import ResidentPreCopied, pre_copy_resident
 from icecore.dumper.memory.cells import UNKNOWN
-from icecore.dumper.memory.fingerprints import FINGERPRINT
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.scan import ScanResult
@@ -55,6 +54,7 @@ from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
 from icecore.store.format.cell import CELL_BYTES
+from icecore.store.format.fingerprints import FINGERPRINT
 
 _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0

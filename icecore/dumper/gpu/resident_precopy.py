@@ -28,7 +28,7 @@ from icecore.dumper.gpu.resident_ahead import (
 )
 from icecore.dumper.gpu.resident_cells import AllocationCells, ProcessCells, by_device, plan_process
 from icecore.dumper.memory.cells import UNKNOWN
-from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.spaces import ScanContext
@@ -39,6 +39,7 @@ from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE
 from icecore.store.format.cell import CELL, CELL_BYTES
+from icecore.store.format.fingerprints import FINGERPRINT
 
 #: Between the two looks: steps of a training take less, mostly. How long the first goes on at most.
 _REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0

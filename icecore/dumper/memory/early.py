@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import plan_cells
-from icecore.dumper.memory.fingerprints import KnownCells
 from icecore.dumper.memory.grid import grid
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of

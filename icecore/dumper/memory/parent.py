@@ -7,12 +7,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from icecore.dumper.memory.fingerprints import NO_FINGERPRINTS, Fingerprints, decode_fingerprints
 from icecore.dumper.memory.spaces import ParentSpace, known_from
 from icecore.errors import Damaged, FormatTooNew, NotFound, ObjectMissing, StoreError
 from icecore.events import Event, Sink
-from icecore.store.format.fingerprints import fingerprint_bytes
-from icecore.store.format.fingerprints import fingerprint_seed as fingerprint_seed
+from icecore.store.format.fingerprints import (
+    NO_FINGERPRINTS,
+    Fingerprints,
+    decode_fingerprints,
+    fingerprint_bytes,
+)
 from icecore.store.format.hints import decode_hints, limited
 from icecore.store.format.manifest import Manifest, OpenFile, Space, cells_of
 from icecore.store.format.state import SnapshotRecord

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import ZERO, CellPlan
-from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
 from icecore.events import Advance, unwatched
 from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE

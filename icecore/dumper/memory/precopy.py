@@ -16,7 +16,7 @@ import numpy as np
 
 from icecore.dumper.memory.allocations import allocations, cut
 from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
-from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
 from icecore.dumper.memory.scan import ScanResult, Source, scan

@@ -14,12 +14,13 @@ import numpy.typing as npt
 import xxhash
 
 from icecore.dumper.memory.cells import RUN, UNKNOWN, CellPlan
-from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
 from icecore.host.kernel.scanning import CHANGED, NOT_READ, Columns, NativeScan, native_scan_lacks
 from icecore.store.format.cell import CELL_BYTES
+from icecore.store.format.fingerprints import FINGERPRINT
 
 _BATCH = 16
 #: What a row costs beside its bytes, as bytes that could be read meanwhile: a system call.

@@ -12,18 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import ZERO, CellPlan, inherit_origins, plan_cells
-from icecore.dumper.memory.fingerprints import (
-    FINGERPRINT,
-    NO_FINGERPRINTS,
-    Fingerprints,
-    KnownCells,
-)
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.scan import ScanResult, Source, scan
 from icecore.dumper.memory.staging import Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
 from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, Records, data_pages
+from icecore.store.format.fingerprints import FINGERPRINT, NO_FINGERPRINTS, Fingerprints
 from icecore.store.format.manifest import Region, Space, SpaceKind
 from icecore.store.snapshot.writer import SnapshotWriter
 

@@ -1,5 +1,5 @@
-"""Fingerprints of cells, the cheap answer to "did this cell change?": XXH3-128 with a secret seed
-over page bitmap and bytes, looked up by address.
+"""What is already known of a space's cells, looked up by address: a fingerprint that tells cheaply
+whether a cell changed, and where the cell is stored.
 """
 
 from __future__ import annotations
@@ -10,11 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.store.format.cell import CELL
-from icecore.store.format.fingerprints import FINGERPRINT as FINGERPRINT
-from icecore.store.format.fingerprints import NO_FINGERPRINTS as NO_FINGERPRINTS
-from icecore.store.format.fingerprints import Fingerprints as Fingerprints
-from icecore.store.format.fingerprints import decode_fingerprints as decode_fingerprints
-from icecore.store.format.fingerprints import encode_fingerprints as encode_fingerprints
+from icecore.store.format.fingerprints import FINGERPRINT
 
 
 @dataclass(frozen=True)
