@@ -1,5 +1,5 @@
-"""What is captured: in the window only what the running job would change, after it all that CRIU
-has written; the rule: the window reads, others write.
+"""Read a frozen tree: in the window only what the running job would change, after it everything that
+CRIU has written.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from icecore.host.kernel.memory import RemoteReader
 from icecore.store.format.cell import PAGE
 from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
 
-#: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the
-#: snapshot.
+#: File in CRIU's image directory that lists what CRIU was kept from seeing. As a log, it is not
+#: part of the snapshot.
 HIDDEN_FILE = "hidden.log"
 _HASH_BYTES = 1 << 20
 
 
 @dataclass
 class Captured:
-    """One consistent image of the tree, as far as it has been read.
+    """A consistent image of the tree, as far as it has been read.
 
     Attributes:
         at_ns: When the tree stood still, ns since the epoch.
         pids: Host pid → image id, root first.
-        ids: Process and thread ids that a restore needs free.
+        ids: Process and thread ids that must be free for a restore.
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
-        files: What the manifest says of open files.
-        lost: Names under which files were opened that have only other names now.
+        files: What the manifest records of open files.
+        lost: Paths of open files that lost this name but have others.
         scanned: Bytes read in the window.
     """
 
@@ -77,7 +77,7 @@ class Captured:
 
     @property
     def hidden(self) -> int:
-        """Bytes of pages that CRIU did not see."""
+        """Bytes of pages that CRIU was kept from seeing."""
         return sum(int(pagemap.hidden["pages"].sum()) for pagemap in self.images.processes) * PAGE
 
 
@@ -112,11 +112,12 @@ class Capture:
     def in_window(
         self, root: int, device: Mapping[int, Sequence[tuple[int, int]]], early: Early | None = None
     ) -> Captured:
-        """Everything that must be read while the tree stands still.
+        """Read everything that must be read while the tree stands still.
 
         Args:
-            root: Host pid.
-            device: Host pid → where device memory lies in its memory, (start, end), ascending.
+            root: Host pid of the tree's root.
+            device: Host pid → where device memory lies in the process's memory, (start, end),
+                ascending.
             early: What was read while CRIU was at work.
         """
         at = time.time_ns()
@@ -150,7 +151,7 @@ class Capture:
         return captured
 
     def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
-        """What CRIU wrote, with the pages that it was kept from seeing."""
+        """Read CRIU's page maps and add the pages that it was kept from seeing."""
         images = read_images(self._images)
         hidden = read_hidden(self._images / HIDDEN_FILE)
         if unknown := hidden.keys() - pids.keys():
@@ -184,7 +185,7 @@ class Capture:
         return number % self._context.streams
 
     def _file(self, file: FoundFile, captured: Captured) -> int:
-        """Record one open file and read its content where the policy says so; returns bytes read."""
+        """Record an open file and read its content if its policy says so; return the bytes read."""
         about = file.about
         if file.deleted and file.links:
             about = msgspec.structs.replace(about, links=_other_names(file))
@@ -227,7 +228,7 @@ class Capture:
             os.close(descriptor)
 
     def after_window(self, captured: Captured) -> None:
-        """Everything that CRIU has written: shared memory, and its image files."""
+        """Read everything that CRIU has written: shared memory and its image files."""
         complete(self._images, captured.images.processes, self._version)
         if captured.lost:
             _rename(captured, _linked(self._images))
@@ -268,8 +269,8 @@ class Capture:
 
 
 def _still_there(pids: list[int]) -> None:
-    """Raise if one of the processes did not live to the end of the window: SIGKILL reaches a frozen
-    one too, and CRIU ends with 0 all the same.
+    """Raise if a process did not live to the end of the window. SIGKILL reaches a frozen process
+    too, and CRIU exits with 0 all the same.
     """
     for pid in pids:
         if not procfs.exists(pid) or procfs.is_zombie(pid):
@@ -277,10 +278,10 @@ def _still_there(pids: list[int]) -> None:
 
 
 def _linked(images: Path) -> dict[str, str]:
-    """Files that lost the name under which they were opened but have others: that name → the name
-    that CRIU will look for (``link_remap.N``).
+    """Map the lost names of open files that have other names to the names that CRIU will look for
+    (``link_remap.N``).
 
-    CRIU makes that link and removes it again when it leaves the tree running: the restore must put
+    CRIU makes such a link and removes it when it leaves the tree running, so the restore must put
     the file there.
     """
     names = {file.id: file.path for file in load_files(images)}
@@ -288,7 +289,7 @@ def _linked(images: Path) -> dict[str, str]:
 
 
 def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
-    """Call the files that lost their name by the one that CRIU will look for; it is known once
+    """Rename the files that lost their name to the name that CRIU will look for, which is known once
     CRIU's images are complete.
     """
     captured.files = [
@@ -303,9 +304,7 @@ def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
 
 
 def _other_names(file: FoundFile) -> list[str]:
-    """Names of the same file beside the one that was lost; those in other folders are not searched
-    for.
-    """
+    """Return the file's other names in the same directory; other directories are not searched."""
     root = (
         f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
     )

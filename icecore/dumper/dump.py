@@ -1,5 +1,5 @@
-"""A dump from beginning to end: preflight, pre-copy, window, storing, commit. Its rule: the job is
-never lost, whatever fails.
+"""A dump from beginning to end: preflight, prepare, freeze, capture, commit. The job is never lost,
+whatever fails.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from icecore.text import require_label
 
 @dataclass(frozen=True)
 class DumpResult:
-    """What a dump made.
+    """The result of a dump.
 
     Attributes:
-        snapshot: Its id.
+        snapshot: The snapshot's id.
         window_seconds: How long the job stood still (with ``stop``: until CRIU and the scan were
             done).
-        seconds: The whole dump.
+        seconds: Duration of the whole dump.
         sizes: In bytes.
         pre_copied: Bytes that were stored before the window.
         spilled: Staging ran full in the window, which made it longer.
@@ -69,21 +69,21 @@ def dump(
     """Take a snapshot of a running process tree.
 
     Args:
-        repository: Where to; it lives in ``loop``.
+        repository: Where the snapshot goes; it lives in ``loop``.
         target: The tree.
         options: See `DumpOptions`; None: all defaults.
-        criu: Which CRIU; None: the one that `find_criu` finds.
+        criu: The CRIU to run; None: the one that `find_criu` finds.
         workdir: Directory on tmpfs for CRIU's images while the dump lasts.
-        committed: Called with what is then returned once the snapshot is committed and the job
-            runs, before the command after it.
+        committed: Called with the result once the snapshot is committed and the job runs, before
+            the command after the dump.
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:
-        PreflightRefused: Something would lose or hang the job; nothing was frozen.
+        PreflightRefused: The dump would lose or hang the job; nothing was frozen.
         WindowExceeded: The job would have stood still for too long; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
-        StoreError: It could not be stored; the job runs.
-        HookFailed: The snapshot is committed, but the command after it failed.
+        StoreError: The snapshot could not be stored; the job runs.
+        HookFailed: The snapshot is committed, but the command after the dump failed.
     """
     started = time.monotonic()
     options = options or DumpOptions()
