@@ -173,7 +173,7 @@ def test_a_process_that_icecore_may_not_look_at(job: Job, store: Store) -> None:
     dumper = Dumper(store, job, wrapped=["unshare", "--user", "--map-root-user", "--"])
     said = dumper.until("error")
     assert dumper.process.wait(20) == 4
-    assert said[1] == "PreflightRefused" and f"may not look at process {job.pid}" in said[2]
+    assert said[1] == "PreflightRefused" and f"may not inspect process {job.pid}" in said[2]
     assert not standing(job.pid)
 
 

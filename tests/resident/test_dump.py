@@ -842,5 +842,5 @@ def test_memory_of_a_process_that_has_no_agent(store: Store, launch: Launch) -> 
     assert path.is_socket()
     path.unlink()
     assert resident_inspection.has_mapped(job.pid)
-    with pytest.raises(PreflightRefused, match="no agent of its listens"):
+    with pytest.raises(PreflightRefused, match="its agent does not listen"):
         store.dump(job.pid)
