@@ -1,11 +1,10 @@
-"""Resident device memory in a dump: taken away before the driver's checkpoint, given back after it,
-and meanwhile what changed is copied aside; the rule: the job gets its memory back whatever becomes
-of the copies.
+"""Resident device memory in a dump: taken away before the driver's checkpoint and given back after
+it. Meanwhile, what changed is copied aside. The job gets its memory back whatever becomes of the
+copies.
 
-The copies are the worker's (`icecore.host.gpu.worker`), made while driver and CRIU do their parts.
-What it fingerprints is compared with the parent's; only what differs is copied, on the device where
-there is room. Then the job runs on, and the copies go through the same pipeline as all other
-memory.
+The worker (`icecore.host.gpu.worker`) makes the copies while the driver and CRIU do their parts. It
+fingerprints the memory; only what differs from the parent is copied, on the device if there is
+room. Then the job runs on, and the copies go through the same pipeline as all other memory.
 """
 
 from __future__ import annotations
@@ -61,17 +60,17 @@ _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
 _LET_GO_SECONDS = 10.0
-#: Bytes of a GPU's zeros that a job may have written to between the look and the window of its
-#: first snapshot.
+#: Bytes of zeros on a GPU that a job may write to between the search for changes and the window of
+#: its first snapshot.
 _LIKELY_ZEROS = 1 << 30
-#: Of imported memory, where its process cannot tell.
+#: Device of imported memory whose process does not know it.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
 
 @dataclass
 class _Process:
-    """One process's resident memory on its way into the snapshot. ``place`` i64[n]: where copies of
-    changed cells are.
+    """The resident memory of one process on its way into the snapshot. ``place`` i64[n]: where the
+    copies of changed cells are.
     """
 
     cells: ProcessCells
@@ -81,14 +80,14 @@ class _Process:
 
 
 class Resident:
-    """The resident memory of one dump (close it in the end: the worker ends).
+    """The resident memory of one dump. Closing it ends the worker.
 
     Args:
-        inspection: Who has some.
-        word: Shows in the worker's command line.
+        inspection: The processes with resident memory.
+        word: Shown in the worker's command line.
         emit: Gets the ``dump.resident.…`` phases.
-        outlives: Once there is the snapshot the job's memory outlives it, unless it ends well
-            (`outlive`).
+        outlives: Once the snapshot is committed, the job's memory outlives a job that does not end
+            well (`outlive`).
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class Resident:
         try:
             require_private(
                 self._directory, seen
-            )  # else somebody may have put there what a keeper would replace
+            )  # otherwise another user may have put files there that a keeper would replace
         except BaseException:
             os.close(self._directory)
             raise
-        # Through a descriptor: the job may be gone when its memory is let go of.
+        # Through a descriptor, because the job may have ended by the time its memory is freed.
         self._place = Path(f"/proc/self/fd/{self._directory}")
         self._tree: ResidentTree | None = None
         self._agents: list[Agent] = []
@@ -138,8 +137,8 @@ class Resident:
 
     @property
     def agents(self) -> list[tuple[str, int, int]]:
-        """(directory, pid as it sees itself, pid here) of each process, for whoever brings them
-        back when this process is gone.
+        """Directory, pid in its own namespace and host pid of each process, for the helper that
+        brings the processes back if this one dies.
         """
         return [
             (str(self.inspection.seen_from(pid)), own, pid)
@@ -149,22 +148,20 @@ class Resident:
     def prepare(
         self, staging_bytes: int, context: ScanContext, parent: Parent | None, *, moved: int
     ) -> dict[str, Value]:
-        """Have the worker ready on all GPUs, and host memory for copies, before anything is
-        stopped.
+        """Prepare the worker on all GPUs, and host memory for copies, before anything is stopped.
 
         Args:
-            staging_bytes: Bound on that memory, but for what is likely to change and has no room on
-                its GPU: that comes on top.
-            context, parent: What the copies will be stored with, and compared with.
-            moved: Bytes that the driver will move into the host's memory, of which as much is
-                staged: they are not to be had.
+            staging_bytes: Bound on that memory, not counting memory that is likely to change and has
+                no room on its GPU, which comes on top.
+            context, parent: What will store the copies, and what they are compared with.
+            moved: Bytes that the driver will move into the host's memory. As many again are staged,
+                so twice this amount is not available.
 
         Returns:
-            What there is to say of it: ``pinned`` bytes, and what was seen of changes
-            (docs/events.md).
+            Event fields: ``pinned`` bytes, and what was found of changes (docs/events.md).
 
         Raises:
-            WorkerFailed, ResidentFailed: It cannot be had.
+            WorkerFailed, ResidentFailed: The worker or the memory is not available.
         """
         agents = {
             pid: Agent(self._place, own, tracee=pid) for pid, own in self.inspection.pids.items()
@@ -191,12 +188,12 @@ class Resident:
                 "changed": sum(found.changed.values()),
             }
             changed = found.changed
-        except IcecoreError as error:  # a worker that is gone is met before the window
+        except IcecoreError as error:  # `take_away` reports a worker that has ended
             said = {"not_looked": error.message}
             changed = {} if parent else sizes
-        # The job goes on writing: what changed in the parent may change again, and what is zeros
-        # now may be in use by then. Of what changed in the parent nobody knows on which GPU it is:
-        # it may be on each, but not on all.
+        # The job goes on writing: what changed in the parent may change again, and what is zeros now
+        # may be in use by then. It is not known on which GPU the parent's changes were: they may all
+        # be on any one GPU, but not on all of them.
         if parent is not None:
             before = parent.manifest.sizes.changed
             wanted = {
@@ -229,13 +226,12 @@ class Resident:
         return {**said, "pinned": self._region.size}
 
     def pre_copy(self, context: ScanContext, parent: Parent | None, *, least: int) -> None:
-        """Store what has no room on its GPU, as far as it is at rest, before anything is stopped.
-        What changes until the window finds the room that it would have found without. After
-        `prepare`.
+        """Store memory at rest that has no room on its GPU, before anything is stopped and after
+        `prepare`. Memory that changes until the window finds the same room as without pre-copy.
 
         Args:
-            context, parent: What it is stored with, and compared with.
-            least: Bytes without room for which it is worth it.
+            context, parent: What stores it, and what it is compared with.
+            least: Bytes without room from which on pre-copy pays off.
 
         Raises:
             StoreError: It cannot be stored.
@@ -257,7 +253,9 @@ class Resident:
                     self._short,
                     self._spare,
                 )
-            except IcecoreError as error:  # a worker that is gone is met before the window, and so is a store that fails
+            except (
+                IcecoreError
+            ) as error:  # a failed store raises in `drain`, a lost worker in `take_away`
                 context.pipeline.drain()
                 running.fields["not_stored"] = error.message
             running.bytes = self.pre_copied
@@ -268,12 +266,10 @@ class Resident:
         return sum(one.stored for one in self._pre_copied.values())
 
     def _have_keeper(self) -> None:
-        """A keeper that has died is replaced; the processes hand everything over within about a
-        second.
-        """
+        """Replace a keeper that has died. The processes hand everything over within about a second."""
         start_keeper(
             Path(f"/proc/{os.getpid()}/fd/{self._directory}")
-        )  # the directory that was looked at, whatever its path leads to by now
+        )  # the directory that was inspected, whatever its path leads to by now
         end = time.monotonic() + _KEEPER_SECONDS
         while (
             any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end
@@ -283,16 +279,16 @@ class Resident:
     # -- in the window
 
     def take_away(self, lock: LockAll, unlock: UnlockAll, limit: float | None) -> None:
-        """Park all and take their memory away; all or none.
+        """Park all processes and take their memory away, or none.
 
         Args:
             limit: Seconds that this may take; None: no limit.
         """
         assert self._tree is not None
-        if self._worker.gone:  # nothing could be copied: the window would be in vain
+        if self._worker.gone:  # nothing could be copied in the window
             raise DumpFailed(
                 "the GPU worker ended before the window",
-                cure="look why it was killed (out of memory?), and try again",
+                cure="find out why it was killed (out of memory?), and try again",
             )
         with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
             lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
@@ -309,13 +305,13 @@ class Resident:
         self._copying.start()
 
     def wait_copied(self, check: Callable[[], None]) -> None:
-        """Until all is copied.
+        """Wait until everything is copied.
 
         Args:
-            check: Raises when it is not to be waited for any more.
+            check: Raises when waiting must end.
 
         Raises:
-            DumpFailed: It could not be.
+            DumpFailed: The copies failed.
         """
         assert self._copying is not None
         while self._copying.is_alive():
@@ -329,28 +325,28 @@ class Resident:
             ) from self._failure
 
     def give_back(self) -> None:
-        """Map all again, and let them run."""
+        """Map all memory again and let the processes run."""
         assert self._tree is not None
         with phase(self._emit, "dump.resident.map", processes=len(self._tree.pids)):
-            self._announce()  # until `let_go`: the worker has it mapped still
+            self._announce()  # the worker has it mapped until `let_go`
             self._tree.give_back()
 
     def undo(self) -> None:
-        """Give back what stands, as far as that goes; it raises nothing."""
+        """Give back what was taken away, as far as possible. Never raises."""
         if self._tree is not None:
             self._tree.__exit__(None, None, None)
 
     def gone(self, *, keep: bool) -> None:
-        """The processes were killed; ``keep``: their memory stays where it is."""
+        """Note that the processes were killed. ``keep``: their memory stays where it is."""
         assert self._tree is not None
         self._tree.ended(keep=keep)
 
     def outlive(self, init: int, status: Path) -> None:
-        """There is the snapshot: from now on its memory outlives the job, unless it ends well
-        (`Keeper.keep`).
+        """Have the job's memory outlive a job that does not end well (`Keeper.keep`), now that the
+        snapshot is committed.
 
         Raises:
-            NotFound, ResidentFailed, OSError: It does not.
+            NotFound, ResidentFailed, OSError: The keeper cannot.
         """
         for report in self.inspection.reports.values():
             Keeper(self._place).keep(report.token, init, status)
@@ -360,7 +356,7 @@ class Resident:
     def _copy(self, context: ScanContext, parent: Parent | None) -> None:
         try:
             assert self._tree is not None
-            pairs = self._sharing.owned  # what several have is stored once
+            pairs = self._sharing.owned  # shared memory is stored once
             self._processes = [
                 self._plan(pid, number, pairs[pid], context, parent)
                 for number, pid in enumerate(sorted(pairs))
@@ -420,10 +416,10 @@ class Resident:
     def _shares(
         self, devices: Mapping[str, Sequence[tuple[ProcessCells, AllocationCells]]]
     ) -> dict[str, tuple[int, int]]:
-        """Each GPU's part of the host region: where, and how large.
+        """Divide the host region among the GPUs: offset and size of each part.
 
-        What was not free before the window is not to be had on the device, either: the driver has
-        let go of it, and wants it back.
+        Device memory that was not free before the window must not be used for copies either: the
+        driver has freed it for the checkpoint and needs it back.
         """
         if self._region is None:
             raise DumpFailed(
@@ -464,8 +460,8 @@ class Resident:
         return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
 
     def _keep(self, process: _Process, context: ScanContext, *, in_window: bool) -> None:
-        """Hand changed cells to the pipeline: in the window those for which there was no room,
-        after it those that were copied aside.
+        """Hand changed cells to the pipeline: in the window those without room for a copy, after it
+        those that were copied aside.
         """
         changed = process.cells.row == UNKNOWN
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
@@ -507,11 +503,10 @@ class Resident:
     # -- afterwards
 
     def let_go(self) -> None:
-        """Have the worker unmap the job's memory, which is the job's to free now; what was copied
-        aside stays.
+        """Have the worker unmap the job's memory, so that the job can free it. The copies stay.
 
         Raises:
-            DumpFailed: It does not; it is ended instead.
+            DumpFailed: The worker failed to, and was ended instead.
         """
         devices = by_device([process.cells for process in self._processes])
         if devices:
@@ -528,28 +523,30 @@ class Resident:
                     for device, pieces in devices.items()
                 ]
             failed = [error for future in futures if (error := future.exception()) is not None]
-            if failed and not self._worker.gone:  # one that is gone has let go
+            if failed and not self._worker.gone:  # a worker that has ended has nothing mapped
                 self._worker.kill()
                 raise DumpFailed(
                     f"the GPU worker does not let go of the job's memory: {failed[0]}"
                 ) from failed[0]
         for agent in self._told:
-            with suppress(IcecoreError):  # it has ended
+            with suppress(IcecoreError):  # its process has ended
                 agent.look(0.0)
 
     def _announce(self) -> None:
-        """Have allocations that find no memory wait: some that the job frees is mapped elsewhere."""
+        """Have allocations that find no memory wait, because memory that the job frees is still
+        mapped by the worker.
+        """
         agents, self._told = self._told or self._agents, list[Agent]()
         with ThreadPoolExecutor(max(1, len(agents)), "look") as pool:
             futures = [(agent, pool.submit(agent.look, _LET_GO_SECONDS)) for agent in agents]
-        # An older preload knows nothing of it.
+        # An older preload does not support it.
         self._told = [agent for agent, future in futures if future.exception() is None]
 
     def store(self, context: ScanContext) -> list[SpaceCapture]:
-        """Hand all that was copied aside to the pipeline; the spaces.
+        """Hand everything that was copied aside to the pipeline and return the spaces.
 
         Raises:
-            WorkerFailed: The worker ended with copies that were on a GPU.
+            WorkerFailed: The worker ended while copies were on a GPU.
         """
         for process in self._processes:
             self._keep(process, context, in_window=False)
@@ -563,7 +560,7 @@ class Resident:
         return [process.cells.capture for process in self._processes]
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """What a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
+        """Return what a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
         processes = {
             str(images[pid]): {
                 "token": self.inspection.reports[pid].token.hex(),

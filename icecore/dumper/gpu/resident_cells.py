@@ -1,7 +1,8 @@
-"""The cells of resident memory: fingerprinted on their GPUs, and compared with the parent's; rule:
-what the parent does not have as it is has changed.
+"""The cells of resident memory: fingerprinted on their GPUs and compared with the parent's. A cell
+has changed if the parent does not have it exactly as it is.
 
-In the window of all memory, before it of what there is then (`icecore.dumper.gpu.resident_ahead`).
+The window does this for all memory; `icecore.dumper.gpu.resident_ahead` does it before the window for
+the memory that exists then.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from icecore.store.format.manifest import Region
 
 @dataclass
 class AllocationCells:
-    """One allocation: the worker's number for it, and the rows of its process's plan that are its
-    cells.
-    """
+    """The cells of one allocation: the worker's handle, and the rows of its process's plan."""
 
     handle: int
     allocation: Allocation
@@ -38,7 +37,7 @@ class AllocationCells:
 
     @property
     def rows(self) -> slice:
-        """Of its cells."""
+        """Rows of its cells."""
         return slice(self.first, self.first + self.cells)
 
 
@@ -48,8 +47,8 @@ class ProcessCells:
 
     Attributes:
         words: u64[n, 2], the fingerprints.
-        row: i64[n], the parent's row for each cell; `UNKNOWN`, or `ZERO`: what a restore clears
-            anyway is neither copied nor stored.
+        row: i64[n], the parent's row for each cell, `UNKNOWN` or `ZERO`. A restore clears memory
+            anyway, so cells of zeros are neither copied nor stored.
         zero: u64[2], the fingerprint of zeros.
     """
 
@@ -91,14 +90,13 @@ def plan_process(
     *,
     stream: int = 0,
 ) -> ProcessCells:
-    """Nothing is known yet: all cells count as changed.
+    """Plan the cells of one process. Until they are fingerprinted, all count as changed.
 
     Args:
-        pid: The process, as this machine sees it; ``key``: as it sees itself, the name of its
-            space.
-        pairs: What it has, by address.
-        seed: The lineage's, for fingerprints.
-        stream: The shard stream that its space goes to.
+        pid: Host pid of the process. ``key``: its pid in its own namespace, which names its space.
+        pairs: The process's allocations, by address.
+        seed: The lineage's seed for fingerprints.
+        stream: The shard stream of its space.
     """
     before = parent.space("device", key) if parent else None
     regions = [
@@ -121,7 +119,7 @@ def plan_process(
 def by_device(
     processes: Sequence[ProcessCells],
 ) -> Mapping[str, list[tuple[ProcessCells, AllocationCells]]]:
-    """Which GPU has what."""
+    """Return the allocations by GPU."""
     found: dict[str, list[tuple[ProcessCells, AllocationCells]]] = {}
     for process in processes:
         for piece in process.pieces:
@@ -136,11 +134,14 @@ def fingerprint(
     seed: int,
     seconds: float = 300.0,
 ) -> int:
-    """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes. Each of
-    the worker's calls may take so long.
+    """Map memory of one GPU, leave it mapped, and fill in its cells' ``words``. Each of the worker's
+    calls may take ``seconds``.
+
+    Returns:
+        Bytes fingerprinted.
 
     Raises:
-        WorkerFailed: It cannot be done.
+        WorkerFailed: The worker cannot do it.
     """
     own = [piece for _, piece in pieces]
     handles = [one.handle for one in own]

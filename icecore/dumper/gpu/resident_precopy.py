@@ -1,9 +1,9 @@
-"""Pre-copy of resident memory: what would find no room for copies in the window, stored before it,
-while the job runs; rule: a chunk is what was copied aside, its fingerprint is of that copy, and the
-window looks at every cell again.
+"""Pre-copy of resident memory: store, while the job runs, what would find no room for copies in the
+window. A chunk holds what was copied aside, its fingerprint is of that copy, and the window checks
+every cell again.
 
-Only what is at rest is worth it, so memory is looked at twice, `_REST_SECONDS` apart. What was at
-rest and changed until the window all the same is noted as restless, and not tried the next time.
+Only memory at rest is worth it, so memory is fingerprinted twice, `_REST_SECONDS` apart. Cells that
+were at rest but changed until the window are noted as restless and skipped the next time.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE
 from icecore.store.format.cell import CELL, CELL_BYTES
 from icecore.store.format.fingerprints import FINGERPRINT
 
-#: Between the two looks: steps of a training take less, mostly. How long the first goes on at most.
+#: Time between the two scans (most training steps take less), and the longest duration of the first.
 _REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0
-#: Of spare device memory so much is taken at a time: the job, which runs, finds that much less.
+#: Bytes of spare device memory to take at a time: the running job finds that much less.
 _ROOM = 1 << 30
-#: With less room than that it is not done: each time the memory is mapped and looked at once more.
+#: Least room for which pre-copy pays off: each time it fills up, memory is mapped and fingerprinted
+#: once more.
 _LEAST_ROOM = 64 << 20
-#: Memory that is mapped at a time. Bytes.
+#: Bytes of memory to map at a time.
 _PORTION = 8 << 30
 
 
@@ -57,7 +58,7 @@ class ResidentPreCopied:
 
     Attributes:
         known: Cells that are stored, the parent's and the new ones.
-        seen: Keys and fingerprints of all cells that were looked at twice (its records mean
+        seen: Keys and fingerprints of all cells that were fingerprinted twice (its records mean
             nothing).
         stored: Bytes that were stored.
     """
@@ -69,9 +70,9 @@ class ResidentPreCopied:
 
 @dataclass
 class _Process:
-    """One process's cells. bool[n] each: ``restless``: the last time storing them was in vain;
-    ``wanted``: to be stored, if they are at rest; ``seen``: looked at twice; ``stored``: handed to
-    the sink.
+    """The cells of one process. bool[n] each: ``restless``: storing them before the window was in
+    vain the last time; ``wanted``: to be stored if they are at rest; ``seen``: fingerprinted twice;
+    ``stored``: handed to the sink.
     """
 
     cells: ProcessCells
@@ -80,16 +81,17 @@ class _Process:
     wanted: npt.NDArray[np.bool_]
     seen: npt.NDArray[np.bool_]
     stored: npt.NDArray[np.bool_]
-    #: u64[n, 2]: the first look's fingerprints; where ``stored``, those of the copies.
+    #: u64[n, 2]: fingerprints of the first scan; where ``stored``, those of the copies.
     words: Words
 
     def result(self) -> ResidentPreCopied:
-        """Once the pipeline is drained."""
+        """Return what was learnt, once the pipeline is drained."""
         cells, plan, rows = self.cells, self.cells.plan, np.flatnonzero(self.stored)
         known = cells.capture.known.updated(
             plan.key[rows], _packed(self.words[rows]), self.sink.records[rows]
         )
-        # What was not reached again is as restless as it was: it differs from zeros.
+        # Cells that were not reached again stay as restless as they were: their fingerprint differs
+        # from zero words.
         cells.words[~self.seen] = 0
         looked = np.flatnonzero(self.seen | self.restless)
         looked = looked[np.argsort(plan.key[looked], kind="stable")]
@@ -114,20 +116,19 @@ def pre_copy_resident(
     wanted: Mapping[str, int],
     spare: Mapping[str, int],
 ) -> dict[int, ResidentPreCopied]:
-    """Store cells that are at rest, and that the parent does not have. Waits until they are stored.
+    """Store cells that are at rest and that the parent does not have, and wait until they are stored.
 
     Args:
         worker: Ready on all GPUs.
-        region: The worker's host region: its beginning is used.
+        region: The worker's host region, whose beginning is used.
         place: The keeper's directory.
-        agents, tokens: The processes', by pid.
-        context: What they are stored with.
-        wanted: By GPU, bytes that are to be stored, at the most.
+        agents, tokens: Agents and tokens of the processes, by pid.
+        context: What stores the cells.
+        wanted: By GPU, the most bytes to store.
         spare: By GPU, bytes of its memory that copies may take.
 
     Raises:
-        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the
-            worker hangs.
+        IcecoreError: It failed. The processes go on, and nothing is mapped unless the worker hangs.
     """
     keeper, seed = Keeper(place), context.seed
     with announced(agents.values()):
@@ -162,7 +163,7 @@ def pre_copy_resident(
         }
         if not devices:
             return {}
-        announce(agents.values())  # anew: planning took as long as there are allocations
+        announce(agents.values())  # again, because planning takes long for many allocations
         began = time.monotonic()
         with ThreadPoolExecutor(len(devices), "look") as pool:
             for future in [
@@ -176,7 +177,7 @@ def pre_copy_resident(
             ]:
                 future.result()
     for process in processes:
-        # Zero words: it was not reached.
+        # Zero words mark cells that were not reached.
         process.wanted = (
             ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
         )
@@ -207,8 +208,8 @@ def _first_scan(
 
 @dataclass(frozen=True)
 class _Copying:
-    """Stores what is at rest of one GPU, so many cells (``room``) at a time: copied aside on the
-    GPU, fingerprinted there, fetched when all is unmapped.
+    """Stores the memory at rest of one GPU, ``room`` cells at a time: copied aside on the GPU,
+    fingerprinted there, and fetched once everything is unmapped.
     """
 
     access: GpuAccess
@@ -218,7 +219,7 @@ class _Copying:
     room: int
 
     def copy(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> None:
-        """At most so many cells."""
+        """Store at most ``most`` cells."""
         left = [
             (process, piece)
             for process, piece in pieces
@@ -240,13 +241,13 @@ class _Copying:
             if stored is None:
                 return
             most -= stored
-            # What found no room this time.
+            # Those that found no room this time.
             left += [
                 (process, piece) for process, piece in some if process.wanted[piece.rows].any()
             ]
 
     def _portion(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> int | None:
-        """How many cells were stored; None: there is no room on the GPU."""
+        """Store some cells and return how many; None: there is no room on the GPU."""
         worker, device = self.access.worker, self.access.device
         rows: list[tuple[_Process, int]] = []
         with (
@@ -272,7 +273,7 @@ class _Copying:
                 masks.append(mask)
             if not rows:
                 return 0
-            announce(self.agents)  # of three calls' time; mapping and fingerprinting took as much
+            announce(self.agents)  # again: mapping and fingerprinting took part of the time
             places = worker.stage(
                 device,
                 [piece.handle for _, piece in there],
