@@ -1,15 +1,15 @@
-"""The early scan: memory is read while CRIU still collects its pages, from when the whole tree
-stands still.
+"""The early scan: read memory as soon as the whole tree stands still, while CRIU still collects its
+pages.
 
-Its rule: what it found counts only of a tree that has the same threads, and of cells where CRIU's
+The result counts only if the tree still has the same threads, and only for cells for which CRIU's
 own pagemap, if CRIU saw them, has the same pages.
 
 CRIU stops every thread before it opens the images that the processes share, and then begins with
 the first process. What it does to a process touches code (a system call is written over the program
 for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the
-number of its processor (rseq; CRIU notes where they are, and those cells are read again). So
-private anonymous memory that is not executable can be read as soon as that image is there and every
-thread is seen to be held. Asynchronous I/O that is under way writes into memory without any thread:
+number of its processor (rseq; CRIU notes where they are, and those cells are read again). Private
+anonymous memory that is not executable can therefore be read as soon as that image exists and every
+thread is seen to be held. Asynchronous I/O in flight writes into memory without any thread, so
 processes with a ring for it are left for later.
 """
 
@@ -42,21 +42,21 @@ from icecore.store.format.cell import PAGE
 from icecore.store.format.manifest import Region
 
 _POLL_SECONDS = 0.001
-#: Below so much private memory a process is not worth it.
+#: Least private memory of a process for which the early scan pays off.
 _LEAST_BYTES = 8 << 20
 _RING = "/[aio]"
-#: CRIU opens it once every thread stands still (cr-dump.c: collect_pstree comes before
+#: An image that CRIU opens once every thread stands still (cr-dump.c: collect_pstree comes before
 #: cr_glob_imgset_open).
 _AFTER = "files.img"
 
 
 @dataclass(frozen=True)
 class Early:
-    """What was read early of a tree.
+    """What was read early.
 
     Attributes:
-        threads: Those that were held then, by host pid.
-        present: Image id → its memory that is not executable, as it was then.
+        threads: The threads that were held then, by host pid.
+        present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
     """
 
@@ -65,9 +65,7 @@ class Early:
     processes: Mapping[int, Scanned]
 
     def holds(self) -> bool:
-        """Whether the tree still has the same threads, none more and none less. To be asked once
-        CRIU is done.
-        """
+        """Return whether the tree still has exactly the same threads. Call it once CRIU is done."""
         try:
             return all(procfs.threads(pid) == list(own) for pid, own in self.threads.items())
         except NotFound:
@@ -75,15 +73,15 @@ class Early:
 
 
 class EarlyScan:
-    """One early scan, in a thread of its own (a context manager: left with an error it ends at
-    once).
+    """An early scan in a thread of its own. As a context manager that is left with an error, it ends
+    at once.
 
     Args:
         root: Host pid of the tree's root.
         images: CRIU's image directory.
-        parent: The parent snapshot, if there is one.
+        parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
-        device: Host pid → where device memory lies in its memory.
+        device: Host pid → where device memory lies in the process's memory.
         emit: Gets the phase ``dump.early``.
     """
 
@@ -125,10 +123,10 @@ class EarlyScan:
         self._thread.join()
 
     def finish(self) -> Early | None:
-        """CRIU is done: wait for what has been begun.
+        """Wait for what has been begun, once CRIU is done.
 
         Returns:
-            What was found; None: nothing that counts.
+            What was read; None: nothing that counts.
 
         Raises:
             Whatever prevents the snapshot.
@@ -145,12 +143,14 @@ class EarlyScan:
             if held is not None:
                 self._found = self._scan(held)
         except NotFound:
-            pass  # it was killed: whoever captures the tree says so
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            pass  # it was killed; the capture reports it
+        except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._failure = error
 
     def _wait(self) -> dict[int, list[int]] | None:
-        """Wait until the whole tree is held; its threads by host pid. None: it is over before."""
+        """Wait until the whole tree is held and return its threads by host pid; None: CRIU was done
+        before.
+        """
         while not self._over.is_set():
             if (self._images / _AFTER).exists() and (held := held_threads(self._root)):
                 return held
@@ -214,8 +214,8 @@ class EarlyScan:
 
 
 def held_threads(root: int) -> dict[int, list[int]]:
-    """The threads of a tree by host pid, if one tracer holds all of them and nothing changed while
-    that was looked at; else nothing.
+    """Return the threads of a tree by host pid if one tracer holds all of them and nothing changed
+    during the check; else nothing.
     """
     first = _held(root)
     return first if first and _held(root) == first else {}
