@@ -1,8 +1,8 @@
-"""Pre-copy: the running job's private memory, scanned and stored before the window, so that only
-what changes meanwhile is left for it.
+"""Pre-copy: scan and store the running job's private memory before the window, so that only what
+changes meanwhile is left for it.
 
-Its rule: torn reads are harmless, because a chunk is named by what was read, and the window looks
-at every cell again.
+Torn reads are harmless, because a chunk is named by what was read, and the window checks every cell
+again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from icecore.host.kernel.memory import RemoteReader
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
 
-#: Between two looks at a restless cell: steps of a training take less, mostly.
+#: Time between two reads of a restless cell; most training steps take less.
 _REST_SECONDS = 0.5
-#: With fewer restless bytes they are stored, in vain or not.
+#: With fewer restless bytes than this, they are stored even if that may be in vain.
 _LEAST_RESTLESS = 64 << 20
 
 
@@ -40,8 +40,7 @@ class PreCopied:
     """What pre-copy learnt of one process.
 
     Attributes:
-        regions: Its private anonymous memory then, with the cell grid that the window goes on
-            using.
+        regions: Its private anonymous memory then, with the cell grid that the window reuses.
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
@@ -107,15 +106,15 @@ def pre_copy(
     *,
     advance: Advance = unwatched,
 ) -> PreCopied | None:
-    """Scan one running process and store what its parent snapshot does not have. Waits until it is
+    """Scan a running process, store what its parent snapshot does not have, and wait until it is
     stored.
 
-    Cells that were restless the last time, so that storing them before the window was in vain, are
-    looked at again after a while, and stored only if they have come to rest.
+    A cell is restless if storing it before the window was in vain the last time. Restless cells are
+    read again after a while and stored only if they have come to rest.
 
     Returns:
-        What the window can rely on; None when the process ended meanwhile or would not be read (the
-        window will say why, if it matters).
+        What the window can rely on; None if the process has ended or cannot be read (the window
+        reports why, if it matters).
     """
     known = before.known if before else KnownCells.none()
     try:
@@ -173,8 +172,8 @@ def pre_copy(
 
 
 class Vanishing:
-    """A reader of a process that goes on: a cell of which a page is unmapped between planning and
-    reading counts as zeros, and the window corrects it.
+    """A reader of a running process. A cell of which a page is unmapped between planning and reading
+    counts as zeros; the window corrects it.
     """
 
     def __init__(self, reader: RemoteReader) -> None:
