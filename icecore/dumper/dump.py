@@ -151,8 +151,8 @@ def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -
         start_criu(request, accepted, ready)
         with phase(request.emit, "dump.window") as running, undisturbed():
             frozen = freeze(request, accepted, ready, running)
-            in_hand = capture(request, ready, frozen, running)
-        committed = commit(request, accepted, ready, in_hand, deaths)
+            result = capture(request, ready, frozen, running)
+        committed = commit(request, accepted, ready, result, deaths)
     # Before the guard is released: until then it removes them if this process is killed.
     shutil.rmtree(ready.images, ignore_errors=True)
     return committed

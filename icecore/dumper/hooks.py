@@ -25,7 +25,7 @@ class Hooks:
     Attributes:
         begun: The command before the dump was started, so the one after it must run whatever
             happens: it may have to undo what the first did.
-        snapshot: What the command after the dump is told; empty: the dump failed.
+        snapshot: Value of ICECORE_SNAPSHOT for the command after the dump; empty: the dump failed.
     """
 
     options: DumpOptions

@@ -50,8 +50,8 @@ class Claim:
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise DumpFailed(
-                        f"process {pid} is being dumped by somebody else",
-                        cure="try again when that is done",
+                        f"another dump holds process {pid}",
+                        cure="try again after that dump",
                     ) from None
                 time.sleep(_POLL_SECONDS)
 

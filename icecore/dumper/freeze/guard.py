@@ -279,7 +279,7 @@ class DumpGuard:
             raise DumpFailed(f"CRIU did not wait for the end of the window: {error}") from error
 
     def pages(self) -> socket.socket:
-        """The page-server connection.
+        """Return the page-server connection.
 
         Raises:
             DumpFailed: It was hung up, so the tree runs.

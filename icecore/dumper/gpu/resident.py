@@ -384,7 +384,7 @@ class Resident:
                     running.fields["in_window"] = sum(left for _, left in counts)
             for process in self._processes:
                 self._keep(process, context, in_window=True)
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by `wait_copied`
             self._failure = error
 
     def _plan(

@@ -61,7 +61,7 @@ class ProcessCells:
     zero: Words
 
     def compare(self, rows: slice = slice(None)) -> None:
-        """Which of these cells, whose fingerprints are there now, are as the parent has them."""
+        """Compare cells, which now have fingerprints, with the parent's."""
         known, words = self.capture.known, self.words[rows]
         found = np.where((words == self.zero).all(axis=1), ZERO, UNKNOWN)
         if len(known.key):
@@ -71,11 +71,11 @@ class ProcessCells:
         self.row[rows] = found
 
     def known(self, piece: AllocationCells) -> bool:
-        """Whether the parent has any cell of an allocation."""
+        """Return whether the parent has any cell of an allocation."""
         return bool((self.capture.known.find(self.plan.key[piece.rows]) >= 0).any())
 
     def changed(self, piece: AllocationCells) -> npt.NDArray[np.bool_]:
-        """Which cells of an allocation did; bool[cells]."""
+        """Return which cells of an allocation have changed; bool[cells]."""
         changed: npt.NDArray[np.bool_] = self.row[piece.rows] == UNKNOWN
         return changed
 

@@ -90,7 +90,7 @@ class _Scanner:
         )
 
     def sink(self, plan: CellPlan, known: KnownCells) -> SpaceSink:
-        """Where cells of a plan go to be stored."""
+        """Return the sink for cells of a plan."""
         return self.pipeline.space(self.stream, plan, self.regions, known)
 
     def drop(self, row: int, slot: Slot) -> None:

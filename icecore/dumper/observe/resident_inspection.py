@@ -126,7 +126,7 @@ def inspect_resident(
         if agent is None or report is None:
             continue
         if not _is_private(agent.directory):
-            what = f"process {process.pid} keeps its device memory in {named}, which other users can write to"
+            what = f"process {process.pid} names {named} for its device memory, a directory that other users can write to"
             refused.append(
                 (
                     "gpu-resident",

@@ -13,7 +13,7 @@ from icecore.events import Phase
 
 
 @dataclass(frozen=True)
-class InHand:
+class CaptureResult:
     """A tree that was read, not yet stored.
 
     Attributes:
@@ -27,7 +27,7 @@ class InHand:
     window_seconds: float
 
 
-def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> InHand:
+def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> CaptureResult:
     """Read what the running job would change, then let it run.
 
     Args:
@@ -56,7 +56,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> I
         window.seconds = time.monotonic() - window.started
     else:
         _let_run(ready, tree, running)
-    return InHand(reading, tree, window.seconds)
+    return CaptureResult(reading, tree, window.seconds)
 
 
 def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:

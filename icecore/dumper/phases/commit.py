@@ -9,7 +9,7 @@ from icecore.dumper.capture import Captured
 from icecore.dumper.freeze.window import wait_running
 from icecore.dumper.observe.deaths import DeathWatch
 from icecore.dumper.observe.facts import describe_requirements
-from icecore.dumper.phases.capture import InHand
+from icecore.dumper.phases.capture import CaptureResult
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.prepare import Ready
 from icecore.dumper.phases.request import Request
@@ -39,7 +39,7 @@ class Committed:
 
 
 def commit(
-    request: Request, accepted: Accepted, ready: Ready, in_hand: InHand, deaths: DeathWatch
+    request: Request, accepted: Accepted, ready: Ready, result: CaptureResult, deaths: DeathWatch
 ) -> Committed:
     """Store everything and commit it; with ``stop``, end the job then.
 
@@ -47,14 +47,14 @@ def commit(
         deaths: Stops watching the processes before they are killed.
 
     Raises:
-        DumpFailed: A process still stands still, or one that was to be ended does not end.
+        DumpFailed: A process does not run again, or, with ``stop``, does not end.
         StoreError: The snapshot could not be stored.
     """
     options, target, devices = request.options, request.target, ready.devices
     if not options.stop:
-        _require_running(in_hand.tree)
-    stored = _store(request, ready, in_hand)
-    manifest = _manifest(request, accepted, ready, in_hand, stored)
+        _require_running(result.tree)
+    stored = _store(request, ready, result)
+    manifest = _manifest(request, accepted, ready, result, stored)
     snapshot = ready.storing.writer.commit(manifest)
     if devices is not None and target.status and not options.stop:
         devices.outlive(target.pid, Path(target.status))
@@ -62,7 +62,7 @@ def commit(
         if devices is not None:
             devices.leave()
         deaths.forget()
-        ready.window.kill(list(in_hand.tree.pids))
+        ready.window.kill(list(result.tree.pids))
         if devices is not None:
             devices.gone(keep_resident=options.keep_resident)
     pre_copied = sum(c.stored for c in ready.copied.values()) + (
@@ -81,15 +81,15 @@ def _require_running(tree: Captured) -> None:
         )
 
 
-def _store(request: Request, ready: Ready, in_hand: InHand) -> Stored:
+def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
     """Store what was read in the window, then what CRIU wrote."""
-    storing, devices, tree = ready.storing, ready.devices, in_hand.tree
+    storing, devices, tree = ready.storing, ready.devices, result.tree
     if devices is not None:
         devices.let_go()
         devices.warn()
     with phase(request.emit, "dump.store") as running:
         storing.pipeline.open_gate(running.counter(sum(space.queued for space in tree.spaces)))
-        in_hand.capture.after_window(tree)
+        result.capture.after_window(tree)
         if devices is not None:
             tree.spaces += devices.store(storing.context)
         stored = storing.finish(tree.spaces, tree.reused)
@@ -104,9 +104,9 @@ def _store(request: Request, ready: Ready, in_hand: InHand) -> Stored:
 
 
 def _manifest(
-    request: Request, accepted: Accepted, ready: Ready, in_hand: InHand, stored: Stored
+    request: Request, accepted: Accepted, ready: Ready, result: CaptureResult, stored: Stored
 ) -> Manifest:
-    target, options, devices, tree = request.target, request.options, ready.devices, in_hand.tree
+    target, options, devices, tree = request.target, request.options, ready.devices, result.tree
     return Manifest(
         format=MANIFEST_FORMAT,
         snapshot=new_snapshot_id(),
@@ -131,7 +131,7 @@ def _manifest(
         tags=list(options.tags),
         pinned=options.pinned,
         sizes=stored.sizes,
-        window_seconds=in_hand.window_seconds,
+        window_seconds=result.window_seconds,
         hints=stored.hints,
         hints_digest=stored.hints_digest,
         extra={
