@@ -25,7 +25,7 @@ from icecore.doctor import _scanning
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, without_zero_pages
-from icecore.dumper.memory.precopy import Vanishing
+from icecore.dumper.memory.precopy import RunningReader
 from icecore.dumper.memory.scan import ScanResult, _batches, scan
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.staging import Slot, Staging
@@ -400,11 +400,11 @@ def test_what_changes_and_vanishes_while_it_is_scanned() -> None:
             "keep": keep,
             "stop": threading.Event(),
         }
-        before = scan(layout.plan, Vanishing(reader), KnownCells.none(), **more)
+        before = scan(layout.plan, RunningReader(reader), KnownCells.none(), **more)
         known = KnownCells(layout.plan.key, before.fingerprint, np.zeros(len(layout.plan), CELL))
         run = layout.plan.runs[layout.plan.first_run[gone]]
         assert not _munmap(int(run["address"]), int(run["length"]))
-        after = scan(layout.plan, Vanishing(reader), known, **more)
+        after = scan(layout.plan, RunningReader(reader), known, **more)
     assert after.changed.tolist() == [gone]
     nothing = layout.plan.bitmap[gone].tobytes() + bytes(int(layout.plan.length[gone]))
     assert after.fingerprint[gone].tobytes() == xxhash.xxh3_128_digest(nothing, 1)

@@ -124,9 +124,15 @@ def pre_copy(
                 cut(regions, allocations(reader, regions)), before.space.regions if before else []
             )
             plan = plan_cells(regions, present_extents(pid, ranges_of(regions), context.threads))
-            m = context
             scanner = _Scanner(
-                stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop
+                stream,
+                regions,
+                RunningReader(reader),
+                context.pipeline,
+                context.staging,
+                context.seed,
+                context.threads,
+                context.stop,
             )
             restless = (
                 np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
@@ -171,7 +177,7 @@ def pre_copy(
     return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
 
 
-class Vanishing:
+class RunningReader:
     """A reader of a running process. A cell of which a page is unmapped between planning and reading
     counts as zeros; the window corrects it.
     """
