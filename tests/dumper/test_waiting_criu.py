@@ -1,4 +1,4 @@
-"""The script in which CRIU waits, on machines that execute nothing in memory."""
+"""The script in which CRIU waits, on machines that forbid executing files in memory."""
 
 from __future__ import annotations
 
