@@ -60,7 +60,11 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
 
 
 def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:
-    """End the window. The driver brings device memory back before CRIU lets go of the tree."""
+    """End the window. The driver brings device memory back before CRIU lets go of the tree.
+
+    Args:
+        running: The phase ``dump.window``.
+    """
     window, devices = ready.window, ready.devices
     window.thaw()
     if devices is not None:
