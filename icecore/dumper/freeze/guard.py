@@ -329,7 +329,7 @@ class DumpGuard:
         if not ready:
             raise DumpFailed(
                 f"CRIU or the GPU helper (under guard {self._process.pid}) has not ended in time; killing it now could lose the job, so it is left alone",
-                cure="look at the job's state with 'ps' and at CRIU's log",
+                cure="check the job's state with 'ps' and at CRIU's log",
             )
         self._process.wait(_END_SECONDS)
 

@@ -199,7 +199,7 @@ class Window:
         if held:
             raise DumpFailed(
                 f"CRIU does not let go of {len(held)} processes: {held[:5]}",
-                cure="look for what traces them ('grep TracerPid /proc/PID/status')",
+                cure="find what traces them ('grep TracerPid /proc/PID/status')",
             )
 
     def end(self) -> None:

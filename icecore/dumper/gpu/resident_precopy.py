@@ -42,7 +42,7 @@ from icecore.store.format.cell import CELL, CELL_BYTES
 from icecore.store.format.fingerprints import FINGERPRINT
 
 #: Time between the two scans (most training steps take less), and the longest duration of the first.
-_REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0
+_REST_SECONDS, _SCAN_SECONDS = 0.5, 5.0
 #: Bytes of spare device memory to take at a time: the running job finds that much less.
 _ROOM = 1 << 30
 #: Least room for which pre-copy pays off: each time it fills up, memory is mapped and fingerprinted
@@ -171,7 +171,7 @@ def pre_copy_resident(
                     _first_scan,
                     GpuAccess(worker, keeper, tokens, seed, device),
                     pieces,
-                    began + _LOOK_SECONDS,
+                    began + _SCAN_SECONDS,
                 )
                 for device, pieces in devices.items()
             ]:

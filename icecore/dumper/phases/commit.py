@@ -77,7 +77,7 @@ def _require_running(tree: Captured) -> None:
     if stuck:
         raise DumpFailed(
             f"{len(stuck)} processes still stand still after the window: {stuck[:5]}",
-            cure="look for what traces them ('grep TracerPid /proc/PID/status')",
+            cure="find what traces them ('grep TracerPid /proc/PID/status')",
         )
 
 
