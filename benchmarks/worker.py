@@ -181,7 +181,7 @@ class _Serving:
         import numpy as np
 
         from icecore.dumper.memory.cells import plan_cells
-        from icecore.dumper.memory.fingerprints import KnownCells
+        from icecore.dumper.memory.known import KnownCells
         from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
         from icecore.dumper.memory.scan import scan
         from icecore.dumper.memory.staging import Slot, Staging

@@ -1,5 +1,5 @@
-"""What is captured: in the window only what the running job would change, after it all that CRIU
-has written; the rule: the window reads, others write.
+"""Read a frozen tree: in the window only what the running job would change, after it everything that
+CRIU has written.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.early import Early
-from icecore.dumper.memory.fingerprints import KnownCells
 from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.hidden import complete, find_hidden
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.sources import FileSource, PagesImage
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.facts import (
     describe_namespaces,
     describe_processes,
@@ -41,24 +41,24 @@ from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
 
-#: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the
-#: snapshot.
+#: File in CRIU's image directory that lists what CRIU was kept from seeing. As a log, it is not
+#: part of the snapshot.
 HIDDEN_FILE = "hidden.log"
 _HASH_BYTES = 1 << 20
 
 
 @dataclass
 class Captured:
-    """One consistent image of the tree, as far as it has been read.
+    """A consistent image of the tree, as far as it has been read.
 
     Attributes:
         at_ns: When the tree stood still, ns since the epoch.
         pids: Host pid → image id, root first.
-        ids: Process and thread ids that a restore needs free.
+        ids: Process and thread ids that must be free for a restore.
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
-        files: What the manifest says of open files.
-        lost: Names under which files were opened that have only other names now.
+        files: What the manifest records of open files.
+        lost: Paths of open files that lost this name but have others.
         scanned: Bytes read in the window.
     """
 
@@ -77,7 +77,7 @@ class Captured:
 
     @property
     def hidden(self) -> int:
-        """Bytes of pages that CRIU did not see."""
+        """Bytes of pages that CRIU was kept from seeing."""
         return sum(int(pagemap.hidden["pages"].sum()) for pagemap in self.images.processes) * PAGE
 
 
@@ -98,7 +98,7 @@ class Capture:
         version: tuple[int, ...],
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
-        machinery: Machinery,
+        context: ScanContext,
         emit: Sink,
     ) -> None:
         self._options = options
@@ -106,17 +106,18 @@ class Capture:
         self._version = version
         self._parent = parent
         self._copied = copied
-        self._machinery = machinery
+        self._context = context
         self._emit = emit
 
     def in_window(
         self, root: int, device: Mapping[int, Sequence[tuple[int, int]]], early: Early | None = None
     ) -> Captured:
-        """Everything that must be read while the tree stands still.
+        """Read everything that must be read while the tree stands still.
 
         Args:
-            root: Host pid.
-            device: Host pid → where device memory lies in its memory, (start, end), ascending.
+            root: Host pid of the tree's root.
+            device: Host pid → where device memory lies in the process's memory, (start, end),
+                ascending.
             early: What was read while CRIU was at work.
         """
         at = time.time_ns()
@@ -141,7 +142,7 @@ class Capture:
                 captured.spaces.append(capture)
                 done = early.processes.get(pagemap.number) if early else None
                 captured.scanned += capture.scan(
-                    reader, pagemap.extents, self._machinery, done, touched
+                    reader, pagemap.extents, self._context, done, touched
                 )
         with phase(self._emit, "dump.files") as running:
             for file in find_files(alive, self._options):
@@ -150,7 +151,7 @@ class Capture:
         return captured
 
     def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
-        """What CRIU wrote, with the pages that it was kept from seeing."""
+        """Read CRIU's page maps and add the pages that it was kept from seeing."""
         images = read_images(self._images)
         hidden = read_hidden(self._images / HIDDEN_FILE)
         if unknown := hidden.keys() - pids.keys():
@@ -164,7 +165,7 @@ class Capture:
             if pid is not None:
                 present = early.present.get(pagemap.number) if early else None
                 pagemap = pagemap.with_hidden(
-                    find_hidden(pid, pagemap.regions, hidden[pid], present, self._machinery.threads)
+                    find_hidden(pid, pagemap.regions, hidden[pid], present, self._context.threads)
                 )
             processes.append(pagemap)
         return ImageSet(processes, images.shared)
@@ -181,10 +182,10 @@ class Capture:
         return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number), seen)
 
     def _stream(self, number: int) -> int:
-        return number % self._machinery.streams
+        return number % self._context.streams
 
     def _file(self, file: FoundFile, captured: Captured) -> int:
-        """Record one open file and read its content where the policy says so; returns bytes read."""
+        """Record an open file and read its content if its policy says so; return the bytes read."""
         about = file.about
         if file.deleted and file.links:
             about = msgspec.structs.replace(about, links=_other_names(file))
@@ -217,7 +218,7 @@ class Capture:
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
             captured.spaces.append(capture)
-            read = capture.scan(source, source.extents(), self._machinery) if about.size else 0
+            read = capture.scan(source, source.extents(), self._context) if about.size else 0
             if os.fstat(descriptor).st_size < about.size:
                 raise DumpFailed(
                     f"{about.path} shrank while it was read: something outside the job writes to it"
@@ -227,7 +228,7 @@ class Capture:
             os.close(descriptor)
 
     def after_window(self, captured: Captured) -> None:
-        """Everything that CRIU has written: shared memory, and its image files."""
+        """Read everything that CRIU has written: shared memory and its image files."""
         complete(self._images, captured.images.processes, self._version)
         if captured.lost:
             _rename(captured, _linked(self._images))
@@ -246,7 +247,7 @@ class Capture:
         source = PagesImage(str(self._images / f"pages-{pagemap.pages}.img"), pagemap.written)
         try:
             order = np.argsort(pagemap.written["address"], kind="stable")
-            capture.scan(source, pagemap.written[order], self._machinery)
+            capture.scan(source, pagemap.written[order], self._context)
         finally:
             source.close()
 
@@ -261,15 +262,15 @@ class Capture:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 extents = np.array([(0, -(-size // PAGE))], EXTENT)
-                capture.scan(FileSource(descriptor, size, path.name), extents, self._machinery)
+                capture.scan(FileSource(descriptor, size, path.name), extents, self._context)
             finally:
                 os.close(descriptor)
         return capture
 
 
 def _still_there(pids: list[int]) -> None:
-    """Raise if one of the processes did not live to the end of the window: SIGKILL reaches a frozen
-    one too, and CRIU ends with 0 all the same.
+    """Raise if a process did not live to the end of the window. SIGKILL reaches a frozen process
+    too, and CRIU exits with 0 all the same.
     """
     for pid in pids:
         if not procfs.exists(pid) or procfs.is_zombie(pid):
@@ -277,10 +278,10 @@ def _still_there(pids: list[int]) -> None:
 
 
 def _linked(images: Path) -> dict[str, str]:
-    """Files that lost the name under which they were opened but have others: that name → the name
-    that CRIU will look for (``link_remap.N``).
+    """Map the lost names of open files that have other names to the names that CRIU will look for
+    (``link_remap.N``).
 
-    CRIU makes that link and removes it again when it leaves the tree running: the restore must put
+    CRIU makes such a link and removes it when it leaves the tree running, so the restore must put
     the file there.
     """
     names = {file.id: file.path for file in load_files(images)}
@@ -288,7 +289,7 @@ def _linked(images: Path) -> dict[str, str]:
 
 
 def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
-    """Call the files that lost their name by the one that CRIU will look for; it is known once
+    """Rename the files that lost their name to the name that CRIU will look for, which is known once
     CRIU's images are complete.
     """
     captured.files = [
@@ -303,9 +304,7 @@ def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
 
 
 def _other_names(file: FoundFile) -> list[str]:
-    """Names of the same file beside the one that was lost; those in other folders are not searched
-    for.
-    """
+    """Return the file's other names in the same directory; other directories are not searched."""
     root = (
         f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
     )

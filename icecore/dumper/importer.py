@@ -1,5 +1,5 @@
-"""An image directory that CRIU wrote, stored as a snapshot: pages by address, everything else as
-files. Its rule: the directory is only read, and a snapshot of it restores as the directory does.
+"""Store an image directory that CRIU wrote as a snapshot: pages by address, everything else as files.
+The directory is only read, and the snapshot restores as the directory does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.memory.parent import Parent
-from icecore.dumper.memory.plain import CompactPages, Immediate
+from icecore.dumper.memory.plain import CompactPages, ImmediatePipeline
 from icecore.dumper.memory.sources import FileSource
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.facts import describe_requirements
 from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
@@ -45,8 +45,8 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.trial import Objective
 from icecore.text import host_name, job_name, require_label
 
-#: Cells between reading and storing; few, so that they are still in a cache when they are hashed
-#: again.
+#: Memory for cells between reading and storing, small so that they are still in a cache when they
+#: are hashed again.
 _STAGING_BYTES = 20 << 20
 _MAX_STREAMS = 16
 _THREADS = 4
@@ -55,8 +55,8 @@ _MAX_ARGUMENTS = 1 << 17
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import made: the snapshot's id, its lineage and parent, sizes in bytes, and how long
-    it took.
+    """The result of an import: the snapshot's id, its lineage and parent, sizes in bytes, and the
+    duration.
     """
 
     snapshot: str
@@ -82,33 +82,33 @@ def import_images(
     """Store an image directory of ``criu dump`` as a snapshot.
 
     Args:
-        repository: Where to; it lives in ``loop``.
-        directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a
+        repository: Where the snapshot goes; it lives in ``loop``.
+        directory: Holds the images, including ``pages-*.img``. Incremental directories (with a
             ``parent`` link) and lazy dumps without their pages are refused.
-        job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.
-        parent: Snapshot to build on; empty: the job's newest, if there is one.
-        threads: Threads that read and encode; 0: one a core, four at most.
+        job: Name of the job, whose snapshots form the lineage. Empty: the name of the root process.
+        parent: Snapshot to build on; empty: the job's newest, if any.
+        threads: Number of threads that read and encode; 0: one per core, up to four.
         tags: Free labels of the snapshot.
-        objective: What is to be saved, bytes or time; None: the default.
+        objective: What to save, bytes or time; None: the default.
         emit: Gets ``import.*`` and ``store.*`` events.
 
     Raises:
-        NotFound: There is no image directory.
-        UsageError: It does not stand alone.
-        Damaged: An image is missing or makes no sense.
-        StoreError: It could not be stored.
+        NotFound: ``directory`` is no image directory.
+        UsageError: It depends on other directories.
+        Damaged: An image is missing or malformed.
+        StoreError: The snapshot could not be stored.
     """
     began = time.perf_counter()
     folder = Path(directory)
     if not (folder / "pstree.img").is_file():
         raise NotFound(
             f"{folder} is no image directory: it has no pstree.img",
-            cure="name what 'criu dump -D' was given",
+            cure="name the directory that was given to 'criu dump -D'",
         )
     if os.path.lexists(folder / "parent"):
         raise UsageError(
-            f"{folder} is an incremental dump, its pages are in its parent directories",
-            cure="dump once more without --prev-images-dir, or import the parents and dump in full",
+            f"{folder} is an incremental dump, whose pages are in its parent directories",
+            cure="dump again without --prev-images-dir, or import the parents and dump in full",
         )
     for tag in tags:
         require_label(tag)
@@ -142,7 +142,7 @@ def import_images(
 
 
 class _Import:
-    """One import. ``stack`` undoes what was begun."""
+    """One import. ``stack`` undoes everything that was begun."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Import:
         self.commands: dict[int, list[str]] = {}
 
     def run(self) -> Manifest:
-        """All of it."""
+        """Store the directory and commit the snapshot."""
         images = read_images(self.folder)
         storing = Storing(
             self.repository,
@@ -198,12 +198,12 @@ class _Import:
                 f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them"
             )
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
-            machinery = replace(
-                storing.machinery,
-                pipeline=Immediate(storing.writer, storing.staging),
+            context = replace(
+                storing.context,
+                pipeline=ImmediatePipeline(storing.writer, storing.staging),
                 advance=running.counter(sum(path.stat().st_size for path in self.folder.iterdir())),
             )
-            captures = self._capture(images, storing.parent, machinery)
+            captures = self._capture(images, storing.parent, context)
             manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero
             running.fields |= {
@@ -216,7 +216,7 @@ class _Import:
     # -- content
 
     def _capture(
-        self, images: ImageSet, parent: Parent | None, machinery: Machinery
+        self, images: ImageSet, parent: Parent | None, context: ScanContext
     ) -> list[SpaceCapture]:
         captures = []
         memory = [("process", pagemap) for pagemap in images.processes] + [
@@ -233,15 +233,15 @@ class _Import:
                 stream=number % self.streams,
             )
             captures.append(capture)
-            self._pages(capture, pagemap, machinery)
+            self._pages(capture, pagemap, context)
         for path in image_files(self.folder):
-            captures.append(self._image(path, parent, machinery))
+            captures.append(self._image(path, parent, context))
         return captures
 
-    def _pages(self, capture: SpaceCapture, pagemap: Pagemap, machinery: Machinery) -> None:
+    def _pages(self, capture: SpaceCapture, pagemap: Pagemap, context: ScanContext) -> None:
         if int(pagemap.written["pages"].sum()) != int(pagemap.extents["pages"].sum()):
             raise UsageError(
-                f"{self.folder} is a lazy dump: memory of {capture.kind} {capture.key} is not in it",
+                f"{self.folder} is a lazy dump without the memory of {capture.kind} {capture.key}",
                 cure="dump without --lazy-pages",
             )
         if not len(pagemap.extents):
@@ -256,19 +256,19 @@ class _Import:
         try:
             if capture.kind == "process":
                 self.commands[pagemap.number] = self._command(pagemap.number, source)
-            capture.scan(source, pagemap.extents, machinery)
+            capture.scan(source, pagemap.extents, context)
         finally:
             source.close()
 
     def _command(self, pid: int, source: CompactPages) -> list[str]:
-        """The arguments of a process, from where the kernel had put them on its stack; empty if
-        they are not there.
+        """Return a process's arguments, read from where the kernel put them on its stack; empty if
+        they are not in the images.
         """
         start, end = criu_images.load_mm(self.folder, pid).arguments
         data = source.read(start, min(end - start, _MAX_ARGUMENTS))
         return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
 
-    def _image(self, path: Path, parent: Parent | None, machinery: Machinery) -> SpaceCapture:
+    def _image(self, path: Path, parent: Parent | None, context: ScanContext) -> SpaceCapture:
         size = path.stat().st_size
         before = parent.space("image", path.name) if parent else None
         regions = (
@@ -279,7 +279,7 @@ class _Import:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 extents = np.array([(0, -(-size // PAGE))], EXTENT)
-                capture.scan(FileSource(descriptor, size, path.name), extents, machinery)
+                capture.scan(FileSource(descriptor, size, path.name), extents, context)
             finally:
                 os.close(descriptor)
         return capture
@@ -288,7 +288,7 @@ class _Import:
 
     def _manifest(self, storing: Storing, stored: Stored) -> Manifest:
         own_pids = self.tasks[0].pid == 1
-        # What CRIU writes of a dead process's threads means nothing.
+        # CRIU's data on a dead process's threads is meaningless.
         alive = [task for task in self.tasks if self.cores[task.pid].state != criu_images.DEAD]
         pids = sorted({task.pid for task in self.tasks}.union(*(task.threads for task in alive)))
         requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [], [])
@@ -305,7 +305,7 @@ class _Import:
             processes=self._processes(),
             spaces=stored.spaces,
             files=self._files(),
-            # The directory may come from another machine: what it does not say is not required.
+            # The directory may come from another machine, so what it does not name is not required.
             requirements=msgspec.structs.replace(requirements, kernel="", cpu=[]),
             namespaces=self._namespaces(own_pids),
             criu_options=[],
@@ -317,8 +317,8 @@ class _Import:
         )
 
     def _criu_version(self) -> tuple[int, ...]:
-        """The CRIU that wrote the images, from its log where that is there; else the one of this
-        machine.
+        """Return the version of the CRIU that wrote the images, from its log; without a log, that of
+        this machine's CRIU.
         """
         for log in sorted(self.folder.glob("*.log")):
             with open(log, "rb") as file:
@@ -355,7 +355,7 @@ class _Import:
         return found
 
     def _user(self, pid: int) -> int:
-        """The user id of a process (core.proto: the main thread's credentials)."""
+        """Return the user id of a process (core.proto: the main thread's credentials)."""
         (message,) = criu_images.read_image(self.folder / f"core-{pid}.img", criu_images.CORE)
         return message.message(5).message(10).integer(1)
 
@@ -372,8 +372,8 @@ class _Import:
         )
 
     def _files(self) -> list[OpenFile]:
-        """The regular files that CRIU will look for, with the sizes that it will ask for; what else
-        they were is not known.
+        """Return the regular files that CRIU will look for, with the sizes that it will require.
+        Their other attributes are not known.
         """
         ghosts = {remap.original for remap in criu_images.load_remaps(self.folder)}
         found: dict[str, OpenFile] = {}

@@ -1,5 +1,5 @@
 """The storing side of a snapshot, whatever its source: session, parent, writer, staging and
-pipeline together, and the maps and hints at the end.
+pipeline, and in the end the maps and hints.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from icecore.dumper.memory.fingerprints import Fingerprints, encode_fingerprints
-from icecore.dumper.memory.parent import Parent, choose_parent, fingerprint_seed, load_parent
+from icecore.dumper.memory.parent import Parent, choose_parent, load_parent
 from icecore.dumper.memory.pipeline import Pipeline
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.memory.staging import Staging
 from icecore.events import Sink
 from icecore.host.kernel import limits
 from icecore.sizes import PAGE
 from icecore.store.format.cell import data_pages
+from icecore.store.format.fingerprints import Fingerprints, encode_fingerprints, fingerprint_seed
 from icecore.store.format.manifest import Sizes, Space
 from icecore.store.log.repository import Repository
 from icecore.store.runtime.loop import LoopThread
@@ -28,9 +28,7 @@ from icecore.store.snapshot.writer import SnapshotWriter
 
 @dataclass(frozen=True)
 class Stored:
-    """What the manifest says of everything that was stored: spaces, sizes in bytes, and where the
-    hints are.
-    """
+    """What the manifest records of what was stored: spaces, sizes in bytes, and where the hints are."""
 
     spaces: list[Space]
     sizes: Sizes
@@ -44,13 +42,13 @@ class Storing:
     """Begins a session on top of a job's newest snapshot and stores spaces in it.
 
     Args:
-        stack: Undoes, in reverse, everything that is begun here: the session is aborted unless it
-            was committed.
-        job: Its newest snapshot becomes the parent, unless ``parent`` names another.
-        streams: Shard streams, one for each process at best.
-        staging_bytes: Bound on staging; no more than a third of the memory at hand is taken.
-        threads: That scan.
-        encoders: Threads that encode.
+        stack: Undoes, in reverse, everything that is begun here; it aborts the session unless the
+            session was committed.
+        job: The job whose newest snapshot becomes the parent, unless ``parent`` names another.
+        streams: Number of shard streams, ideally one for each process.
+        staging_bytes: Bound on staging, which never exceeds a third of the available memory.
+        threads: Number of scan threads.
+        encoders: Number of encoding threads.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
     """
 
@@ -81,7 +79,7 @@ class Storing:
                 repository, session, loop.loop, streams=streams, objective=objective, emit=emit
             )
         )
-        # Read only once the session pins it.
+        # Not before the session pins it.
         self.parent: Parent | None = (
             load_parent(repository, loop, session.base, emit) if session.base else None
         )
@@ -92,10 +90,10 @@ class Storing:
         )
         self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, encoders))
         seed = fingerprint_seed(repository.keys, self.lineage)
-        self.machinery = Machinery(self.pipeline, self.staging, seed, threads, streams, self.stop)
+        self.context = ScanContext(self.pipeline, self.staging, seed, threads, streams, self.stop)
 
     def abandon(self, why: BaseException) -> None:
-        """Make every thread that scans or waits for staging give up."""
+        """Stop every thread that scans or waits for staging."""
         self.stop.set()
         self.staging.abandon(why)
 
@@ -104,7 +102,7 @@ class Storing:
 
         Args:
             captures: New spaces.
-            reused: Spaces of the parent that are taken over as they are.
+            reused: Spaces of the parent to take over as they are.
         """
         self.pipeline.drain()
         spaces: list[Space] = []

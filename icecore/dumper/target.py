@@ -1,5 +1,5 @@
-"""What is dumped: a process tree, the name under which its snapshots form a lineage, and how its
-job was started.
+"""The tree to dump, the job name under which its snapshots form a lineage, and how the job was
+started.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Target:
     """A tree to dump.
 
     Attributes:
-        pid: Host pid of its root.
+        pid: Host pid of the tree's root.
         job: The job's name.
-        parent: Snapshot id that the tree was last dumped to or restored from; empty: the job's
-            newest snapshot, if there is one.
+        parent: Id of the snapshot that the tree was last dumped to or restored from; empty: the
+            job's newest snapshot, if any.
         record: How `icecore run` started it; None for any other tree.
-        status: Where its init writes how it ended, if its resident device memory is to outlive it
-            unless that is well; empty: it is not.
-        guessed: The name is the program's, which others may run, too.
+        status: Where the tree's init writes how the job ended, if its resident device memory is to
+            outlive a job that does not end well; empty: it is not.
+        guessed: The job is named after its program, which other jobs may run too.
     """
 
     pid: int
@@ -38,8 +38,10 @@ class Target:
 
     @classmethod
     def of_process(cls, pid: int, job: str = "") -> Target:
-        """A tree that icecore did not start; named after its program unless ``job`` says otherwise."""
+        """Return the target for a tree that icecore did not start, named after its program unless
+        ``job`` is given.
+        """
         program = ""
-        with suppress(NotFound, PermissionError):  # preflight says what is wrong with it
+        with suppress(NotFound, PermissionError):  # preflight reports it
             program = job_name(os.path.basename(procfs.executable(pid)))
         return cls(pid, job or program or f"pid-{pid}", guessed=not job)

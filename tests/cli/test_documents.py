@@ -32,6 +32,8 @@ def said() -> dict[str, set[str]]:
                 _call(node, found)
             elif isinstance(node, ast.With):
                 _phase(node, found)
+            elif isinstance(node, ast.FunctionDef):
+                _passed(node, found)
     return found
 
 
@@ -60,19 +62,35 @@ def _phase(node: ast.With, found: dict[str, set[str]]) -> None:
     ]
     if not names or names[0] is None:
         return
+    found[names[0]] |= _fields(node)
+
+
+def _passed(node: ast.FunctionDef, found: dict[str, set[str]]) -> None:
+    """What a function adds to the fields of a phase that its docstring names."""
+    for one in node.args.args:
+        if isinstance(one.annotation, ast.Name) and one.annotation.id == "Phase":
+            named = re.search(rf"{one.arg}: The phase ``([a-z.]+)``", ast.get_docstring(node) or "")
+            if named:
+                found[named[1]] |= _fields(node)
+
+
+def _fields(node: ast.AST) -> set[str]:
+    """Names of fields of a phase that are set below a node."""
+    names: set[str] = set()
     for inner in ast.walk(node):
         if (
             isinstance(inner, ast.AugAssign)
             and getattr(inner.target, "attr", "") == "fields"
             and isinstance(inner.value, ast.Dict)
         ):
-            found[names[0]] |= set(_keys(inner.value))
+            names |= set(_keys(inner.value))
         if (
             isinstance(inner, ast.Subscript)
             and getattr(inner.value, "attr", "") == "fields"
             and isinstance(inner.slice, ast.Constant)
         ):
-            found[names[0]].add(str(inner.slice.value))
+            names.add(str(inner.slice.value))
+    return names
 
 
 def _keys(node: ast.Dict) -> list[str]:

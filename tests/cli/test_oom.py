@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.freeze.guard import Guard as DumpGuard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.host.kernel import limits, oom, procfs
 from icecore.restorer.guard.client import Guard as RestoreGuard
 from tests.cli.conftest import Cli

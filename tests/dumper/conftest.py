@@ -1,4 +1,4 @@
-"""Fixtures of the tests of whole dumps."""
+"""Fixtures for tests of whole dumps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .world import Store, leftovers
 
 
 class Start(Protocol):
-    """Starts a program, in its small size unless arguments are given, and waits until it works."""
+    """Starts a program, in its small size unless arguments are given, and waits until it is ready."""
 
     def __call__(self, name: str, *arguments: str) -> driving.Running: ...
 
@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
-    """Whatever was started is ended after the test."""
+    """Start programs; end them after the test."""
     started: list[driving.Running] = []
 
     def start_one(name: str, *arguments: str) -> driving.Running:
@@ -68,8 +68,8 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def workdir() -> Iterator[Path]:
-    """Where CRIU's images go, on tmpfs; after the test nothing may be left in it, nor a process
-    that works there.
+    """Make a directory on tmpfs for CRIU's images. After the test it must be empty, and no process
+    may work in it.
     """
     path = Path(tempfile.mkdtemp(prefix="icecore-test-", dir="/dev/shm"))
     yield path
@@ -80,7 +80,7 @@ def workdir() -> Iterator[Path]:
 
 @pytest.fixture
 def store(tmp_path: Path, loop: LoopThread, workdir: Path) -> Store:
-    """An empty repository on the disk."""
+    """Make an empty repository on disk."""
     return Store.make(loop, tmp_path / "repository", workdir)
 
 
@@ -91,5 +91,5 @@ def job(start: Start) -> Job:
 
 @pytest.fixture
 def witness(store: Store, job: Job) -> Witness:
-    """With one snapshot of the job."""
+    """Make a witness with one snapshot of the job."""
     return Witness(store, job.pid)

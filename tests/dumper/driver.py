@@ -34,7 +34,7 @@ def drop_capabilities() -> None:
 
 
 def main(order: dict[str, object]) -> int:
-    # A shell leaves it ignored in what it starts in the background, the tests as a whole included.
+    # A shell starts background processes, such as a whole test run, with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pause = order.get("pause")
 

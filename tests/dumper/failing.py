@@ -1,5 +1,5 @@
-"""For tests that make a dump fail: a job that notes its steps, a witness to what the repository
-must still hold, and a dumper that can be killed.
+"""Help for tests that make a dump fail: a job that notes its steps, a witness to what the
+repository must still hold, and a dumper that can be killed.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _COMPLAINTS = {"dump.parent_damaged", "dump.hints_missing", "store.base_damaged"
 
 
 class Job:
-    """A memory-pattern process that writes down when it makes a step."""
+    """A memory-pattern process that notes when it makes a step."""
 
     def __init__(self, running: driving.Running) -> None:
         self.running = running
         self.pid = running.pid
 
     def runs(self, since_ns: int, seconds: float = SECONDS) -> None:
-        """It made a step within ``seconds`` of that time, and nothing traces it."""
+        """Check that the job made a step within ``seconds`` of that time and is not traced."""
         at = driving.wait_step(self.running.state_dir, since_ns, timeout_s=20)
         assert at - since_ns <= seconds * 1e9, f"it stood still for {(at - since_ns) / 1e9:.2f} s"
         while standing(
             self.pid
-        ):  # CRIU may come to freeze it only now, and lets it go when it finds nobody
+        ):  # CRIU may freeze it only now; it lets go when it finds the socket closed
             assert time.time_ns() - since_ns <= seconds * 1e9, "it stands still"
             time.sleep(0.002)
 
     def is_well(self) -> None:
-        """Its own check of all its data."""
+        """Have the job check all its data."""
         driving.ask_finish(self.running.program, self.running.state_dir)
         said = driving.wait_finished(self.running.program, self.running.state_dir)
         assert said.passed, said.errors
 
     def stopped_since(self, until_ns: int, seconds: float = 20.0) -> None:
-        """Wait until it stands still."""
+        """Wait until the job stands still."""
         end = time.monotonic() + seconds
         while not standing(self.pid):
             assert time.monotonic() < end
@@ -60,7 +60,7 @@ class Job:
 
 
 class Witness:
-    """An earlier snapshot, and what it must still hold after everything that goes wrong."""
+    """An earlier snapshot, and what it must still hold after every failure."""
 
     def __init__(self, store: Store, pid: int) -> None:
         self.store = store
@@ -71,8 +71,8 @@ class Witness:
         self.verify(1)
 
     def verify(self, snapshots: int) -> None:
-        """The repository opens, lists so many snapshots, passes a check of all its bytes, and the
-        first snapshot is what it was.
+        """Check that the repository opens, lists this many snapshots, passes a check of all its
+        bytes, and that the first snapshot is what it was.
         """
         fresh = self.store.through(self.store.backend)
         report = self.store.loop.run(check(fresh.repository, read_data=1.0, register=False))
@@ -81,7 +81,7 @@ class Witness:
         assert assert_same_memory(fresh.read(self.first), self.still) > 8 * 256
 
     def open_sessions(self) -> list[str]:
-        """Sessions that nobody ended."""
+        """Return the ids of sessions that are still open."""
         fresh = self.store.through(self.store.backend)
         return [
             session.id
@@ -89,7 +89,7 @@ class Witness:
         ]
 
     def next_dump_is_good(self) -> None:
-        """As it says; the program has been changed meanwhile."""
+        """Check that the next dump is good, although the program has changed since."""
         before = len(self.store.snapshots())
         still = Stillness()
         events = Events({("dump.files", "begin"): lambda _: still.look(self.pid)})
@@ -103,8 +103,8 @@ class Witness:
 def fails(
     job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException] = DumpFailed
 ) -> BaseException:
-    """``act`` raises ``error``; the job runs when it does, nothing is left, and the repository is
-    as it was.
+    """Check that ``act`` raises ``error``, that the job then runs, that nothing is left behind, and
+    that the repository is as it was.
     """
     before = len(witness.store.snapshots())
     with pytest.raises(error) as caught:
@@ -118,7 +118,7 @@ def fails(
 
 
 def members(workdir: Path, word: str) -> list[int]:
-    """Processes whose command line, with the directory that they work in, has both."""
+    """Return the processes whose command line or working directory names both."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and int(entry) != os.getpid():
@@ -171,7 +171,7 @@ class Dumper:
         )
 
     def until(self, *moment: str, seconds: float = 20.0) -> list[str]:
-        """Read what it says until it says this."""
+        """Read the dumper's events until this one."""
         end = time.monotonic() + seconds
         assert self.process.stdout is not None
         while True:
@@ -185,7 +185,7 @@ class Dumper:
                 return said
 
     def end(self, number: int) -> int:
-        """Send it a signal and wait for its end; its status."""
+        """Send the dumper a signal, wait for its end and return its status."""
         self.process.send_signal(number)
         self.process.communicate(timeout=20)
         return self.process.returncode

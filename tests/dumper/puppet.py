@@ -1,5 +1,5 @@
-"""A Python process that does what it is told, through files, so that nothing of it leads outside
-its tree.
+"""A Python process that executes what it reads from files, so that no descriptor of it leads
+outside its tree.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Puppet:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self.process.pid
 
     def do(self, code: str, seconds: float = 20.0) -> None:
@@ -85,12 +85,12 @@ class Puppet:
         assert said.read_text() == "done", said.read_text()
 
     def number(self, expression: str) -> int:
-        """The value of an expression."""
+        """Return the value of an expression."""
         self.do(f"with open('number', 'w') as file: file.write(str({expression}))")
         return int((self.folder / "number").read_text())
 
     def end(self) -> None:
-        """Kill it and all in its session."""
+        """Kill the process and its whole session."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(20)

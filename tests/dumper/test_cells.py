@@ -17,8 +17,8 @@ _PAGES = CELL_BYTES // PAGE
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[Region], list[tuple[int, int]]]:
-    """Disjoint regions with arbitrary grids, and disjoint extents over them and the holes between
-    them; in pages.
+    """Generate disjoint regions with arbitrary grids, and disjoint extents over them and the holes
+    between them, in pages.
     """
     position, regions = draw(st.integers(1, 300)), []
     for _ in range(draw(st.integers(0, 5))):
@@ -86,7 +86,7 @@ def test_some_cells_of_a_plan_are_a_plan(
 
 
 def pages_of(plan: CellPlan, row: int) -> set[int]:
-    """Addresses of the pages of a cell, whatever runs they lie in."""
+    """Return the addresses of a cell's pages, whatever runs they lie in."""
     runs = plan.runs[plan.first_run[row] : plan.first_run[row + 1]]
     return {
         int(run["address"]) + page * PAGE
@@ -101,8 +101,8 @@ def test_cells_are_the_same_if_their_pages_are(
     layout: tuple[list[Region], list[tuple[int, int]]],
     other: tuple[list[Region], list[tuple[int, int]]],
 ) -> None:
-    """Of two plans of one space, with whatever regions, cells that count as the same have the same
-    pages; of equal ones all do.
+    """In two plans of one space, with any regions, cells that count as the same have the same
+    pages. In equal plans all cells do.
     """
     plan = plan_cells(layout[0], np.array(layout[1], EXTENT))
     for regions in (layout[0], other[0]):

@@ -1,5 +1,5 @@
-"""The job is never lost: the dumper or its guard is killed, interrupted or stopped at any moment,
-and it runs on within a second.
+"""The job is never lost: if the dumper or its guard is killed, interrupted or stopped at any
+moment, the job runs on within a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.criu
 
 @pytest.fixture
 def dumpers() -> Iterator[list[Dumper]]:
-    """Ended after the test, whatever became of it."""
+    """Start dumpers; end them after the test."""
     started: list[Dumper] = []
     yield started
     for dumper in started:
@@ -117,7 +117,7 @@ def test_a_dumper_that_is_interrupted_while_criu_freezes(
 ) -> None:
     dumper = Dumper(
         witness.store, job, ("dump.files", "begin")
-    )  # not over before it is seen to stand still
+    )  # must not end before it is seen to stand still
     dumpers.append(dumper)
     dumper.until("dump.window", "begin")
     job.stopped_since(time.time_ns())
@@ -132,7 +132,7 @@ def test_a_dumper_that_is_interrupted_while_criu_freezes(
 def test_a_dumper_that_is_stopped_in_the_window(
     job: Job, witness: Witness, dumpers: list[Dumper]
 ) -> None:
-    """Ctrl-Z: it lives but does nothing, so that its guard must end the window."""
+    """Ctrl-Z: the dumper lives but does nothing, so its guard must end the window."""
     dumper = Dumper(witness.store, job, ("dump.files", "begin"), max_window=2.0)
     dumpers.append(dumper)
     dumper.until("dump.files", "begin")
@@ -148,7 +148,7 @@ def test_a_dumper_that_is_stopped_in_the_window(
 
 
 def guard_of(workdir: Path) -> int:
-    """The guard process; a child of its that watches CRIU has the same command line."""
+    """Return the guard process. A child of it that watches CRIU has the same command line."""
     found = members(workdir, "icecore.dumper.freeze.guard")
     [guard] = [pid for pid in found if procfs.status(pid).parent not in found]
     return guard
@@ -199,13 +199,13 @@ def test_a_guard_that_is_killed_while_criu_freezes(job: Job, witness: Witness) -
     killer.start()
     events = Events(
         {("dump.criu", "end"): look, ("dump.files", "begin"): lambda _: killer.join(20)}
-    )  # not over before it is seen to stand still
+    )  # must not end before it is seen to stand still
     fails(job, witness, lambda: witness.store.dump(job.pid, events=events), GuardLost)
     witness.next_dump_is_good()
 
 
 def test_a_guard_that_is_killed_after_the_window(job: Job, witness: Witness) -> None:
-    """It is needed no more: the snapshot is good."""
+    """The guard is no longer needed, so the snapshot is good."""
     result = witness.store.dump(
         job.pid, events=Events({("dump.store", "begin"): kill_guard(witness.store.workdir)})
     )

@@ -35,14 +35,14 @@ _RESTLESS = 1 << 20
 
 
 def watching(root: int, *files: str | Path) -> tuple[Stillness, Events]:
-    """A look at the tree, taken in the window."""
+    """Return a record of the tree and the events that take it in the window."""
     still = Stillness()
     events = Events({("dump.files", "begin"): lambda _: still.look(root, *files)})
     return still, events
 
 
 def no_complaint(events: Events) -> bool:
-    """Nothing that an earlier snapshot stored was found damaged or missing."""
+    """Check that nothing of an earlier snapshot was found damaged or missing."""
     return not events.names() & {
         "dump.parent_damaged",
         "dump.hints_missing",
@@ -52,7 +52,7 @@ def no_complaint(events: Events) -> bool:
 
 
 def cells_between(recorded: Recorded, pid: int, start: int, end: int) -> dict[int, bytes]:
-    """Address → chunk id, of a process's cells that lie between two addresses."""
+    """Map the addresses of a process's cells between two addresses to chunk ids."""
     space = recorded.space("process", str(pid))
     found = {}
     for region, records in zip(space.regions, recorded.reader.records(space), strict=True):
@@ -67,8 +67,8 @@ def cells_between(recorded: Recorded, pid: int, start: int, end: int) -> dict[in
 
 
 def test_reserved_addresses_cost_nothing(store: Store) -> None:
-    """CRIU's own table of them would be 4 GiB, copied in the window (icecore/host/criu/memcpy.c):
-    more than eight seconds here.
+    """CRIU's own table of them would take 4 GiB, copied in the window (icecore/host/criu/memcpy.c),
+    which takes more than eight seconds on the test machine.
     """
     reserve = "import mmap; m = mmap.mmap(-1, 1 << 40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)  # NORESERVE"
     program = f"{reserve}\nprint('ready', flush=True); import time; time.sleep(600)"
@@ -172,7 +172,9 @@ def test_of_a_cell_with_one_changed_page_that_page_is_stored(
 def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(
     puppet: Puppet, store: Store
 ) -> None:
-    """The first dump learns it; once it has come to rest it is stored before the window again."""
+    """The first dump learns that memory is restless; once it has come to rest, it is stored before
+    the window again.
+    """
     puppet.do("area = private(96 * MIB); put(area, os.urandom(MIB) * 96); going = True")
     puppet.do(
         "import threading\n"
@@ -271,7 +273,7 @@ def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store
 
 
 def test_another_program_under_the_same_name_is_warned_of(store: Store) -> None:
-    """Where nobody names the job, its program does: an interpreter, mostly."""
+    """A job without a name is named after its program, usually an interpreter."""
     words = [
         [sys.executable, "-S", "-c", f"import time; time.sleep(600 + {number})"]
         for number in range(2)
@@ -323,8 +325,8 @@ def test_the_command_after_a_committed_snapshot_is_told_of_it_whatever_else_fail
 def test_allocations_are_found_again_wherever_the_kernel_joined_them(
     tmp_path: Path, store: Store
 ) -> None:
-    """The second process asks for one thing more, so that the mapping that holds all its
-    allocations begins elsewhere.
+    """The second process makes one more allocation, so the mapping that holds all its allocations
+    begins elsewhere.
     """
     allocate = (
         "import random; libc.malloc.restype = ctypes.c_void_p; libc.mallopt(-3, 128 << 10)\n"
@@ -501,7 +503,7 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
     puppet.do(_FILES)
     paths = [puppet.folder / name for name in _NAMES]
     store.dump(puppet.pid)
-    puppet.do("time.sleep(0.15)")  # longer than the time within which an mtime is not believed
+    puppet.do("time.sleep(0.15)")  # longer than the time within which an mtime is not trusted
     changes = (
         "pass",
         "log.write(os.urandom(70_000)); log.flush()",
@@ -530,8 +532,8 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, store: Store) -> None:
-    """What is stored through a mapping leaves no trace in a file's times, but for the first store
-    to a page; on tmpfs, if that was read, not even that.
+    """Stores through a mapping leave no trace in a file's times, except the first store to a page;
+    on tmpfs, if the page was read before, not even that.
     """
     path = Path(f"/dev/shm/icecore-mapped-{puppet.pid}") if memory else puppet.folder / "mapped"
     try:
@@ -554,7 +556,7 @@ def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, stor
 
 
 def test_files_that_lost_their_name(puppet: Puppet, store: Store) -> None:
-    """One with another hard link: CRIU will look for it under a name of its own making."""
+    """A deleted file with another hard link: CRIU will look for it under a name that it makes up."""
     puppet.do(
         "f = open('a', 'w+b'); f.write(b'linked'); f.flush(); os.link('a', 'b'); os.unlink('a')\n"
         "g = open('c', 'w+b'); g.write(b'nameless'); g.flush(); os.unlink('c')\n"
@@ -574,7 +576,7 @@ def test_files_that_lost_their_name(puppet: Puppet, store: Store) -> None:
     assert recorded.content("file", str(puppet.folder / "d (deleted)")) == b"named"
 
 
-# -- a parent of which something is lost
+# -- a parent that lost data
 
 
 def damage(path: Path) -> None:
@@ -611,7 +613,7 @@ def test_a_parent_that_cannot_be_read(part: str, harm: str, job: Job, store: Sto
     assert result.lineage == first.lineage
     assert (
         result.sizes.stored < first.sizes.stored * 0.6
-    )  # all of it is looked at anew, but its chunks are found
+    )  # all of it counts as changed, but its chunks are found
     after = Events()
     fresh.dump(job.pid, events=after)
     assert no_complaint(after)

@@ -1,4 +1,4 @@
-"""The early scan on real trees: what it may read, what it leaves, and that it is believed only
+"""The early scan on real trees: what it may read, what it leaves, and that its result counts only
 where CRIU agrees.
 """
 
@@ -32,7 +32,7 @@ _TRIES = 10
 
 
 def watching(root: int) -> tuple[Stillness, Events]:
-    """A look at the tree, taken in the window."""
+    """Return a record of the tree and the events that take it in the window."""
     still = Stillness()
     return still, Events({("dump.files", "begin"): lambda _: still.look(root)})
 
@@ -49,7 +49,7 @@ def read_early(events: Events) -> int:
 def dumped_early(
     store: Store, pid: int, options: DumpOptions | None = None
 ) -> tuple[DumpResult, Stillness, Events]:
-    """Dumps until CRIU was found at work in time: on a busy machine it may be done before this
+    """Dump until the early scan came in time: on a busy machine CRIU may be done before this
     process is woken.
     """
     for _ in range(_TRIES):
@@ -125,7 +125,7 @@ def test_a_tree_that_runs_or_was_stopped_by_somebody_else_is_not_held(job: Job) 
 def test_threads_that_differ_at_the_end_have_everything_read_again(
     start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reality has no such thread: CRIU holds all of them."""
+    """Such a thread does not exist in reality, because CRIU holds all threads."""
     running = start("memory-pattern", "--mib", "32")
     monkeypatch.setattr(Early, "holds", lambda self: False)
     result, still, events = dumped_early(store, running.pid)
@@ -136,8 +136,8 @@ def test_threads_that_differ_at_the_end_have_everything_read_again(
 def fails_early(
     job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException]
 ) -> BaseException:
-    """As `failing.fails`, once CRIU was found at work in time; dumps of which it was not are good
-    ones.
+    """Check as `failing.fails` does, once the early scan came in time. Dumps in which it did not
+    are good.
     """
     for _ in range(_TRIES):
         try:
@@ -179,7 +179,7 @@ def test_a_window_that_is_abandoned_meanwhile(job: Job, witness: Witness) -> Non
             lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.6), events=events),
             WindowExceeded,
         )
-        if held:  # else a busy machine took longer than that to begin
+        if held:  # otherwise a busy machine took longer than that to begin
             break
     assert held
     witness.next_dump_is_good()

@@ -1,5 +1,5 @@
-"""The job is never lost: whatever fails at whatever step of a dump, it runs on within a second,
-nothing is left behind, and the next dump is good.
+"""The job is never lost: whatever step of a dump fails, the job runs on within a second, nothing is
+left behind, and the next dump is good.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.criu
 
 
 def wrapper(path: Path, script: str) -> Criu:
-    """A CRIU that is a shell script; ``$CRIU`` is the real one."""
+    """Make a CRIU that is a shell script; ``$CRIU`` is the real one."""
     criu = find_criu()
     path.write_text(f"#!/bin/bash\nCRIU={criu.path}\n{script}\n")
     path.chmod(0o755)
@@ -123,7 +123,7 @@ def test_criu_or_its_script_killed_while_it_waits(word: str, job: Job, witness: 
 
 
 def test_nothing_stands_still_before_the_window(job: Job, witness: Witness) -> None:
-    """However long it takes until then, CRIU waits, and it counts for nothing."""
+    """CRIU waits however long the dumper takes, and that time does not count."""
 
     def watch(_: Event) -> None:
         time.sleep(3.2)
@@ -144,13 +144,13 @@ _MANIFEST, _TRANSACTION = ("create", "snapshots"), ("create", "log")
 
 
 def kind_of(call: Call) -> Kind:
-    """The operation, and the kind of object."""
+    """Return the operation and the kind of object."""
     return call.operation, call.name.split("/")[0]
 
 
 def failing_from(kind: Kind | None) -> Callable[[Call], Outcome]:
     """Every call fails from the first of a kind on (None: from the commit), at the latest from the
-    commit. Not by number: how many there are differs.
+    commit. Calls are not counted, because their number differs.
     """
     stored = failing = False
 
@@ -165,7 +165,7 @@ def failing_from(kind: Kind | None) -> Callable[[Call], Outcome]:
 
 
 def calls_of(store: Store, job: Job) -> list[Kind]:
-    """The store's calls in a dump, of which much is new: deltas alone would not be put into the
+    """Return the store's calls in a dump with much new data; deltas alone would not enter the
     index.
     """
     driving.change(job.running.state_dir, 1000, 50, 100)
@@ -179,8 +179,8 @@ def calls_of(store: Store, job: Job) -> list[Kind]:
 def from_call_on(
     number: int, kind: Kind | None, store: Store, job: Job, witness: Witness, *, stop: bool
 ) -> bool:
-    """Dump with a store that fails from such a call on; whether the dump failed. ``number``:
-    another one each time.
+    """Dump with a store that fails from such a call on, and return whether the dump failed.
+    ``number`` differs each time.
     """
     driving.change(job.running.state_dir, number, 50, 50)
     backend = FaultyBackend(store.backend)
@@ -200,7 +200,7 @@ def from_call_on(
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that does not wait long before it tries again."""
+    """Make the store retry after a short wait."""
     monkeypatch.setattr("icecore.store.log.session._PUT_BACKOFF_SECONDS", 0.001)
 
 
@@ -227,7 +227,7 @@ def test_a_store_that_fails_while_a_stopped_tree_waits(job: Job, witness: Witnes
 
 
 def test_a_full_disk(job: Job, loop: LoopThread, workdir: Path, tmp_path: Path) -> None:
-    """A repository on a file system of its own, too small for a second snapshot."""
+    """Make a repository on a file system of its own, too small for a second snapshot."""
     place = tmp_path / "small"
     place.mkdir()
     subprocess.run(
@@ -247,7 +247,7 @@ def test_a_full_disk(job: Job, loop: LoopThread, workdir: Path, tmp_path: Path) 
 
 
 def test_a_full_working_directory(job: Job, witness: Witness, tmp_path: Path) -> None:
-    """CRIU finds no room for its images, although there was some when the dump began."""
+    """CRIU runs out of room for its images, although there was some when the dump began."""
     place = tmp_path / "work"
     place.mkdir()
     subprocess.run(
@@ -314,8 +314,8 @@ def test_a_target_that_is_killed_while_criu_freezes_it(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    while killer.is_alive():  # who looks for it may miss a short window
-        with suppress(DumpFailed, NotFound):  # it may be all read by then
+    while killer.is_alive():  # a check may miss a short window
+        with suppress(DumpFailed, NotFound):  # everything may be read by then
             store.dump(job.pid)
     assert eventually(lambda: procfs.is_over(job.pid))
     assert not leftovers(store.workdir)
@@ -324,8 +324,8 @@ def test_a_target_that_is_killed_while_criu_freezes_it(
 
 
 def test_a_target_that_is_killed_while_it_is_read(job: Job, store: Store) -> None:
-    """Killed when all of its memory has been read but not yet let go: no snapshot of half a tree,
-    nothing left.
+    """A process is killed once all its memory is read but before CRIU lets it go: no snapshot of
+    half a tree, and nothing is left behind.
     """
     events = Events({("dump.files", "begin"): lambda _: driving.kill_tree(job.pid)})
     with pytest.raises((DumpFailed, NotFound)):

@@ -1,5 +1,5 @@
-"""Memory that CRIU is kept from seeing: the snapshot, and the pagemap that a restore goes by, are
-the same as if it had seen all.
+"""Memory that CRIU is kept from seeing: the snapshot, and the pagemap that a restore uses, are the
+same as if CRIU had seen everything.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ KINDS = {
     "executable": ("m = private(3 * MIB, protection=7); put(m, os.urandom(2 * MIB))", True),
     "grows down": ("m = private(3 * MIB, more=0x100); put(m + MIB, os.urandom(MIB))", True),
     "droppable": ("m = libc.mmap(None, 3 * MIB, 3, 0x28, -1, 0); put(m, os.urandom(MIB))", None),
-    # Plain where the kernel has no names of anonymous memory.
+    # Unnamed if the kernel has no names for anonymous memory.
     "named": (
         "m = private(3 * MIB); put(m, os.urandom(MIB)); libc.prctl(0x53564d41, 0, ctypes.c_void_p(m), 3 * MIB, b'a b x')",
         True,
     ),
-    # CRIU makes all readable, so that the two become one, and asks for both at once.
+    # CRIU makes both readable, so they become one, and asks for both at once.
     "two that merge": (
         "m = private(12 * MIB); m += -m % (2 * MIB) + 2 * MIB; libc.mprotect(m - 2 * MIB, 2 * MIB, 1); libc.mprotect(m + 2 * MIB, 2 * MIB, 2)\n"
         "put(m, os.urandom(2 * MIB)); libc.mprotect(m, MIB, 1); libc.mprotect(m + MIB, MIB, 0)",
@@ -94,7 +94,7 @@ KINDS = {
 def watched(
     puppet: Puppet, store: Store, options: DumpOptions | None = None, *, lost: bool = False
 ) -> Entries:
-    """The pagemap in a snapshot that is right; ``lost``: it need not have all."""
+    """Return the pagemap of a snapshot that passes its checks; ``lost``: pages may be missing."""
     still = Stillness()
     events = Events({("dump.files", "begin"): lambda _: still.look(puppet.pid)})
     recorded = store.read(store.dump(puppet.pid, options, events=events).snapshot)
@@ -104,7 +104,7 @@ def watched(
 
 
 def pagemap_of(recorded: Recorded, pid: int) -> Entries:
-    """The one of a process; it has the very pages that are recorded."""
+    """Return the pagemap of a process and check that it has exactly the recorded pages."""
     _, entries = decode_pagemap(recorded.content("image", f"pagemap-{pid}.img"))
     pages = set(recorded.pages(recorded.space("process", str(pid))))
     assert pages_of(entries).keys() == pages
@@ -112,7 +112,7 @@ def pagemap_of(recorded: Recorded, pid: int) -> Entries:
 
 
 def pages_of(entries: Entries) -> dict[int, int]:
-    """Address → flags."""
+    """Map addresses to flags."""
     found = {}
     for address, pages, flags in entries.tolist():
         for at in range(address, address + pages * PAGE, PAGE):
@@ -140,7 +140,7 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
         lambda window, command, hidden, devices: prepare(window, command, None, devices),
     )
     theirs = pages_of(watched(puppet, store, lost=kind == "droppable"))
-    # Whatever Python itself did between the two dumps is none of this test's.
+    # What Python itself did between the two dumps does not matter here.
     area = range(address, address + 9 * (1 << 20), PAGE)
     assert ours.keys() & set(area) == theirs.keys() & set(area)
     # Where some thread's stack pointer is the first byte of a page, CRIU writes all pages itself
@@ -225,7 +225,7 @@ def test_a_random_layout(
 
 
 def test_most_of_it_is_hidden(puppet: Puppet, store: Store) -> None:
-    """Else all of these tests would pass with a library that does nothing."""
+    """Without this, all of these tests would pass with a library that does nothing."""
     puppet.do("m = private(64 * MIB); put(m, os.urandom(MIB) * 64)")
     seen = []
 
@@ -277,8 +277,8 @@ def test_guard_pages(puppet: Puppet, store: Store) -> None:
     not guards_told(), reason="guard pages can be told from others from Linux 6.15 on"
 )
 def test_guard_pages_are_not_lost_by_an_older_criu(puppet: Puppet, store: Store) -> None:
-    """It is refused; where they come later it stumbles over them, because then nothing is hidden
-    from it.
+    """The dump is refused. If guard pages appear later, CRIU fails on them, because nothing is
+    hidden from it then.
     """
     older = find_criu(PREFIX)
     if older.version >= (4, 2):

@@ -1,4 +1,4 @@
-"""On which snapshot the next one builds."""
+"""The choice of the snapshot that the next one builds on."""
 
 from __future__ import annotations
 

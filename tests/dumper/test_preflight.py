@@ -1,4 +1,4 @@
-"""Preflight: each refusal and each warning with a real case; what is refused is left as it was, and
+"""Preflight: each refusal and each warning with a real case. What is refused stays as it was, and
 what is not refused can be dumped.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.freeze.guard import Guard
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.look import look
+from icecore.dumper.freeze.guard import DumpGuard
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks, checks_descriptors
 from icecore.dumper.preflight.checks_descriptors import kernel_refuses_options
@@ -57,8 +57,8 @@ Has = Callable[..., int]
 
 @pytest.fixture
 def has(tmp_path: Path) -> Iterator[Has]:
-    """Starts a Python process that runs some code and then sleeps; its pid. Skips where the kernel
-    does not know what the code asks for.
+    """Start a Python process that runs some code and then sleeps, and return its pid. Skip the test
+    if the kernel lacks what the code needs.
     """
     started: list[subprocess.Popen[bytes]] = []
 
@@ -88,15 +88,15 @@ def has(tmp_path: Path) -> Iterator[Has]:
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    for process in reversed(started):  # a tracer before who it traces
+    for process in reversed(started):  # a tracer before its tracee
         process.wait(20)
 
 
 def refusals(
     pid: int, options: DumpOptions | None = None, workdir: str | Path = "/dev/shm"
 ) -> dict[str, str]:
-    """Name → message of all refusals of a tree, with the CRIU in use."""
-    found = refuse(look(pid, find_criu(), str(workdir), options or DumpOptions()))
+    """Map the names of a tree's refusals to their messages, with the CRIU in use."""
+    found = refuse(inspect_tree(pid, find_criu(), str(workdir), options or DumpOptions()))
     assert all(r.cure for r in found)
     return {r.name: r.message for r in found}
 
@@ -104,7 +104,7 @@ def refusals(
 def refused(
     store: Store, target: Target | int, options: DumpOptions | None = None
 ) -> dict[str, str]:
-    """A dump is refused, and nothing was done to anything; name → message."""
+    """Check that a dump is refused and touches nothing; map the refusals' names to their messages."""
     before = store.snapshots()
     events = Events()
     with pytest.raises(PreflightRefused) as caught:
@@ -156,7 +156,9 @@ def test_the_init_of_the_machine(store: Store) -> None:
 
 
 def test_targets_that_end_or_never_ran_are_named_for_preflight_to_judge(store: Store) -> None:
-    """The name of a target is guessed from its program, which some have not, and some do not show."""
+    """The name of a target is guessed from its program, which some processes lack and some do not
+    show.
+    """
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert list(refused(store, Target.of_process(child.pid))) == ["zombie"]
@@ -167,18 +169,18 @@ def test_targets_that_end_or_never_ran_are_named_for_preflight_to_judge(store: S
 
 
 def test_a_process_that_icecore_may_not_look_at(job: Job, store: Store) -> None:
-    """In a user namespace of its own it has all capabilities, but none over processes outside of
-    it.
+    """In a user namespace of its own a process has all capabilities, but none over processes
+    outside it.
     """
     dumper = Dumper(store, job, wrapped=["unshare", "--user", "--map-root-user", "--"])
     said = dumper.until("error")
     assert dumper.process.wait(20) == 4
-    assert said[1] == "PreflightRefused" and f"may not look at process {job.pid}" in said[2]
+    assert said[1] == "PreflightRefused" and f"may not inspect process {job.pid}" in said[2]
     assert not standing(job.pid)
 
 
 def test_a_tree_with_a_part_of_icecore_in_it(tmp_path: Path, store: Store, has: Has) -> None:
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         assert list(refused(store, guard.pid)) == ["icecore"]
     finally:
@@ -251,7 +253,7 @@ def test_a_user_namespace_of_its_own(has: Has, store: Store) -> None:
 
 
 def test_too_few_descriptors(job: Job, store: Store) -> None:
-    """CRIU would need more than it may have, and could not raise the limit."""
+    """CRIU would need more descriptors than allowed and could not raise the limit."""
     if "CAP_SYS_RESOURCE" in limits.capabilities():
         pytest.skip("CRIU may raise its limit on this machine")
     dumper = Dumper(store, job, descriptors=80)
@@ -265,8 +267,8 @@ def test_too_few_descriptors(job: Job, store: Store) -> None:
 def test_too_small_pipes(
     job: Job, store: Store, monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
-    """The same on a machine where pipes may not grow, without making this one such; if CRIU sees
-    all memory, for large mappings, too.
+    """The same as on a machine where pipes may not grow, without changing this machine; if CRIU
+    sees all memory, for large mappings too.
     """
     monkeypatch.setattr(limits, "pipe_max_size", lambda: 4096)
     monkeypatch.setattr(limits, "descriptor_limit", lambda: 2500)
@@ -274,7 +276,7 @@ def test_too_small_pipes(
     monkeypatch.setattr(
         limits, "capabilities", lambda pid=None: frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"})
     )
-    found = look(job.pid, find_criu(), str(store.workdir), DumpOptions())
+    found = inspect_tree(job.pid, find_criu(), str(store.workdir), DumpOptions())
     refusals = checks.pipes(found)
     assert bool(refusals) is not hidden
     monkeypatch.setattr(limits, "descriptor_limit", lambda: 100)
@@ -286,7 +288,7 @@ def test_system_v_shared_memory_of_the_host(start: Start, store: Store) -> None:
     running = start("tree-system-v")
     assert set(refused(store, running.pid)) >= {"system-v"}
     assert not standing(running.pid)
-    driving.ask_finish(running.program, running.state_dir)  # it takes its own along
+    driving.ask_finish(running.program, running.state_dir)  # it brings its own
     assert driving.wait_finished(running.program, running.state_dir).passed
 
 
@@ -325,7 +327,7 @@ CASES = {
 def test_a_gpu_that_was_opened_in_a_root_which_is_gone(
     has: Has, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its path no longer begins with /dev, as that of resident memory which another instance left:
+    """Its path does not begin with /dev, like that of resident memory that another instance left;
     its number tells what it is.
     """
     pid = has(
@@ -339,11 +341,11 @@ if libc.umount2(b'dev', 2):
 """
     )
     assert "is the device /fuse, which" in refusals(pid)["device"]
-    # No machine here has an NVIDIA GPU: what the process has open takes its part.
+    # Test machines have no NVIDIA GPU: another device that the process has open stands in for it.
     monkeypatch.setattr(checks_descriptors, "_NVIDIA_MAJOR", 10)
     assert "device" in refusals(pid), "nobody else would say so of a process that uses no GPU"
-    found = look(pid, find_criu(), "/dev/shm", DumpOptions())
-    gpus = GpuLook(Backend("/dev/nvidia"), [GpuProcess(pid)])
+    found = inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())
+    gpus = GpuInspection(Backend("/dev/nvidia"), [GpuProcess(pid)])
     assert not checks_descriptors.devices(replace(found, gpus=gpus))
 
 
@@ -366,7 +368,7 @@ def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:
         pytest.skip("this kernel refuses nothing")
     pid = has("s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()")
     for version, names in (((4, 1, 1), ["internet-sockets"]), ((4, 2, 1), [])):
-        found = look(pid, replace(find_criu(), version=version), "/dev/shm", DumpOptions())
+        found = inspect_tree(pid, replace(find_criu(), version=version), "/dev/shm", DumpOptions())
         assert [r.name for r in refuse(found)] == names
 
 
@@ -396,13 +398,13 @@ def test_a_working_directory_that_is_too_small(has: Has, store: Store, tmp_path:
         for pid in (shared, locked):
             assert "120 MiB are free" in refused(small, pid)["workdir"]
         subprocess.run(["mount", "-o", "remount,size=200m", place], check=True, timeout=20)
-        # Two processes map the shared memory, but it is there once.
+        # Two processes map the shared memory, but it counts once.
         assert not refusals(shared, workdir=place)
 
 
 @contextmanager
 def mounted(place: Path, size: str) -> Iterator[None]:
-    """A small tmpfs."""
+    """Mount a small tmpfs."""
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], check=True, timeout=20
     )
@@ -470,14 +472,14 @@ def test_a_pipe_that_leads_outside(how: dict[str, int], words: str, has: Has, st
 
 def test_a_pipe_within_the_tree(has: Has) -> None:
     pid = has("r, w = os.pipe()\nif os.fork() == 0: os.close(w); time.sleep(1000)\nos.close(r)")
-    assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+    assert warn(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())) == []
 
 
 def test_more_mappings_than_a_snapshot_records(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = has("held = [mmap.mmap(-1, 4096, prot=mmap.PROT_READ << (n % 2)) for n in range(400)]")
-    assert refuse(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+    assert refuse(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())) == []
     monkeypatch.setattr(checks, "MAX_REGIONS", 300)
-    (refusal,) = refuse(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+    (refusal,) = refuse(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()))
     assert refusal.name == "mappings" and "at most 300" in refusal.message and refusal.cure
 
 
@@ -488,11 +490,11 @@ def test_a_system_v_message_queue_of_the_host(has: Has, monkeypatch: pytest.Monk
     )
     queue = int(Path(f"/proc/{pid}/cwd/queue").read_text())
     try:
-        (warning,) = warn(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+        (warning,) = warn(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()))
         assert warning.name == "message-queue"
         monkeypatch.setattr(procfs, "began", lambda pid: time.time() + 60)
         assert (
-            warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
-        )  # it has the pid of one that is gone
+            warn(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+        )  # it has the pid of a process that has ended
     finally:
         ctypes.CDLL(None).msgctl(queue, 0, None)

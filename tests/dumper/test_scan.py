@@ -1,5 +1,5 @@
-"""The scan of a live process: what is read is what is there, what is known is not handed on, zero
-pages are told apart.
+"""The scan of a live process: it reads what is there, hands on no cell that is known, and
+recognises zero pages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ import zstandard
 
 from icecore.doctor import _scanning
 from icecore.dumper.memory.cells import EXTENT, plan_cells
-from icecore.dumper.memory.fingerprints import (
-    Fingerprints,
-    KnownCells,
-    decode_fingerprints,
-    encode_fingerprints,
-)
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, without_zero_pages
-from icecore.dumper.memory.precopy import Vanishing
+from icecore.dumper.memory.precopy import RunningReader
 from icecore.dumper.memory.scan import ScanResult, _batches, scan
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.staging import Slot, Staging
@@ -40,13 +35,14 @@ from icecore.host.kernel.memory import RemoteReader
 from icecore.host.kernel.scanning import Columns, NativeScan, native_scan_lacks
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.cell import CELL
+from icecore.store.format.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
 from icecore.store.format.manifest import Region
 
 _SIZE = 9 * CELL_BYTES + 5 * PAGE
 
 
 class Memory:
-    """Anonymous memory of this process with random pages, one page in three left untouched."""
+    """Anonymous memory of this process with random pages; one page in three is untouched."""
 
     def __init__(self) -> None:
         self.map = mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -81,7 +77,7 @@ class Memory:
 
 @pytest.fixture(params=["native", "interpreted"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How cells of a process are scanned."""
+    """Select how cells of a process are scanned."""
     if request.param == "interpreted":
         monkeypatch.setattr(
             "icecore.dumper.memory.scan.native_scan_lacks", lambda: "the test wants it"
@@ -148,19 +144,19 @@ class Layout:
         self.there = np.flatnonzero(there)
 
     def change(self, bytes_: int) -> None:
-        """Change so many bytes anywhere, readable or not."""
+        """Change this many bytes anywhere, readable or not."""
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             for at in (self.address + self.random.integers(0, len(self.bytes), bytes_)).tolist():
                 value = os.pread(memory.fileno(), 1, at)
                 os.pwrite(memory.fileno(), bytes([value[0] ^ 1]), at)
 
     def protect(self, pages: int) -> None:
-        """Let nobody read so many pages."""
+        """Make this many pages unreadable."""
         for page in self.random.choice(self.there, pages).tolist():
             assert not _mprotect(self.address + page * PAGE, PAGE, 0)
 
     def expected(self) -> list[bytes]:
-        """The bytes of each cell."""
+        """Return the bytes of each cell."""
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             return [
                 b"".join(
@@ -258,7 +254,7 @@ def test_a_page_that_is_gone_ends_the_scan() -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nothing is remembered of what there is, before and after."""
+    """The answer is not cached: it follows what exists before and after."""
     cached = (native_scan_lacks, scanning._library, scanning._hash_address)
     for one in cached:
         one.cache_clear()
@@ -393,7 +389,7 @@ def test_a_scan_that_is_stopped_ends_soon() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_what_changes_and_vanishes_while_it_is_scanned() -> None:
-    """Pre-copy looks at a process that goes on: what it took away counts as zeros."""
+    """Pre-copy scans a running process: memory that the process unmapped counts as zeros."""
     layout = Layout(5)
     gone = int(np.argmax(layout.plan.length))
     with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader:
@@ -405,19 +401,19 @@ def test_what_changes_and_vanishes_while_it_is_scanned() -> None:
             "keep": keep,
             "stop": threading.Event(),
         }
-        before = scan(layout.plan, Vanishing(reader), KnownCells.none(), **more)
+        before = scan(layout.plan, RunningReader(reader), KnownCells.none(), **more)
         known = KnownCells(layout.plan.key, before.fingerprint, np.zeros(len(layout.plan), CELL))
         run = layout.plan.runs[layout.plan.first_run[gone]]
         assert not _munmap(int(run["address"]), int(run["length"]))
-        after = scan(layout.plan, Vanishing(reader), known, **more)
+        after = scan(layout.plan, RunningReader(reader), known, **more)
     assert after.changed.tolist() == [gone]
     nothing = layout.plan.bitmap[gone].tobytes() + bytes(int(layout.plan.length[gone]))
     assert after.fingerprint[gone].tobytes() == xxhash.xxh3_128_digest(nothing, 1)
 
 
 def test_threads_that_take_all_slots_for_themselves_make_it_spill() -> None:
-    """Each takes one before it hands anything on, and with many threads none is left for what comes
-    next.
+    """Each thread takes a slot before it hands anything on, and with many threads none is left for
+    the next cells.
     """
     layout, stored = Layout(2), []
 
@@ -476,7 +472,7 @@ def test_a_bounded_staging_makes_the_scan_wait_and_an_abandoned_one_ends_it() ->
         thread.start()
         assert started.wait(10)
         thread.join(0.5)
-        assert thread.is_alive() and len(held) == staging.capacity - 1  # one is being filled
+        assert thread.is_alive() and len(held) == staging.capacity - 1  # one is being packed
         assert staging.bytes <= 8 * (CELL_BYTES + PAGE)
         staging.abandon(DumpFailed("no space"))
         thread.join(10)
@@ -576,7 +572,7 @@ def test_fingerprints_survive_storing_and_name_damage() -> None:
     assert back["process:1"].restless.tolist() == keys[1:3].tolist() and not len(
         back["file:a"].restless
     )
-    # As they were before there was a third part.
+    # As they were written before the format had a third part.
     old = zstandard.compress(
         msgspec.msgpack.encode({"process:1": [keys.tobytes(), fingerprints.tobytes()]})
     )

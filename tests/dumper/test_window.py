@@ -1,5 +1,5 @@
-"""The window in all its ways: trees of several processes, in namespaces of their own, with memory
-in place or streamed, and who may end it.
+"""The window in all its forms: trees of several processes, in namespaces of their own, with memory
+in place or streamed, and what ends it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.freeze.guard import Guard, GuardLost
+from icecore.dumper.freeze.guard import DumpGuard, GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, UsageError, WindowExceeded
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.criu
 
 
 def watching(root: int) -> tuple[Stillness, Events]:
-    """A look at the tree, taken in the window."""
+    """Return a record of the tree and the events that take it in the window."""
     still = Stillness()
     return still, Events({("dump.files", "begin"): lambda _: still.look(root)})
 
 
 def installed() -> list[Criu]:
-    """The CRIU in use, and the second one that tests may have."""
+    """Return the CRIU in use and, if installed, the second one for tests."""
     found = [find_criu()]
     try:
         found.append(find_criu(f"{PREFIX}-sid"))
@@ -74,7 +74,7 @@ while True:
 
 
 def output(job: RunningJob) -> int:
-    """Lines that it has written."""
+    """Return the lines that it has written."""
     return job.log_path("stdout").read_bytes().count(b"\n")
 
 
@@ -177,7 +177,7 @@ def test_a_stopped_process_stays_stopped(puppet: Puppet, store: Store) -> None:
     os.kill(child, signal.SIGCONT)
 
 
-# -- the streamed way fails like the other
+# -- a streamed dump fails like any other
 
 
 STREAMED = DumpOptions(memory="streamed")
@@ -256,16 +256,16 @@ def test_a_streamed_tree_cannot_be_stopped(job: Job, store: Store) -> None:
 def test_a_guard_without_a_criu_ends_with_its_dumper(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
-    guard = Guard(str(folder))
+    guard = DumpGuard(str(folder))
     pid = guard.pid
     guard.release()
     guard.release()
     assert not procfs.exists(pid)
-    assert folder.is_dir()  # its maker removes it
+    assert folder.is_dir()  # removed by its maker
 
 
 def test_a_guard_outlives_signals_of_the_terminal(tmp_path: Path) -> None:
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             os.kill(guard.pid, number)
@@ -293,10 +293,10 @@ _SERVER = ["python3", "-c", _SERVES, "{pages}", "{status}", "{hold}"]
 
 
 def test_a_guard_hangs_up_when_the_limit_has_passed(tmp_path: Path) -> None:
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         assert guard.prepare(_SERVER, 20) is None
-        time.sleep(1.5)  # the limit counts from later on
+        time.sleep(1.5)  # the limit starts later
         began = time.monotonic()
         guard.go(0.2)
         assert guard.frozen(20) is None
@@ -307,10 +307,8 @@ def test_a_guard_hangs_up_when_the_limit_has_passed(tmp_path: Path) -> None:
 
 
 def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
-    """The attempt is given up; what it started ends by itself, as it does when it goes on without
-    being told to.
-    """
-    guard = Guard(str(tmp_path))
+    """The attempt fails. What it started ends by itself, also if it goes on without being told to."""
+    guard = DumpGuard(str(tmp_path))
     try:
         os.kill(guard.pid, signal.SIGSTOP)
         with pytest.raises(DumpFailed, match="no answer"):
@@ -318,7 +316,7 @@ def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
         os.kill(guard.pid, signal.SIGCONT)
     finally:
         guard.release()
-    guard = Guard(str(tmp_path))
+    guard = DumpGuard(str(tmp_path))
     try:
         assert guard.prepare([*_SERVER[:-1], "true"], 20) == 0
     finally:
@@ -326,7 +324,7 @@ def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
 
 
 def test_two_dumps_of_one_tree_at_the_same_time(job: Job, witness: Witness) -> None:
-    """One of them finds the tree traced or frozen by the other, or waits: neither harms it."""
+    """One dump finds the tree traced or frozen by the other, or waits; neither harms the job."""
     outcomes: list[object] = []
 
     def one() -> None:

@@ -1,5 +1,5 @@
-"""What the tests of whole dumps share: programs that run, a repository, a look at the frozen tree,
-and reading back what was recorded.
+"""What the tests of whole dumps share: running programs, a repository, a record of the frozen tree,
+and reading back a snapshot.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ class Events:
             hook(event)
 
     def named(self, name: str) -> list[Event]:
-        """Those of one name."""
+        """Return the events of one name."""
         return [event for event in self.all if event.name == name]
 
     def progress(self, name: str) -> list[tuple[int, int]]:
-        """How far a phase said to be, (bytes, of how many)."""
+        """Return the progress that a phase reported: (bytes, of how many)."""
         told = [event.fields for event in self.named(name) if event.fields["state"] == "progress"]
         return [(fields["bytes"], fields["total"]) for fields in told]  # type: ignore[misc]
 
     def names(self) -> set[str]:
-        """What happened at all."""
+        """Return the names of all events."""
         return {event.name for event in self.all}
 
 
 @dataclass
 class Store:
-    """A repository and the loop in which it lives."""
+    """A repository and its event loop."""
 
     loop: LoopThread
     backend: Backend
@@ -80,8 +80,8 @@ class Store:
     def make(
         cls, loop: LoopThread, root: Path, workdir: Path, *, gpu_shared: bool = False
     ) -> Store:
-        """A new one on a local directory. ``gpu_shared``: of all that is dumped it is known that it
-        shares no device memory.
+        """Make a new repository in a local directory. ``gpu_shared``: option of all dumps, which
+        share no device memory.
         """
 
         async def create() -> tuple[Backend, Repository]:
@@ -91,7 +91,7 @@ class Store:
         return cls(loop, *loop.run(create()), workdir, gpu_shared)
 
     def through(self, backend: Backend) -> Store:
-        """The same repository, opened through another back end."""
+        """Open the same repository through another back end."""
 
         async def reopen() -> Repository:
             return await Repository.open(backend)
@@ -106,7 +106,7 @@ class Store:
         events: Events | None = None,
         criu: Criu | None = None,
     ) -> DumpResult:
-        """Dump, and leave nothing behind."""
+        """Dump, and check that nothing is left behind."""
         if isinstance(target, int):
             target = Target.of_process(target, "job")
         options = replace(options or DumpOptions(), gpu_shared=self.gpu_shared)
@@ -121,40 +121,40 @@ class Store:
         )
 
     def snapshots(self) -> list[str]:
-        """Ids of what is listed."""
+        """Return the ids of the listed snapshots."""
         return [record.snapshot for record in self.loop.run(self.repository.snapshots())]
 
     def read(self, snapshot: str) -> Recorded:
-        """A snapshot to look into."""
+        """Open a snapshot for reading."""
         return Recorded(SnapshotReader.open(self.repository, snapshot, self.loop.loop))
 
     def bytes(self) -> int:
-        """What it takes on the disk."""
+        """Return the bytes that the repository takes on disk."""
         assert isinstance(self.backend, LocalBackend)
         return sum(path.stat().st_size for path in self.backend.root.rglob("*") if path.is_file())
 
 
 class Recorded:
-    """What a snapshot holds, read back cell by cell (each one verified by the reader)."""
+    """A snapshot's content, read back cell by cell; the reader verifies each one."""
 
     def __init__(self, reader: SnapshotReader) -> None:
         self.reader = reader
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest."""
+        """The snapshot's manifest."""
         return self.reader.manifest
 
     def space(self, kind: str, key: str) -> Space:
-        """A space by name."""
+        """Return a space by kind and key."""
         return next(s for s in self.manifest.spaces if (s.kind, s.key) == (kind, key))
 
     def keys(self, kind: str) -> list[str]:
-        """The keys of the spaces of a kind."""
+        """Return the keys of the spaces of a kind."""
         return [s.key for s in self.manifest.spaces if s.kind == kind]
 
     def runs(self, space: Space) -> Iterator[tuple[int, bytes]]:
-        """``(address, bytes)`` of every run of recorded pages, zero pages included."""
+        """Yield ``(address, bytes)`` for every run of recorded pages, zero pages included."""
         room = memoryview(bytearray(CELL_BYTES))
         for region, records in zip(space.regions, self.reader.records(space), strict=True):
             for record in records:
@@ -176,7 +176,7 @@ class Recorded:
                     yield start, whole[first : first + pages].tobytes()
 
     def pages(self, space: Space) -> Pages:
-        """Address → page."""
+        """Map addresses to pages."""
         found: Pages = {}
         for start, data in self.runs(space):
             for at in range(0, len(data), PAGE):
@@ -185,7 +185,7 @@ class Recorded:
         return found
 
     def content(self, kind: str, key: str) -> bytes:
-        """The bytes of a file, an image or a shared memory object; holes are zeros."""
+        """Return the bytes of a file, an image or a shared memory object; holes are zeros."""
         space = self.space(kind, key)
         size = space.size if kind != "shared" else sum(r.length for r in space.regions)
         out = bytearray(-(-size // PAGE) * PAGE)
@@ -195,7 +195,7 @@ class Recorded:
 
 
 def page_runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Runs of true values as ``(first, count)``."""
+    """Return the runs of true values as ``(first, count)``."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
     return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -221,7 +221,7 @@ class Stillness:
     states: dict[int, str] = field(default_factory=dict)
 
     def look(self, root: int, *files: str | Path) -> None:
-        """Read everything."""
+        """Record everything."""
         for pid in procfs.tree(root):
             status = procfs.status(pid)
             self.states[pid] = status.state
@@ -293,7 +293,7 @@ def assert_same_memory(recorded: Recorded, still: Stillness) -> int:
 
 
 def words_of(pid: int | str) -> bytes:
-    """The command line of a process, and where it works if that may be seen."""
+    """Return the command line of a process and, if it may be read, its working directory."""
     words = Path("/proc", str(pid), "cmdline").read_bytes()
     with suppress(OSError):
         words += os.fsencode(os.readlink(f"/proc/{pid}/cwd"))
@@ -301,8 +301,8 @@ def words_of(pid: int | str) -> bytes:
 
 
 def leftovers(workdir: Path) -> list[str]:
-    """Processes that have ``workdir`` in their command line (CRIU, guards) or work in it (CRIU's
-    script), and what lies in it.
+    """Return the processes that have ``workdir`` in their command line (CRIU, guards) or work in it
+    (CRIU's script), and the files in it.
     """
     found = [entry.name for entry in workdir.iterdir()]
     for entry in os.listdir("/proc"):
@@ -324,7 +324,7 @@ def leftovers(workdir: Path) -> list[str]:
 
 
 def until_clean(workdir: Path, seconds: float = 20.0) -> None:
-    """Wait until nothing is left of a dump."""
+    """Wait until a dump has left nothing behind."""
     end = time.monotonic() + seconds
     while left := leftovers(workdir):
         assert time.monotonic() < end, left
@@ -332,10 +332,10 @@ def until_clean(workdir: Path, seconds: float = 20.0) -> None:
 
 
 def standing(root: int) -> list[int]:
-    """Members of the tree that are stopped by a tracer."""
+    """Return the processes of the tree that a tracer stops."""
     found = []
     for pid in procfs.tree(root):
-        with suppress(NotFound):  # it has ended meanwhile
+        with suppress(NotFound):  # it has ended
             if procfs.status(pid).state == "t":
                 found.append(pid)
     return found
@@ -343,7 +343,9 @@ def standing(root: int) -> list[int]:
 
 @contextmanager
 def within(seconds: float) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Until the end of the block, ``until(condition)`` waits at most so long from its beginning."""
+    """Yield an ``until(condition)`` that waits at most this long, counted from the beginning of the
+    block.
+    """
     end = time.monotonic() + seconds
 
     def until(condition: Callable[[], object]) -> None:

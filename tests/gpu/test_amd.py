@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks_descriptors
 from icecore.dumper.preflight.judge import refuse
@@ -79,10 +79,12 @@ def test_other_gpus_are_refused_without_it(
     plugins: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = launch()
-    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    found = inspect_tree(target.pid, find_criu(), "/dev/shm", DumpOptions())
     assert "gpu" not in {refusal.name for refusal in refuse(found)}
     # No machine here has /dev/kfd: what the process has open takes its part.
     monkeypatch.setattr(checks_descriptors, "_OTHER_GPU", re.compile(r"/dev/null"))
     assert "--criu-plugins" in next(r.cure for r in refuse(found) if r.name == "gpu")
-    with_plugin = look(target.pid, find_criu(), "/dev/shm", DumpOptions(criu_plugins=str(plugins)))
+    with_plugin = inspect_tree(
+        target.pid, find_criu(), "/dev/shm", DumpOptions(criu_plugins=str(plugins))
+    )
     assert "gpu" not in {refusal.name for refusal in refuse(with_plugin)}

@@ -348,7 +348,7 @@ def test_the_driver_is_asked_before_anything_is_locked(
     helper = FakeDriver(world.root)
     helper.lock(target.pid, 10)
     try:
-        with pytest.raises(PreflightRefused, match=r"says that process \d+ is locked"):
+        with pytest.raises(PreflightRefused, match=r"reports that process \d+ is locked"):
             store.dump(target.pid)
     finally:
         helper.unlock(target.pid)

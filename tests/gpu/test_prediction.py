@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.look import Look
-from icecore.dumper.observe.resident_look import ResidentLook
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.observe.resident_inspection import ResidentInspection
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks_gpu, prediction
 from icecore.dumper.preflight.prediction import Seen, window_of
@@ -27,7 +27,7 @@ KEPT = 650_000_000
 
 def tree(
     *moved: int, resident: int = 0, copies: Foreseen | None = None, populate: bool = True
-) -> Look:
+) -> Inspection:
     """A tree of which the driver moves so much of each process."""
     processes = [
         GpuProcess(pid, contexts={f"GPU-{pid}": size + resident}, resident=resident)
@@ -37,11 +37,13 @@ def tree(
         p.pid: Report(State.RUNNING, b"", Counts(resident_bytes=resident)) for p in processes
     }
     look = (
-        ResidentLook("/r", {p.pid: p.pid for p in processes}, reports, copies=copies or NOTHING)
+        ResidentInspection(
+            "/r", {p.pid: p.pid for p in processes}, reports, copies=copies or NOTHING
+        )
         if resident
         else None
     )
-    return Look(
+    return Inspection(
         1,
         [],
         [],
@@ -51,7 +53,7 @@ def tree(
         {},
         SimpleNamespace(),
         DumpOptions(populate=populate),
-        GpuLook(Backend("/dev/nvidia"), processes),
+        GpuInspection(Backend("/dev/nvidia"), processes),
         look,
     )  # type: ignore[arg-type]
 
@@ -125,7 +127,7 @@ def test_each_gpu_has_its_own_room() -> None:
 def test_processes_that_nvml_does_not_know() -> None:
     """In a container all that is used on their GPUs may be theirs."""
     found = tree(0)
-    gpus = GpuLook(
+    gpus = GpuInspection(
         Backend("/dev/nvidia"),
         [GpuProcess(1, opened=("GPU-1",))],
         Inventory("580.1", (Gpu("GPU-1", "H200", 143 * GB, 0, used=20 * GB),)),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight.judge import refuse
 from icecore.host.criu.program import find_criu
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.criu
 
 def refusals(target: Target, **options: object) -> dict[str, str]:
     """Name → cure of what the GPU checks refuse."""
-    found = refuse(look(target.pid, find_criu(), "/dev/shm", DumpOptions(**options)))  # type: ignore[arg-type]
+    found = refuse(inspect_tree(target.pid, find_criu(), "/dev/shm", DumpOptions(**options)))  # type: ignore[arg-type]
     return {r.name: r.cure for r in found if r.name.startswith("gpu")}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.errors import UsageError
 from icecore.host.criu.program import find_criu
@@ -87,7 +87,7 @@ def test_what_it_starts_passes_preflight(
     world.move(tmp_path)
     monkeypatch.setenv(VARIABLE, f"fake:{world.root}")
     start(cli, world, tmp_path, GPUS[:2], also=["nccl"])
-    found = look(cli.job("gpu").pid, find_criu(), "/dev/shm", DumpOptions())
+    found = inspect_tree(cli.job("gpu").pid, find_criu(), "/dev/shm", DumpOptions())
     assert found.gpus is not None and [p.communicates for p in found.gpus.processes] == [True, True]
     assert all(not nccl.lacking(p.settings) for p in found.gpus.processes)
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import orphans
 from icecore.dumper.preflight.judge import refuse, warn
@@ -105,7 +105,7 @@ def test_what_a_child_inherits(launch: Launch, world: World) -> None:
 def test_preflight_counts_only_who_has_cuda_state(launch: Launch, world: World) -> None:
     target = launch(workers=WORKERS)
     alone = launch()
-    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    found = inspect_tree(target.pid, find_criu(), "/dev/shm", DumpOptions())
     assert found.gpus is not None
     assert [p.pid for p in found.gpus.processes] == [target.pid]
     assert sorted(p.pid for p in found.gpus.orphans) == sorted(workers(target.pid))
@@ -114,8 +114,8 @@ def test_preflight_counts_only_who_has_cuda_state(launch: Launch, world: World) 
     for gpu in world.gpus:
         gpu["used"] = 3 << 30
     world.write()
-    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
-    one = look(alone.pid, find_criu(), "/dev/shm", DumpOptions())
+    found = inspect_tree(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    one = inspect_tree(alone.pid, find_criu(), "/dev/shm", DumpOptions())
     assert found.gpus is not None and found.gpus.most_bytes == MIB << 20
     assert predict(found) == predict(one)
 
@@ -259,7 +259,7 @@ def test_nvml_beside_cuda(store: Store, launch: Launch, world: World) -> None:
 def test_nvml_alone(store: Store, launch: Launch, world: World) -> None:
     """A metrics logger: no process of its tree has CUDA state."""
     target = launch(also=["a device file", "NVML"], gpuless=True)
-    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    found = inspect_tree(target.pid, find_criu(), "/dev/shm", DumpOptions())
     assert found.gpus is not None and not found.gpus.processes and found.gpus.most_bytes == 0
     assert [w.name for w in warn(found) if w.name == "nvml"] == ["nvml"]
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
@@ -279,9 +279,9 @@ def test_what_the_driver_contradicts_is_refused(wrong: str) -> None:
     one = GpuProcess(ours, threads=wrong != "an orphan runs CUDA")
     state = State.RUNNING if wrong == "an orphan runs CUDA" else State.NOT_CUDA
     found = (
-        GpuLook(Backend("/dev/nvidia"), [one], orphans=[])
+        GpuInspection(Backend("/dev/nvidia"), [one], orphans=[])
         if one.threads
-        else GpuLook(Backend("/dev/nvidia"), [], orphans=[one])
+        else GpuInspection(Backend("/dev/nvidia"), [], orphans=[one])
     )
     assert [r.name for r in orphans.misjudged(found, {ours: state})] == ["gpu-state"]
     right = State.NOT_CUDA if state is State.RUNNING else State.RUNNING

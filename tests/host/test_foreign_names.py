@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from icecore.dumper.observe.look import mount_ids
+from icecore.dumper.observe.inspection import mount_ids
 from icecore.dumper.preflight.judge import check_target
 from icecore.dumper.target import Target
 from icecore.host.criu.program import explain

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight.prediction import predict
 from icecore.host.criu.program import find_criu
@@ -62,7 +62,7 @@ def reference(scratch: Path, how: str) -> list[str]:
 
 def tell(root: int) -> None:
     """What preflight finds, a line each."""
-    found = look(root, find_criu(), "/dev/shm", DumpOptions())
+    found = inspect_tree(root, find_criu(), "/dev/shm", DumpOptions())
     assert found.gpus is not None
     for one in found.gpus.processes:
         print(

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from icecore.dumper.gpu import resident_ahead
-from icecore.dumper.gpu.resident_ahead import Found
-from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.gpu.resident_ahead import FoundChanges
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.spaces import ParentSpace
 from icecore.errors import IcecoreError
 from icecore.host.gpu.working import Worker
@@ -23,6 +23,7 @@ from icecore.host.resident.client import Keeper
 from icecore.host.resident.fingerprint import reference
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL
+from icecore.store.format.fingerprints import FINGERPRINT
 from icecore.store.format.manifest import Region, Space
 
 from .machine import MIB, Machine, Target, until, uuid_of
@@ -63,9 +64,9 @@ def parent_of(target: Target) -> SimpleNamespace:
     return SimpleNamespace(space=lambda kind, key: space)
 
 
-def look(worker: Worker, target: Target, parent: SimpleNamespace) -> Found:
+def look(worker: Worker, target: Target, parent: SimpleNamespace) -> FoundChanges:
     tokens = {target.pid: target.agent.report().token}
-    return resident_ahead.look_for_changes(
+    return resident_ahead.find_changes(
         worker, target.machine.directory, {target.pid: target.agent}, tokens, parent, SEED
     )  # type: ignore[arg-type]
 
@@ -80,14 +81,14 @@ def test_what_is_found(
     for at in addresses:
         process(f"fill({at}, 4 * MIB, 1)")
     parent = parent_of(process)
-    assert look(worker, process, parent) == Found(24 * MIB, {GPU: 0})
+    assert look(worker, process, parent) == FoundChanges(24 * MIB, {GPU: 0})
     for at, cell in ((addresses[0], 3), (addresses[4], 0), (addresses[5], 1)):
         process(f"fill({at} + {cell} * MIB, 4096, 2)")
     new = process("alloc(6 * MIB)[1]")  # the parent does not have it
     process(f"fill({new} + 2 * MIB, 2 * MIB, 3)")
     monkeypatch.setattr(resident_ahead, "_FIRST_PORTION", 4 * MIB)
     monkeypatch.setattr(resident_ahead, "_GROWTH", 1)
-    assert look(worker, process, parent) == Found(30 * MIB, {GPU: 5 * MIB})
+    assert look(worker, process, parent) == FoundChanges(30 * MIB, {GPU: 5 * MIB})
     portions: list[int] = []
     fetch = Keeper.fetch
 
@@ -102,7 +103,7 @@ def test_what_is_found(
         return fetch(keeper, token, identities)
 
     monkeypatch.setattr(Keeper, "fetch", meanwhile)
-    assert look(worker, process, parent) == Found(22 * MIB, {GPU: 3 * MIB})
+    assert look(worker, process, parent) == FoundChanges(22 * MIB, {GPU: 3 * MIB})
     assert portions == [1] * 7
     assert joined.used() == (4 * 4 + 6 + 8) * MIB
 
@@ -113,7 +114,7 @@ def test_a_look_has_its_time(
     process("alloc(4 * MIB)")
     parent = parent_of(process)
     monkeypatch.setattr(resident_ahead, "_SECONDS", 0.0)
-    assert look(worker, process, parent) == Found(0, {GPU: 0})
+    assert look(worker, process, parent) == FoundChanges(0, {GPU: 0})
 
 
 @pytest.mark.parametrize("call", ["alloc(60 * MIB)[0]", "create(60 * MIB)[0]"])

@@ -20,8 +20,8 @@ import pytest
 
 from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.gpu import resident
-from icecore.dumper.observe import resident_look
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe import resident_inspection
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, WindowExceeded
 from icecore.events import Event
@@ -154,8 +154,12 @@ def test_what_is_stored_is_what_was_there(store: Store, launch: Launch) -> None:
 
 def test_preflight_knows_what_is_resident(launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0,))
-    until(lambda: look(job.pid, find_criu(), "/dev/shm", DumpOptions()).gpus.processes[0].contexts)  # type: ignore[union-attr]
-    found = look(job.pid, find_criu(), "/dev/shm", DumpOptions())
+    until(
+        lambda: (
+            inspect_tree(job.pid, find_criu(), "/dev/shm", DumpOptions()).gpus.processes[0].contexts
+        )
+    )  # type: ignore[union-attr]
+    found = inspect_tree(job.pid, find_criu(), "/dev/shm", DumpOptions())
     assert found.resident is not None and found.gpus is not None
     assert found.resident.bytes == job.resident
     assert found.gpus.processes[0].contexts == {uuid_of(0): job.resident + MIB // 2}
@@ -221,7 +225,7 @@ def test_whoever_does_not_tell_is_not_dumped(
 ) -> None:
     """What is not known to be resident would go the driver's way, and be lost."""
     job = launch()
-    monkeypatch.setattr(resident_look, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(resident_inspection, "_REPORT_SECONDS", 0.2)
 
     def silent(self: object) -> None:
         raise client.ResidentFailed("it did not answer", 16)
@@ -338,11 +342,13 @@ def test_what_is_foreseen_is_what_is_copied(
     memory, and what there is no room for.
     """
     job = launch(gpus=(0, 1), mib=20, buffers=4)  # 40 MiB on each, and 23 of room
-    monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
+    monkeypatch.setattr(resident_inspection, "_WORKER_BYTES", 0)  # the fake has no context
     monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 20 * MIB)
     tell_used(joined)
     options, events = DumpOptions(staging_bytes=4 * MIB), Events()
-    until(lambda: look(job.pid, find_criu(), "/dev/shm", options).gpus.processes[0].contexts)  # type: ignore[union-attr]
+    until(
+        lambda: inspect_tree(job.pid, find_criu(), "/dev/shm", options).gpus.processes[0].contexts
+    )  # type: ignore[union-attr]
     store.dump(job.pid, options, events=events)
     ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
     looked, prepared, copied = (
@@ -374,7 +380,7 @@ def test_a_pool_that_is_mostly_zeros(
     again, is in the snapshot.
     """
     monkeypatch.setattr(resident, "_LIKELY_ZEROS", MIB)
-    monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
+    monkeypatch.setattr(resident_inspection, "_WORKER_BYTES", 0)  # the fake has no context
     monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 20 * MIB)
     job = launch(gpus=(0,), mib=4, buffers=3, pool=100)
     tell_used(joined)
@@ -835,6 +841,6 @@ def test_memory_of_a_process_that_has_no_agent(store: Store, launch: Launch) -> 
     path = job.machine.directory / f"agent-{job.pid}"
     assert path.is_socket()
     path.unlink()
-    assert resident_look.has_mapped(job.pid)
-    with pytest.raises(PreflightRefused, match="no agent of its listens"):
+    assert resident_inspection.has_mapped(job.pid)
+    with pytest.raises(PreflightRefused, match="its agent does not listen"):
         store.dump(job.pid)

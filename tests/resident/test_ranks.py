@@ -11,8 +11,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from icecore.dumper.observe import resident_look
-from icecore.dumper.observe.look import look
+from icecore.dumper.observe import resident_inspection
+from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks_gpu
 from icecore.dumper.preflight.judge import refuse
@@ -206,7 +206,7 @@ def test_a_damaged_account_of_it(store: Store, launch: Launch) -> None:
 def refusals(pid: int) -> dict[str, str]:
     return {
         one.name: f"{one.message} {one.cure}"
-        for one in refuse(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+        for one in refuse(inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()))
         if one.name.startswith("gpu")
     }
 
@@ -242,7 +242,7 @@ def test_nccl_with_a_rank_that_is_not_under_the_preload(
     other = next(pid for pid in job.pids if pid != job.pid)
     with monkeypatch.context() as patch:
         patch.setattr(
-            resident_look,
+            resident_inspection,
             "resident_directory",
             lambda pid: "" if pid == other else str(job.machine.directory),
         )
@@ -300,7 +300,7 @@ def test_ranks_on_one_gpu(joined: Machine) -> None:
         if exports:
             assert parent("alloc(MIB)[0]") == parent("ipc_handle(alloc(4096)[1])[0]") == 0
         assert parent("alloc(2 * MIB)[0]") == 0
-        found = look(parent.pid, find_criu(), "/dev/shm", DumpOptions())
+        found = inspect_tree(parent.pid, find_criu(), "/dev/shm", DumpOptions())
         assert found.gpus is not None and found.resident is not None
         [process] = found.gpus.processes
         assert found.resident.reports[parent.pid].counts.ipc_exports == exports

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.resident_look import look_at_resident
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.resident_inspection import inspect_resident
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host.cuda import nccl
 from icecore.host.gpu.backend import find_backend
@@ -125,7 +125,7 @@ def agent_of(process: subprocess.Popen[str], place: Path) -> Agent:
 
 def look(process: subprocess.Popen[str]) -> object:
     """A dumper's look at the resident memory of a process."""
-    return look_at_resident(GpuLook(find_backend(), [GpuProcess(process.pid)]), 0)[1]
+    return inspect_resident(GpuInspection(find_backend(), [GpuProcess(process.pid)]), 0)[1]
 
 
 STATUS = Message(Operation.AGENT_STATUS, token=b"t" * 16, text=bytes(29 * 8)).pack()

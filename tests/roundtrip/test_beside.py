@@ -386,7 +386,7 @@ def test_what_the_kernel_allows_with_a_copy(world: World) -> None:
     new.replace(world.out)
     assert inside.stat().st_ino == world.out.stat().st_ino
     wait_steps(world.copy(), 60)  # it goes on writing to what it has open
-    with pytest.raises(PreflightRefused, match="lies on no mount that it sees"):
+    with pytest.raises(PreflightRefused, match="uses files on mounts that it does not see"):
         world.dump(first)
 
 

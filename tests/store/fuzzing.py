@@ -19,11 +19,6 @@ import msgspec
 import numpy as np
 import zstandard
 
-from icecore.dumper.memory.fingerprints import (
-    Fingerprints,
-    decode_fingerprints,
-    encode_fingerprints,
-)
 from icecore.errors import Damaged, FormatTooNew
 from icecore.restorer import workingset
 from icecore.store.format import codec, delta
@@ -42,6 +37,7 @@ from icecore.store.format.codec import Choice, Encoder
 from icecore.store.format.container import TAIL_BYTES, Container
 from icecore.store.format.envelope import ObjectKind, seal
 from icecore.store.format.filters import FILTER_KIND, decode_filter, encode_filter
+from icecore.store.format.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
 from icecore.store.format.hints import HINTS_KIND, decode_hints
 from icecore.store.format.keys import (
     CONFIG_KIND,

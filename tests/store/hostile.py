@@ -28,7 +28,6 @@ import zstandard
 
 from icecore.cli import main
 from icecore.difference import compare
-from icecore.dumper.memory.fingerprints import Fingerprints, encode_fingerprints
 from icecore.dumper.memory.parent import load_parent
 from icecore.errors import IcecoreError
 from icecore.events import discard
@@ -48,6 +47,7 @@ from icecore.store.format.cell import CELL, Records
 from icecore.store.format.cellmap import NodeEncoder, decode_node, node_ids, pack_footer
 from icecore.store.format.container import TAIL_BYTES
 from icecore.store.format.envelope import ObjectKind, digest_of, seal, unseal
+from icecore.store.format.fingerprints import Fingerprints, encode_fingerprints
 from icecore.store.format.hints import HINTS_KIND
 from icecore.store.format.keys import CONFIG_KIND, Keys
 from icecore.store.format.manifest import (

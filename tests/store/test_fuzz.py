@@ -17,7 +17,7 @@ _MUTATE = "import sys; sys.path.append({root!r})\nfrom tests.store import fuzzin
 _ATHERIS = """
 import sys; sys.path.append({root!r})
 import atheris
-with atheris.instrument_imports(include=["icecore.store", "icecore.dumper.memory.fingerprints", "icecore.restorer.workingset"]):
+with atheris.instrument_imports(include=["icecore.store", "icecore.restorer.workingset"]):
     from tests.store import fuzzing
 from pathlib import Path
 fuzzer = fuzzing.Fuzzer()

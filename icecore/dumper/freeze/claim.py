@@ -1,9 +1,8 @@
-"""One window of a process at a time; rule: who does not have the claim does not begin to stop
-anything.
+"""Allow one window of a process at a time: a dump without the claim stops nothing.
 
-Two dumps of one job whose windows overlap would undo each other's work: what one has unmapped, the
-other, which fails, maps again. The claim is a lock (flock(2)) of the process's own directory in
-/proc, so that there is nothing to be cleaned up after whoever had it.
+Two dumps of one job whose windows overlap would undo each other's work: if one fails, it maps again
+what the other has unmapped. The claim is a lock (flock(2)) on the process's own directory in /proc,
+so it leaves nothing to clean up.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ _POLL_SECONDS = 0.05
 
 
 class Claim:
-    """The windows of these processes are this object's until `release`.
+    """Hold the windows of some processes until `release`.
 
     Args:
-        pids: As this machine sees them. Those that have ended are left out.
-        seconds: How long another dump is waited for.
+        pids: Host pids. Processes that have ended are left out.
+        seconds: How long to wait for another dump.
 
     Raises:
-        DumpFailed: Another dump has one of them for longer.
+        DumpFailed: Another dump holds one of them for longer.
     """
 
     def __init__(self, pids: Collection[int], seconds: float) -> None:
         self._held: list[int] = []
         end = time.monotonic() + seconds
         try:
-            for pid in sorted(pids):  # in one order: nobody waits for somebody who waits
+            for pid in sorted(pids):  # always in the same order, against deadlocks
                 self._take(pid, end)
         except BaseException:
             self.release()
@@ -51,12 +50,12 @@ class Claim:
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise DumpFailed(
-                        f"process {pid} is being dumped by somebody else",
-                        cure="try again when that is done",
+                        f"another dump holds process {pid}",
+                        cure="try again after that dump",
                     ) from None
                 time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """May be called twice."""
+        """Let other dumps stop the processes. May be called twice."""
         while self._held:
             os.close(self._held.pop())

@@ -1,21 +1,23 @@
-"""The guard: a small process that runs CRIU for the dumper and cleans up when that dies. Its one
-rule: it outlives the window.
+"""The guard: a small process that runs CRIU for the dumper, outlives the window, and cleans up if
+the dumper dies.
 
-It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the
-middle of a dump. The dumper talks to it over a socket pair, one JSON object a message. It starts
-CRIU before the window and lets it go on in it (`prepared.py`). The socket to CRIU's page server
-passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the tree frozen until
-that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU
-closes on a hang-up at any time, also on one that came before it served). What is left for the guard
-is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a dumper
-that lives but does not run (stopped by a terminal, say) holds the tree for too long. It also holds
-CRIU's pipes, so that CRIU need not free their pages before it lets the tree go. CRIU and the guard
-both hold the writing end of a pipe, so that the dumper knows when neither is left, even if the
-guard was killed.
+The guard runs in a session of its own, so that no terminal signal for the dumper reaches CRIU in the
+middle of a dump. The dumper talks to it over a socket pair, one JSON object a message. The guard
+starts CRIU before the window and lets it go on in the window (`waiting_criu.py`).
+
+The socket to CRIU's page server passes through the guard to CRIU, and only the dumper holds its
+other end. CRIU keeps the tree frozen until that socket closes, so a dumper that dies, however it
+dies, thaws the tree. CRIU reacts to a hang-up at any time, also to one that came before it served.
+The guard then waits for CRIU's end and removes the working directory. It hangs up by itself if a
+dumper that lives but does not run (for example, stopped by a terminal) holds the tree for too long.
+
+The guard also holds CRIU's pipes, so that CRIU need not free their pages before it lets the tree go.
+CRIU and the guard both hold the writing end of a pipe, so the dumper knows when both have ended,
+even if the guard was killed.
 
 With GPU processes the guard also starts the helper that makes the driver's calls
-(`icecore.host.gpu.helper`): as its child, so that it outlives a dumper that is killed, and with the
-same pipe, so that the dumper waits for its end too. It undoes its calls by itself.
+(`icecore.host.gpu.helper`). The helper is the guard's child, so it outlives a dumper that is killed.
+It holds the same pipe, so the dumper waits for its end too. It undoes its calls by itself.
 """
 
 from __future__ import annotations
@@ -35,8 +37,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from icecore.dumper.freeze.hold import wait_for_stream
-from icecore.dumper.freeze.prepared import Prepared
+from icecore.dumper.freeze.waiting_criu import WaitingCriu
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import Connection
 from icecore.host.kernel import oom
@@ -47,7 +48,7 @@ from icecore.host.kernel.waiting import readable
 WINDOW_PRIORITY = -15
 
 _MESSAGE = 1 << 20
-#: How much longer than the dumper itself the guard waits before it ends the window.
+#: How much longer than the dumper the guard waits before it ends the window.
 _GRACE_SECONDS = 1.0
 _END_SECONDS = 60.0
 _GPU_END_SECONDS = 900.0
@@ -55,18 +56,18 @@ _START_SECONDS = 30.0
 
 
 class GuardLost(DumpFailed):
-    """The guard process itself died; the tree thaws because the page-server socket closes with it."""
+    """The guard process died. The tree thaws, because the page-server socket closes with it."""
 
 
-class Guard:
-    """The dumper's side: starts the guard process and speaks with it.
+class DumpGuard:
+    """The dumper's side: starts the guard process and talks to it.
 
     Args:
-        workdir: Directory on tmpfs for CRIU's images; the guard removes it when the dumper dies
+        workdir: Directory on tmpfs for CRIU's images. The guard removes it if the dumper dies
             before ``release``.
-        lock: Descriptor that the guard and CRIU inherit, because it says that ``workdir`` is in use
-            (`icecore.host.workdir`); -1: there is none.
-        start_timeout: Seconds the guard process may take to come up.
+        lock: Descriptor that marks ``workdir`` as in use (`icecore.host.workdir`); the guard and
+            CRIU inherit it. -1: none.
+        start_timeout: Seconds the guard process may take to start.
     """
 
     def __init__(self, workdir: str, *, lock: int = -1, start_timeout: float = 30.0) -> None:
@@ -92,9 +93,9 @@ class Guard:
         os.close(life)
         self._pages: socket.socket | None = None
         self._streamed = False
-        #: CRIU's, once it has ended.
+        #: CRIU's exit status; None while it holds the tree.
         self._status: int | None = 0
-        #: How long `release` waits; moving device memory back takes longer than anything of CRIU's.
+        #: How long `release` waits. Moving device memory back takes longer than anything CRIU does.
         self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
         try:
@@ -117,7 +118,7 @@ class Guard:
         except TimeoutError:
             raise DumpFailed(f"CRIU's guard gave no answer for {timeout:.0f} s") from None
         except ConnectionResetError:
-            message = b""  # it ended with an order of ours unread
+            message = b""  # the guard ended and left a message unread
         if not message:
             raise GuardLost("the dump's guard process ended unexpectedly")
         reply: dict[str, object] = json.loads(message)
@@ -137,23 +138,23 @@ class Guard:
         hidden: Path | None = None,
         devices: socket.socket | None = None,
     ) -> int | None:
-        """Start ``command`` (``criu dump …``); returns once it waits, nothing of the tree touched,
-        for `freeze`. Without that it ends with the guard.
+        """Start ``command`` (``criu dump …``) and return once it waits for `go`. It has touched
+        nothing of the tree by then, and without `go` it ends with the guard.
 
         Args:
             command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor
                 numbers, ``{hold}`` by the path of CRIU's action script.
-            timeout: Seconds until the attempt is given up.
-            hidden: An empty file, for what CRIU is kept from seeing (`icecore.host.criu.hidden`);
-                None: it sees everything.
-            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None:
-                there are none.
+            timeout: Seconds to wait.
+            hidden: Empty file in which CRIU notes what it was kept from seeing
+                (`icecore.host.criu.hidden`); None: it sees everything.
+            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: no
+                GPU processes.
 
         Returns:
-            None when it waits; its exit status when it ended before.
+            None if CRIU waits; its exit status if it has ended.
 
         Raises:
-            DumpFailed: No answer in time, or it cannot be started.
+            DumpFailed: The guard gives no answer in time, or CRIU cannot be started.
         """
         ours, theirs = socket.socketpair()
         with self._lock:
@@ -182,14 +183,14 @@ class Guard:
         return int(str(reply.get("status", -1)))
 
     def go(self, limit: float | None) -> None:
-        """Let the CRIU that `prepare` started go on: it freezes the tree.
+        """Let the CRIU that `prepare` started freeze the tree.
 
         Args:
-            limit: Seconds from now after which the tree shall run again whatever this process does;
+            limit: Seconds from now after which the tree must run again whatever this process does;
                 None: no limit.
 
         Raises:
-            DumpFailed: The tree was let go before.
+            DumpFailed: The page-server connection was hung up before.
         """
         self.pages()
         order = {"go": True, "limit": None if limit is None else limit + _GRACE_SECONDS}
@@ -200,17 +201,17 @@ class Guard:
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
 
     def frozen(self, timeout: float, *, streamed: bool = False) -> int | None:
-        """After `go`, wait until CRIU serves; the tree then stands still until ``thaw``.
+        """Wait, after `go`, until CRIU serves. The tree then stands still until ``thaw``.
 
         Args:
-            timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws
-                the tree as soon as it gets there.
-            streamed: CRIU does not serve but streams: the tree is frozen once the first of it can
-                be read.
+            timeout: Seconds to wait. Then the page socket closes, and CRIU thaws the tree as soon
+                as it gets there.
+            streamed: CRIU does not serve but streams; the tree is frozen once the stream's first
+                byte can be read.
 
         Returns:
-            None when the tree is frozen; CRIU's exit status when it ended before it served (the
-            tree runs on).
+            None if the tree is frozen; CRIU's exit status if it ended before it served (the tree
+            runs on).
 
         Raises:
             DumpFailed: No answer in time.
@@ -218,7 +219,7 @@ class Guard:
         pages = self.pages()
         self._streamed = streamed
         try:
-            if streamed and wait_for_stream(pages, self._socket, timeout):
+            if streamed and _wait_for_stream(pages, self._socket, timeout):
                 self._status = None
                 return None
             reply = self._receive(timeout)
@@ -232,18 +233,18 @@ class Guard:
         return int(str(reply.get("status", -1)))
 
     def start(self, command: Sequence[str], control: socket.socket) -> None:
-        """Start another program as a child of the guard, which does not wait for it: it outlives
-        this process, and `release` waits for its end.
+        """Start another program as a child of the guard. It outlives this process, and `release`
+        waits for its end.
 
         Args:
             command: ``{control}`` and ``{life}`` are replaced by descriptor numbers.
-            control: Becomes ``{control}``.
+            control: The descriptor for ``{control}``.
 
         Raises:
-            DumpFailed: It cannot be started.
+            DumpFailed: The program cannot be started.
         """
         if self._pages is None:
-            self.ended(_START_SECONDS)  # until then the guard would not answer
+            self.ended(_START_SECONDS)  # the guard does not answer before
         try:
             socket.send_fds(
                 self._socket, [json.dumps({"start": list(command)}).encode()], [control.fileno()]
@@ -263,10 +264,10 @@ class Guard:
                 self._pages = None
 
     def confirm(self, version: tuple[int, ...], timeout: float) -> None:
-        """Have CRIU (of ``version``) say that it held the tree until now; then ``thaw``.
+        """Have CRIU (of ``version``) confirm that it held the tree until now; ``thaw`` follows.
 
         Raises:
-            DumpFailed: It did not.
+            DumpFailed: CRIU did not hold it.
         """
         connection = Connection(self.pages(), version)
         if not self._streamed:
@@ -278,10 +279,10 @@ class Guard:
             raise DumpFailed(f"CRIU did not wait for the end of the window: {error}") from error
 
     def pages(self) -> socket.socket:
-        """The page-server connection.
+        """Return the page-server connection.
 
         Raises:
-            DumpFailed: It was hung up: the tree runs.
+            DumpFailed: It was hung up, so the tree runs.
         """
         with self._lock:
             pages = self._pages
@@ -299,18 +300,18 @@ class Guard:
         return self.ended(timeout)
 
     def ended(self, timeout: float) -> int:
-        """Wait for the end of the CRIU that was hung up on last.
+        """Wait for CRIU's end after a hang-up.
 
         Returns:
-            Its exit status.
+            CRIU's exit status.
         """
         if self._status is None:
             self._status = int(str(self._expect("ended", timeout)["status"]))
         return self._status
 
     def release(self) -> None:
-        """End the guard, and wait until CRIU has ended too. The working directory is left to the
-        caller. May be called twice.
+        """End the guard and wait until CRIU has ended too. The caller removes the working directory.
+        May be called twice.
         """
         self.hang_up()
         with contextlib.suppress(OSError):
@@ -328,13 +329,34 @@ class Guard:
         if not ready:
             raise DumpFailed(
                 f"CRIU or the GPU helper (under guard {self._process.pid}) has not ended in time; killing it now could lose the job, so it is left alone",
-                cure="look at the job's state with 'ps' and at CRIU's log",
+                cure="check the job's state with 'ps' and at CRIU's log",
             )
         self._process.wait(_END_SECONDS)
 
 
+def _wait_for_stream(pages: socket.socket, control: socket.socket, seconds: float) -> bool:
+    """Wait until CRIU streams or the guard has a message.
+
+    A tree whose memory is streamed stands still from the first byte of the stream until the end of
+    the stream is answered.
+
+    Returns:
+        Whether CRIU streams.
+
+    Raises:
+        DumpFailed: Neither happened in time.
+    """
+    poll = select.poll()
+    poll.register(pages, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    ready = {number for number, _ in poll.poll(seconds * 1000)}
+    if not ready:
+        raise DumpFailed(f"CRIU did not begin within {seconds:.0f} s")
+    return control.fileno() not in ready
+
+
 class _Server:
-    """The guard's own loop: one CRIU at a time, until the dumper releases it or dies."""
+    """The guard's own loop: runs one CRIU at a time, until the dumper releases the guard or dies."""
 
     def __init__(self, control: socket.socket, life: int, lock: int, workdir: str) -> None:
         self.control = control
@@ -342,7 +364,7 @@ class _Server:
         self.lock = lock
         self.workdir = workdir
         self.dumper_alive = True
-        self.prepared: Prepared | None = None
+        self.waiting: WaitingCriu | None = None
         self.started: list[subprocess.Popen[bytes]] = []
 
     def say(self, **message: object) -> None:
@@ -358,7 +380,7 @@ class _Server:
             try:
                 message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 2)
             except ConnectionResetError:
-                message = b""  # the dumper died with an answer of ours unread
+                message = b""  # the dumper died and left an answer unread
             if not message:
                 self.dumper_alive = False
                 break
@@ -397,74 +419,74 @@ class _Server:
 
     def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
         try:
-            self.prepared = Prepared(
+            self.waiting = WaitingCriu(
                 command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock
             )
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return
-        if self.prepared.arrives(self.control):
+        if self.waiting.arrives(self.control):
             self.say(event="prepared")
         else:
             self.say(event="ended", status=self.drop())
 
     def drop(self) -> int:
-        """Nobody will let go on what waits, if anything does."""
-        prepared, self.prepared = self.prepared, None
-        return -1 if prepared is None else prepared.drop()
+        """End the waiting CRIU, if any; return its exit status."""
+        waiting, self.waiting = self.waiting, None
+        return -1 if waiting is None else waiting.drop()
 
     def go(self, limit: float | None) -> None:
-        prepared, self.prepared = self.prepared, None
-        if prepared is None:
+        waiting, self.waiting = self.waiting, None
+        if waiting is None:
             self.say(event="ended", status=-1)
             return
-        watch = _Watch(prepared, limit)
-        prepared.go()
-        watch.wait(prepared.status)
-        served = os.read(prepared.status, 1) == b"\0"
+        watch = _Watch(waiting, limit)
+        waiting.go()
+        watch.wait(waiting.status)
+        served = os.read(waiting.status, 1) == b"\0"
         held = None
         if served:
             self.say(event="serving")
-            held = HeldPipes(prepared.criu.pid)
-        ended = os.pidfd_open(prepared.criu.pid)
+            held = HeldPipes(waiting.criu.pid)
+        ended = os.pidfd_open(waiting.criu.pid)
         watch.wait(ended)
         os.close(ended)
-        self.say(event="ended", status=prepared.end())
+        self.say(event="ended", status=waiting.end())
         if held is not None:
             held.release()
 
 
 class _Watch:
-    """Waits for descriptors, and hangs up once ``limit`` seconds have passed."""
+    """Waits for descriptors; hangs up on CRIU once ``limit`` seconds have passed."""
 
-    def __init__(self, prepared: Prepared, limit: float | None) -> None:
-        self._prepared = prepared
+    def __init__(self, waiting: WaitingCriu, limit: float | None) -> None:
+        self._waiting = waiting
         self._end = None if limit is None else time.monotonic() + limit
 
     def wait(self, descriptor: int) -> None:
-        """Until ``descriptor`` can be read."""
+        """Wait until ``descriptor`` can be read."""
         while True:
             left = None if self._end is None else max(0.0, self._end - time.monotonic())
             if readable([descriptor], left):
                 return
             self._end = None
-            self._prepared.hang_up()
+            self._waiting.hang_up()
 
 
 def main() -> None:
-    """Entry of the guard process: ``guard CONTROL_FD LIFE_FD LOCK_FD WORKDIR``."""
+    """Run the guard process: ``guard CONTROL_FD LIFE_FD LOCK_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    # CRIU works while the job stands still: it goes before whatever else this machine does, where
-    # that is allowed.
+    # CRIU works while the job stands still, so it takes precedence over other work of the machine,
+    # where that is permitted.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, WINDOW_PRIORITY)
-    # CRIU holds references to the private memory that it sees in pipes: it inherits as many
-    # descriptors as it may have.
+    # CRIU keeps references to private memory in pipes and needs many descriptors, so it inherits the
+    # highest limit.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     make_room()
-    # The OOM killer must not choose CRIU, which inherits this, while its parasite is in the job.
+    # CRIU inherits this: the OOM killer must not choose it while its parasite is in the job.
     reached = oom.protect()
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)

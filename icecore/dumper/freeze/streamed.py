@@ -1,10 +1,10 @@
-"""The fallback for where memory cannot be held in place: CRIU streams it, which holds the tree; the
-rule: no answer to its end, no thaw.
+"""The fallback where CRIU cannot hold memory in place: it streams all of it. The tree stays frozen
+until the end of the stream is answered.
 
 CRIU sends every page of every process through the page-server connection and writes no page maps.
-What it sends of processes is thrown away: they stand still until the end of the stream is answered,
-and are read in place like in any window, only later. Shared memory is kept, in the form that CRIU
-itself would have written.
+The pages of processes are discarded: the processes stand still until the end of the stream is
+answered, and are read in place as in any window, only later. Shared memory is kept in the form in
+which CRIU itself would have written it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from icecore.sizes import CELL_BYTES, PAGE
 
 @dataclass
 class _Map:
-    """The page map of one process or shared object as it comes."""
+    """The page map of one process or shared object as it arrives."""
 
     pages: int
     entries: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 def receive(pages: socket.socket, version: tuple[int, ...], images: Path, seconds: float) -> int:
-    """Take CRIU's stream up to its end, which is left unanswered: the tree stands still until
-    `answer`.
+    """Receive CRIU's stream and leave its end unanswered, so that the tree stays frozen.
 
     Args:
         version: CRIU's version, which decides the layout of stream and images.
-        images: The image directory; page maps are written there, and the pages of shared memory.
-        seconds: How long to wait for more.
+        images: The image directory, to which page maps and the pages of shared memory are written.
+        seconds: How long to wait for more data.
 
     Returns:
         Bytes received.
 
     Raises:
-        DumpFailed: The stream broke off, made no sense, or stood still for too long.
+        DumpFailed: The stream broke off, is malformed, or stalled.
     """
     pages.settimeout(seconds)
     connection = Connection(pages, version)

@@ -1,9 +1,8 @@
-"""The window: the time in which the job stands still. Its rule: whatever happens in it, the job
-runs again within a second, unless the caller asked to stop it.
+"""The window: the time in which the job stands still. Whatever happens in it, the job runs again
+within a second, unless the caller asked to stop it.
 
-CRIU freezes the tree, writes everything but the private anonymous pages, and then waits, the tree
-still frozen, for the socket that this process holds to close. In between the memory is read in
-place.
+CRIU freezes the tree, writes everything except the private anonymous pages, and keeps the tree
+frozen until the socket that this process holds closes. Meanwhile the memory is read in place.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.errors import DumpFailed, NotFound, WindowExceeded
 from icecore.host.kernel import procfs
 
@@ -35,16 +34,16 @@ class Window:
         guard: Runs CRIU.
         version: CRIU's version.
         limit: Seconds the tree may stand still; None: no limit (``--stop``).
-        explain: Turns CRIU's log into an error once it has failed.
-        abandon: Called once, from another thread, when the limit is reached: must make whoever
-            reads the tree stop.
+        explain: Turns CRIU's log into an error once CRIU has failed.
+        abandon: Called once, from another thread, when the limit is reached. It must stop the
+            threads that read the tree.
 
-    Use as a context manager: leaving it with an error thaws the tree and waits until it runs.
+    Use it as a context manager: leaving it with an error thaws the tree and waits until it runs.
     """
 
     def __init__(
         self,
-        guard: Guard,
+        guard: DumpGuard,
         version: tuple[int, ...],
         *,
         limit: float | None,
@@ -77,7 +76,7 @@ class Window:
         if not self._frozen:
             self._end_watch()
             if self._ending:
-                with suppress(DumpFailed):  # what failed first is to be told
+                with suppress(DumpFailed):  # raise what failed first
                     self._guard.ended(_THAW_SECONDS)
         else:
             self._end_watch()
@@ -87,8 +86,8 @@ class Window:
             except DumpFailed:
                 if error is None:
                     raise
-                # What failed first is to be told. The page socket is closed, so CRIU lets go
-                # whatever became of the guard, and its release waits for that.
+                # Raise what failed first. The page socket is closed, so CRIU lets go whatever became
+                # of the guard, and the guard's release waits for that.
             self.seconds = time.monotonic() - self.started
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
@@ -96,23 +95,23 @@ class Window:
     def prepare(
         self, command: Sequence[str], hidden: Path | None, devices: socket.socket | None = None
     ) -> None:
-        """Start CRIU as far as it gets without looking at the tree. `begin`, `go` and `freeze` come
-        later, if at all.
+        """Start CRIU as far as it gets without touching the tree. `begin`, `go` and `freeze` follow,
+        if nothing fails.
 
         Args:
-            hidden: Where is to be written what it is kept from seeing; None: it sees everything.
-            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None:
-                there are none.
+            hidden: File in which CRIU notes what it was kept from seeing; None: it sees everything.
+            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: no
+                GPU processes.
 
         Raises:
-            DumpFailed: It failed.
+            DumpFailed: CRIU failed.
         """
         ended = self._guard.prepare(command, _PREPARE_SECONDS, hidden=hidden, devices=devices)
         if ended is not None:
             raise self._explain(ended)
 
     def begin(self) -> None:
-        """From now on the job stands still, or will: the limit counts."""
+        """Start the limit: from now on the job stands still, or soon will."""
         self.started = time.monotonic()
         if self._limit is not None:
             self._watchdog = threading.Timer(self._limit, self._expire)
@@ -121,17 +120,17 @@ class Window:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the limit; None: there is none."""
+        """Seconds until the limit; None: no limit."""
         return (
             None if self._limit is None else max(0.0, self.started + self._limit - time.monotonic())
         )
 
     def go(self) -> None:
-        """Have the CRIU that was prepared freeze the tree. `prepare` and `begin` came before.
+        """Have the waiting CRIU freeze the tree, after `prepare` and `begin`.
 
         Raises:
-            WindowExceeded: It is too late.
-            DumpFailed: CRIU is not there any more.
+            WindowExceeded: The limit has passed.
+            DumpFailed: CRIU has ended.
         """
         self.check()
         self._frozen = True
@@ -143,15 +142,15 @@ class Window:
             raise
 
     def freeze(self, *, streamed: bool = False) -> None:
-        """After `go`: returns when the tree stands still and CRIU has written all but the memory
-        that is read in place.
+        """Wait, after `go`, until the tree stands still and CRIU has written everything except the
+        memory that is read in place.
 
-        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once
-        all is received.
+        With ``streamed``, wait until CRIU begins to send that memory. CRIU writes the rest once all
+        is received.
 
         Raises:
             WindowExceeded: It took longer than the limit.
-            DumpFailed: CRIU could not dump the tree; it runs on.
+            DumpFailed: CRIU could not dump the tree, which runs on.
         """
         try:
             served = self._guard.frozen((self._limit or 600.0) + _THAW_SECONDS, streamed=streamed)
@@ -166,8 +165,8 @@ class Window:
         self.check()
 
     def check(self) -> None:
-        """Raise `WindowExceeded` if the limit has passed, also where the watchdog's thread has not
-        come to run yet.
+        """Raise `WindowExceeded` if the limit has passed, even if the watchdog's thread has not run
+        yet.
         """
         if self.left == 0.0:
             self._expire()
@@ -178,7 +177,7 @@ class Window:
         """Have CRIU let the tree run again; `thawed` and `end` follow.
 
         Raises:
-            WindowExceeded: The limit passed first, so that what was read may not belong together.
+            WindowExceeded: The limit passed first, so what was read may not be consistent.
             DumpFailed: CRIU did not hold the tree until now.
         """
         self.check()
@@ -190,21 +189,21 @@ class Window:
         self._guard.hang_up()
 
     def thawed(self, pids: Sequence[int]) -> None:
-        """After `thaw`: returns when CRIU has let go of these processes. It has not ended yet.
+        """Wait, after `thaw`, until CRIU has let go of these processes. It has not ended yet.
 
         Raises:
-            DumpFailed: It does not.
+            DumpFailed: It does not let go in time.
         """
         held = wait_untraced(pids, _THAW_SECONDS)
         self.over()
         if held:
             raise DumpFailed(
                 f"CRIU does not let go of {len(held)} processes: {held[:5]}",
-                cure="look for what traces them ('grep TracerPid /proc/PID/status')",
+                cure="find what traces them ('grep TracerPid /proc/PID/status')",
             )
 
     def end(self) -> None:
-        """Wait for CRIU's end, after `thaw`.
+        """Wait for CRIU's end after `thaw`.
 
         Raises:
             DumpFailed: CRIU reports that its part of the snapshot failed.
@@ -215,12 +214,12 @@ class Window:
             raise self._explain(status)
 
     def over(self) -> None:
-        """The job runs again as of now."""
+        """Note that the job runs again."""
         self.seconds = time.monotonic() - self.started
 
     def kill(self, pids: Sequence[int]) -> None:
-        """End the frozen tree: every process is killed while it is still traced, then CRIU is let
-        go. For ``--stop``, after the commit.
+        """End the frozen tree: kill every process while it is still traced, then let CRIU go. For
+        ``--stop``, after the commit.
         """
         self._end_watch()
         descriptors = {}
@@ -233,8 +232,8 @@ class Window:
         for descriptor in descriptors.values():
             os.close(descriptor)
         self._frozen = False
-        # The snapshot is committed and the tree is dead: what became of CRIU and the guard does not
-        # matter any more.
+        # The snapshot is committed and the tree is dead, so failures of CRIU and the guard no longer
+        # matter.
         with suppress(DumpFailed):
             self._guard.thaw(_THAW_SECONDS)
         self.seconds = time.monotonic() - self.started
@@ -254,7 +253,7 @@ class Window:
                 f"the job would have stood still for more than {self._limit:g} s",
                 cure="raise --max-window, or let pre-copy run (--pre-copy on) so that less is left for the window",
             )
-        # The tree first: it must run on whatever the readers do.
+        # The tree first: it must run on whatever its readers do.
         self._guard.hang_up()
         self._abandon(self._exceeded)
 
@@ -273,20 +272,20 @@ def _ended(pid: int) -> bool:
 
 
 def wait_running(pids: Sequence[int], timeout: float) -> list[int]:
-    """Wait until none of the processes is stopped by a tracer any more.
+    """Wait until no tracer stops any of the processes.
 
     Returns:
-        Those that still were after ``timeout`` seconds.
+        The processes that are still stopped after ``timeout`` seconds.
     """
     return _wait_for_none(pids, timeout, _traced, _POLL_SECONDS)
 
 
 def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
-    """Wait until nobody traces any thread of the processes: one that is let go runs before its
+    """Wait until no thread of the processes is traced. A thread that was let go runs before its
     tracer has ended.
 
     Returns:
-        Processes of which one still was after ``timeout`` seconds.
+        The processes that still have a traced thread after ``timeout`` seconds.
     """
     return _wait_for_none(pids, timeout, _has_tracer, _LET_GO_SECONDS)
 
@@ -294,7 +293,9 @@ def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
 def _wait_for_none(
     pids: Sequence[int], timeout: float, holds: Callable[[int], bool], pause: float
 ) -> list[int]:
-    """Wait until something holds of none of the processes; those of which it still does."""
+    """Wait until ``holds`` is false for all of the processes; return those for which it is still
+    true.
+    """
     deadline = time.monotonic() + timeout
     left = list(pids)
     while left:

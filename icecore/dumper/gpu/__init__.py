@@ -1,1 +1,9 @@
-"""Device memory: moved by the driver, or copied where it is."""
+"""Capture device memory: the driver moves it to the host, except resident memory, which stays in
+place and is copied there.
+
+- `devices`: the GPU processes of a dump, locked, checkpointed and brought back.
+- `resident`: their resident memory, taken away for the driver's checkpoint and given back after it.
+- `resident_cells`: its cells, fingerprinted on the GPU and compared with the parent's.
+- `resident_ahead`: how much of it has changed, found while the job runs.
+- `resident_precopy`: what would find no room in the window, stored before it.
+"""

@@ -1,8 +1,8 @@
-"""The device memory of a dump; its rule: none stays behind. Every GPU process is locked, then
-checkpointed and brought back while CRIU holds all other threads.
+"""The device memory of a dump. Every GPU process is locked, then checkpointed and brought back while
+CRIU holds all other threads. No process stays behind in another state.
 
-The calls are made by a helper that the guard started (`icecore.host.gpu.helper`). It undoes them
-when this process is gone; when the helper itself is lost, another one takes over.
+A helper that the guard started makes the driver's calls (`icecore.host.gpu.helper`). It undoes them
+if this process dies; if the helper itself is lost, another one takes over.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.parent import Parent
-from icecore.dumper.memory.spaces import Machinery, SpaceCapture
-from icecore.dumper.observe.gpus import GpuLook
-from icecore.dumper.observe.resident_look import has_mapped
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
+from icecore.dumper.observe.gpus import GpuInspection
+from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.orphans import left_open, misjudged, require_no_others
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Event, Sink, phase
@@ -33,48 +33,47 @@ from icecore.host.resident.client import ResidentFailed
 from icecore.host.resident.copyplan import Foreseen
 
 #: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each
-#: other (one is locked, the other's collective is under way) never come to rest: with several
-#: processes the first attempts are short, and each begins at another point of their steps.
+#: other (one is locked, the other's collective is under way) never come to rest. With several
+#: processes, the first attempts are therefore short, and each begins at another point of their
+#: steps.
 LOCK_ONE = (1.0, 1.0, 1.0)
 LOCK_SEVERAL = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _PAUSE_SECONDS = 0.2
 #: How much longer than the window the helper waits before it brings the processes back by itself.
 _GRACE_SECONDS = 2.0
 _GO_SECONDS = 60.0
-#: From when CRIU is hung up on until it is about to let the tree go.
+#: Time between hanging up on CRIU and the moment at which it is about to let the tree go.
 _HELD_SECONDS = 30.0
 _SLOWEST_RATE = 0.5e9
 
-Ranges = Mapping[int, Sequence[tuple[int, int]]]
-
 
 class Devices:
-    """The GPU processes of one dump (a context manager: left with an error it brings all of them
-    back to running).
+    """The GPU processes of one dump. As a context manager that is left with an error, it brings all
+    of them back to running.
 
     Args:
-        root: The tree's.
-        look: Who they are.
+        root: Host pid of the tree's root.
+        inspection: The GPU processes.
         guard: Starts the helper.
-        word: Shows in the helper's command line.
+        word: Shown in the helper's command line.
         lock_seconds: How long a process's submitted work may take to end.
         emit: Gets the ``dump.gpu.…`` phases.
-        resident: Their resident memory, where they have some.
+        resident: Their resident memory, if any.
         populate: Make the driver's mappings for it.
 
     Attributes:
-        pids: The processes with CUDA state. Host pids.
-        ranges: Where each one's device memory lies in its own memory, once it is checkpointed:
-            (start, end).
-        temporary: Those of them where nothing was before, and nothing is once they are brought
-            back: the driver takes them away again.
+        pids: Host pids of the processes with CUDA state.
+        ranges: Where the device memory of each process lies in the process's memory once it is
+            checkpointed: (start, end).
+        temporary: The ranges where nothing was before the checkpoint and nothing is after the
+            restore: the driver removes them again.
     """
 
     def __init__(
         self,
         root: int,
-        look: GpuLook,
-        guard: Guard,
+        inspection: GpuInspection,
+        guard: DumpGuard,
         word: str,
         lock_seconds: float,
         emit: Sink,
@@ -82,7 +81,7 @@ class Devices:
         populate: bool = True,
     ) -> None:
         self._root = root
-        self._look = look
+        self._inspection = inspection
         self._guard = guard
         self._word = word
         self._lock_seconds = lock_seconds
@@ -97,11 +96,11 @@ class Devices:
         self._helper = Helper(guard.start, word)
 
     def holder(self) -> socket.socket:
-        """For the plugin of the CRIU that will hold the tree; to be closed."""
+        """Return the socket for the plugin of the CRIU that will hold the tree. The caller closes it."""
         return self._helper.holder()
 
     def close(self) -> None:
-        """End helper and worker. May be called twice."""
+        """End the helper and the worker. May be called twice."""
         self._helper.close()
         if self._resident is not None:
             self._resident.close()
@@ -109,19 +108,19 @@ class Devices:
     def require(
         self,
         staging_bytes: int,
-        machinery: Machinery,
+        context: ScanContext,
         parent: Parent | None,
         *,
         pre_copy: int | None = None,
     ) -> None:
-        """Wait until CUDA is initialised in the helper, and ask for the processes' states.
+        """Wait until CUDA is initialised in the helper, and query the processes' states.
 
         Args:
-            staging_bytes: Bound on pinned host memory for copies of resident memory; what of that
-                is likely to change and has no room on its GPU comes on top.
-            machinery, parent: What these copies are stored with, and compared with.
-            pre_copy: Resident memory without room on its GPU is stored before the window from so
-                many bytes on; None: it is not.
+            staging_bytes: Bound on pinned host memory for copies of resident memory; memory that is
+                likely to change and has no room on its GPU comes on top.
+            context, parent: What stores these copies, and what they are compared with.
+            pre_copy: Store resident memory without room on its GPU before the window if there are
+                at least this many bytes of it; None: never.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -130,9 +129,10 @@ class Devices:
         """
         self._helper.wait_ready()
         states = {
-            p.pid: self._helper.state(p.pid) for p in (*self._look.processes, *self._look.orphans)
+            p.pid: self._helper.state(p.pid)
+            for p in (*self._inspection.processes, *self._inspection.orphans)
         }
-        reasons = [(r.name, r.message, r.cure) for r in misjudged(self._look, states)]
+        reasons = [(r.name, r.message, r.cure) for r in misjudged(self._inspection, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
                 cure = (
@@ -141,26 +141,28 @@ class Devices:
                     else "end it: the driver has lost its state"
                 )
                 reasons.append(
-                    ("gpu-state", f"the driver says that process {pid} is {state.value}", cure)
+                    ("gpu-state", f"the driver reports that process {pid} is {state.value}", cure)
                 )
         if reasons:
             raise PreflightRefused(reasons)
         self.pids = [pid for pid, state in states.items() if state is not State.NOT_CUDA]
-        cuda = [one for one in self._look.processes if one.pid in self.pids]
-        others = [one for one in self._look.processes if one.pid not in self.pids]
-        self._look = replace(self._look, processes=cuda, orphans=[*self._look.orphans, *others])
+        cuda = [one for one in self._inspection.processes if one.pid in self.pids]
+        others = [one for one in self._inspection.processes if one.pid not in self.pids]
+        self._inspection = replace(
+            self._inspection, processes=cuda, orphans=[*self._inspection.orphans, *others]
+        )
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
                 running.fields |= self._resident.prepare(
-                    staging_bytes, machinery, parent, moved=self._look.most_bytes
+                    staging_bytes, context, parent, moved=self._inspection.most_bytes
                 )
             if pre_copy is not None:
-                self._resident.pre_copy(machinery, parent, least=pre_copy)
+                self._resident.pre_copy(context, parent, least=pre_copy)
 
     @property
     def foreseen(self) -> Foreseen | None:
-        """Where copies of resident memory will probably go; None: nobody has looked, or there is
-        none.
+        """Where copies of resident memory will probably go; None: not known yet, or no resident
+        memory.
         """
         found = None if self._resident is None else self._resident.foreseen
         return found and found._replace(left=max(0, found.left - self.pre_copied))
@@ -172,16 +174,16 @@ class Devices:
 
     # -- in the window
 
-    def lock(self, limit: float | None, machinery: Machinery, parent: Parent | None) -> None:
-        """Lock all; of resident memory, begin to copy what changed. CRIU is to freeze the tree now.
+    def lock(self, limit: float | None, context: ScanContext, parent: Parent | None) -> None:
+        """Lock all processes and begin to copy changed resident memory. CRIU freezes the tree next.
 
         Args:
-            machinery, parent: What these copies are stored with, and compared with.
-            limit: Seconds from now after which they shall run again whatever this process does.
-                None: no limit.
+            context, parent: What stores these copies, and what they are compared with.
+            limit: Seconds from now after which the processes must run again whatever this process
+                does. None: no limit.
 
         Raises:
-            DumpFailed: One could not be; the context manager brings all back.
+            DumpFailed: A process could not be locked; the context manager brings all back.
         """
         self._touched = True
         try:
@@ -189,15 +191,15 @@ class Devices:
             if self._resident is not None:
                 self._helper.resident(self._resident.agents)
                 self._resident.take_away(self._lock_for, self._unlock, limit)
-                self._resident.begin_copy(machinery, parent)
+                self._resident.begin_copy(context, parent)
             self._lock()
             self._require_taken_away()
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise _uncapturable(error) from error
 
     def _require_taken_away(self) -> None:
-        """What the driver checkpoints it restores into other memory: nothing that a keeper holds
-        may be mapped. Locked, nobody can allocate any more.
+        """Require that no memory of a keeper is mapped, because the driver restores what it
+        checkpoints into other memory. Locked processes cannot allocate any more.
         """
         for pid in self.pids:
             if has_mapped(pid):
@@ -207,36 +209,36 @@ class Devices:
                 )
 
     def checkpoint(self, seconds: float) -> bool:
-        """Checkpoint all, while CRIU holds every other thread of the tree: what the driver takes
-        away meanwhile nobody may touch.
+        """Checkpoint all processes while CRIU holds every other thread of the tree, so that no thread
+        touches what the driver takes away.
 
         Args:
             seconds: How long CRIU may take to freeze the tree.
 
         Returns:
-            Whether it was done; otherwise CRIU did not come to hold the tree.
+            False if CRIU did not freeze the tree.
 
         Raises:
-            DumpFailed: One could not be; the context manager brings all back.
+            DumpFailed: A process could not be checkpointed; the context manager brings all back.
         """
         try:
             if not self._helper.hold(self.pids, seconds):
-                self._helper.leave()  # a CRIU that comes to it later fails
+                self._helper.leave()  # a CRIU that freezes the tree later fails
                 return False
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
                 done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
                 self._raise(failed, "checkpointed")
                 after = {pid: procfs.read_maps(pid) for pid in self.pids}
-                require_no_others(self._root, self._look, self.pids)
-                self._nvml = left_open(after, self._look.backend)
+                require_no_others(self._root, self._inspection, self.pids)
+                self._nvml = left_open(after, self._inspection.backend)
                 if {one.placement for one in done.values()} - {Placement.PROCESS}:
                     raise DumpFailed(
-                        "the driver put device memory where this icecore does not look",
+                        "the driver put device memory where this version of icecore does not look",
                         cure="use a newer icecore",
                     )
                 self.ranges = {pid: procfs.appeared(before[pid], after[pid]) for pid in self.pids}
-                # Where the driver had mapped pinned memory, it does so again.
+                # Where pinned memory was mapped before, the driver maps it again.
                 self.temporary = {
                     pid: _free_of(ranges, before[pid]) for pid, ranges in self.ranges.items()
                 }
@@ -256,8 +258,8 @@ class Devices:
         return True
 
     def _lock(self) -> None:
-        """All or none. A rank that waits for one that is locked already never comes to rest: then
-        all go on, and it is tried again.
+        """Lock all processes or none. A rank that waits for a locked one never comes to rest, so on a
+        timeout all go on, and the next attempt follows.
         """
         with phase(self._emit, "dump.gpu.lock", processes=len(self.pids)) as running:
             shares = LOCK_SEVERAL if len(self.pids) > 1 else LOCK_ONE
@@ -277,7 +279,7 @@ class Devices:
                 time.sleep(random.uniform(0.1, 1.0) * _PAUSE_SECONDS)
 
     def _lock_for(self, pids: Collection[int], seconds: float) -> None:
-        """All or none, for so long."""
+        """Lock all processes or none, for at most ``seconds``."""
         failed = self._helper.lock(pids, min(seconds, self._lock_seconds))
         if failed:
             self._helper.unlock([pid for pid in pids if pid not in failed])
@@ -290,32 +292,30 @@ class Devices:
             raise error
 
     def wait_copied(self, check: Callable[[], None]) -> None:
-        """Until what changed of resident memory is copied aside; ``check`` raises when the window
-        is over.
-        """
+        """Wait until changed resident memory is copied aside; ``check`` raises if the window is over."""
         if self._resident is not None:
             self._resident.wait_copied(check)
 
     def let_go(self) -> None:
-        """Nothing of the job's memory is needed any more; the window is over."""
+        """Release the job's memory, after the window."""
         if self._resident is not None:
             self._resident.let_go()
 
-    def store(self, machinery: Machinery) -> list[SpaceCapture]:
-        """Store what was copied aside; the window is over."""
-        return [] if self._resident is None else self._resident.store(machinery)
+    def store(self, context: ScanContext) -> list[SpaceCapture]:
+        """Store what was copied aside, after the window."""
+        return [] if self._resident is None else self._resident.store(context)
 
     def go(self) -> None:
-        """Bring all back, before CRIU, which was hung up on, lets go of them. Resident memory is
-        for `give_back`.
+        """Bring all processes back before CRIU, after the hang-up, lets go of them. `give_back`
+        returns their resident memory.
 
         Raises:
-            DumpFailed: One cannot be.
+            DumpFailed: A process cannot be brought back.
         """
         size = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
         try:
-            # No window ends this any more; a process that does nothing for so long is stopped, or
-            # the driver hangs.
+            # No window ends this any more. If it takes this long, a process is stopped or the driver
+            # hangs.
             self._helper.deadline(_GO_SECONDS + size / _SLOWEST_RATE)
             held = self._helper.hold(self.pids, _HELD_SECONDS)
         except DeviceError as error:
@@ -342,16 +342,16 @@ class Devices:
             ) from error
 
     def _note_temporary(self) -> None:
-        """While nothing else runs in them."""
+        """Narrow `temporary` to what is free again, while nothing else runs in the processes."""
         for pid, ranges in self.temporary.items():
             with suppress(NotFound):
                 self.temporary[pid] = _free_of(ranges, procfs.read_maps(pid))
 
     def give_back(self) -> None:
-        """CRIU has let go of them, too: they have their resident memory again, and run.
+        """Give the processes their resident memory back, once CRIU has let go of them. They run then.
 
         Raises:
-            DumpFailed: One cannot have it.
+            DumpFailed: A process cannot have it.
         """
         if self._resident is not None:
             try:
@@ -367,22 +367,20 @@ class Devices:
         self._touched = False
 
     def leave(self) -> None:
-        """The tree is about to be killed: CRIU is not to wait for anybody when it is let go."""
+        """Prepare for the end of the tree: CRIU must wait for no process when it is let go."""
         self._touched = False
         with suppress(DeviceError):  # without the helper CRIU does not wait
             self._helper.leave()
 
     def gone(self, *, keep_resident: bool) -> None:
-        """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident
-        memory stays on the GPUs.
-        """
+        """Note that the tree was killed. ``keep_resident``: its resident memory stays on the GPUs."""
         if self._resident is None:
             return
-        with suppress(DeviceError):  # a helper that is lost brings nobody back
+        with suppress(DeviceError):  # a lost helper brings no process back
             self._helper.resident([])
         try:
             self._resident.gone(keep=keep_resident)
-        except IcecoreError as error:  # the snapshot is there, and the job has ended
+        except IcecoreError as error:  # the snapshot is committed, and the job has ended
             message = f"device memory of the ended job may not be free yet: {error.message}"
             self._emit(
                 Event(
@@ -390,26 +388,28 @@ class Devices:
                     {
                         "name": "resident",
                         "message": message,
-                        "cure": "icecore rm of the job lets go of it",
+                        "cure": "free it with 'icecore rm' of the job",
                     },
                 )
             )
 
     def outlive(self, init: int, status: Path) -> None:
-        """There is the snapshot: see `icecore.dumper.gpu.resident.Resident.outlive`."""
+        """Keep resident memory beyond the job, now that the snapshot is committed; see
+        `icecore.dumper.gpu.resident.Resident.outlive`.
+        """
         if self._resident is None:
             return
         try:
             self._resident.outlive(init, status)
         except (IcecoreError, OSError) as error:
             message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
-            cure = "the next dump tries again; a keeper that an older icecore started lasts as long as its job"
+            cure = "the next dump tries again; a keeper that an older icecore started runs until its job ends"
             self._emit(
                 Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure})
             )
 
     def warn(self) -> None:
-        """Warn of what a restore will take from processes that run on. The window is over."""
+        """Warn of what processes lose in a restore. The window is over."""
         for pid in self._nvml:
             message = f"process {pid} uses NVML and CUDA: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again"
             self._emit(
@@ -424,7 +424,7 @@ class Devices:
             )
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """What a restore needs to know, for the manifest's ``extra``; nothing where no process has
+        """Return what a restore needs to know, for the manifest's ``extra``; empty if no process has
         CUDA state.
 
         Args:
@@ -432,8 +432,8 @@ class Devices:
         """
         if not self.pids:
             return {}
-        inventory = self._look.inventory
-        used = {p.pid: p for p in self._look.processes}
+        inventory = self._inspection.inventory
+        used = {p.pid: p for p in self._inspection.processes}
         processes = {
             str(images[pid]): {
                 "gpus": list(used[pid].opened),
@@ -451,10 +451,10 @@ class Devices:
         }
 
     def requirements(self) -> list[dict[str, str]]:
-        """The GPUs that the processes had, for the manifest's requirements."""
-        inventory = self._look.inventory
-        seen = {uuid for p in self._look.processes for uuid in p.opened}
-        used = {uuid for p in self._look.processes for uuid in p.contexts}
+        """Return the GPUs that the processes had, for the manifest's requirements."""
+        inventory = self._inspection.inventory
+        seen = {uuid for p in self._inspection.processes for uuid in p.opened}
+        used = {uuid for p in self._inspection.processes for uuid in p.contexts}
         return [
             {
                 "kind": "cuda",
@@ -486,18 +486,18 @@ class Devices:
             self.close()
 
     def _undo(self) -> None:
-        """Whatever state they are in.
+        """Bring all processes back to running, whatever state they are in.
 
         Raises:
-            DumpFailed: One of them cannot be brought back.
+            DumpFailed: A process cannot be brought back.
         """
-        self._guard.hang_up()  # CRIU, if it holds the tree, comes to its end, and waits there until it is done
+        self._guard.hang_up()  # a CRIU that holds the tree finishes, and waits for this before it lets go
         try:
             try:
                 left = self._helper.undo()
             except HelperLost:
                 left = self._undo_with_another()
-        finally:  # also where a helper does not answer
+        finally:  # also if a helper does not answer
             if self._resident is not None:
                 self._resident.undo()
         self._touched = False
@@ -519,7 +519,7 @@ class Devices:
                 return self._helper.undo()
             except (MissingTool, DumpFailed, DeviceError) as error:
                 last: IcecoreError = error
-                continue  # the guard is gone too: from here
+                continue  # the guard is gone too: start the helper from this process
         return {pid: f"process {pid}: {last.message}" for pid in self.pids}
 
     @staticmethod
@@ -533,9 +533,7 @@ class Devices:
 def _free_of(
     ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]
 ) -> list[tuple[int, int]]:
-    """The ranges in which none of the mappings has a part, but for addresses that are only
-    reserved.
-    """
+    """Return the ranges that overlap no mapping, except for addresses that are only reserved."""
     taken = [(m.start, m.end) for m in mappings if m.protection & procfs.PROT_READ]
     return [
         (start, end)

@@ -1,11 +1,10 @@
-"""Resident device memory in a dump: taken away before the driver's checkpoint, given back after it,
-and meanwhile what changed is copied aside; the rule: the job gets its memory back whatever becomes
-of the copies.
+"""Resident device memory in a dump: taken away before the driver's checkpoint and given back after
+it. Meanwhile, what changed is copied aside. The job gets its memory back whatever becomes of the
+copies.
 
-The copies are the worker's (`icecore.host.gpu.worker`), made while driver and CRIU do their parts.
-What it fingerprints is compared with the parent's; only what differs is copied, on the device where
-there is room. Then the job runs on, and the copies go through the same pipeline as all other
-memory.
+The worker (`icecore.host.gpu.worker`) makes the copies while the driver and CRIU do their parts. It
+fingerprints the memory; only what differs from the parent is copied, on the device if there is
+room. Then the job runs on, and the copies go through the same pipeline as all other memory.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.gpu.resident_ahead import look_for_changes
+from icecore.dumper.gpu.resident_ahead import find_changes
 from icecore.dumper.gpu.resident_cells import (
-    Piece,
+    AllocationCells,
     ProcessCells,
     by_device,
     fingerprint,
     plan_process,
 )
-from icecore.dumper.gpu.resident_precopy import PreCopied, pre_copy_resident
+from icecore.dumper.gpu.resident_precopy import ResidentPreCopied, pre_copy_resident
 from icecore.dumper.memory.cells import UNKNOWN
-from icecore.dumper.memory.fingerprints import FINGERPRINT
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.scan import ScanResult
-from icecore.dumper.memory.spaces import Machinery, Scanned, SpaceCapture
-from icecore.dumper.observe.resident_look import ResidentLook
+from icecore.dumper.memory.spaces import ScanContext, Scanned, SpaceCapture
+from icecore.dumper.observe.resident_inspection import ResidentInspection
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host.gpu.working import RING, HostRegion, Worker, copy_cell, fetch_through
@@ -55,23 +53,24 @@ from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
 from icecore.sizes import CELL_BYTES
+from icecore.store.format.fingerprints import FINGERPRINT
 
 _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
 _LET_GO_SECONDS = 10.0
-#: Bytes of a GPU's zeros that a job may have written to between the look and the window of its
-#: first snapshot.
+#: Bytes of zeros on a GPU that a job may write to between the search for changes and the window of
+#: its first snapshot.
 _LIKELY_ZEROS = 1 << 30
-#: Of imported memory, where its process cannot tell.
+#: Device of imported memory whose process does not know it.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
 
 @dataclass
 class _Process:
-    """One process's resident memory on its way into the snapshot. ``place`` i64[n]: where copies of
-    changed cells are.
+    """The resident memory of one process on its way into the snapshot. ``place`` i64[n]: where the
+    copies of changed cells are.
     """
 
     cells: ProcessCells
@@ -81,33 +80,33 @@ class _Process:
 
 
 class Resident:
-    """The resident memory of one dump (close it in the end: the worker ends).
+    """The resident memory of one dump. Closing it ends the worker.
 
     Args:
-        look: Who has some.
-        word: Shows in the worker's command line.
+        inspection: The processes with resident memory.
+        word: Shown in the worker's command line.
         emit: Gets the ``dump.resident.…`` phases.
-        outlives: Once there is the snapshot the job's memory outlives it, unless it ends well
-            (`outlive`).
+        outlives: Once the snapshot is committed, the job's memory outlives a job that does not end
+            well (`outlive`).
     """
 
     def __init__(
-        self, look: ResidentLook, word: str, emit: Sink, *, outlives: bool = False
+        self, inspection: ResidentInspection, word: str, emit: Sink, *, outlives: bool = False
     ) -> None:
         limits.raise_descriptor_limit()  # one for each allocation, twice
-        self.look = look
+        self.inspection = inspection
         self._outlives = outlives
         self._emit = emit
-        seen = look.seen_from(next(iter(look.pids)))
+        seen = inspection.seen_from(next(iter(inspection.pids)))
         self._directory = open_directory(seen)
         try:
             require_private(
                 self._directory, seen
-            )  # else somebody may have put there what a keeper would replace
+            )  # otherwise another user may have put files there that a keeper would replace
         except BaseException:
             os.close(self._directory)
             raise
-        # Through a descriptor: the job may be gone when its memory is let go of.
+        # Through a descriptor, because the job may have ended by the time its memory is freed.
         self._place = Path(f"/proc/self/fd/{self._directory}")
         self._tree: ResidentTree | None = None
         self._agents: list[Agent] = []
@@ -122,7 +121,7 @@ class Resident:
         #: Where copies will probably go, once `prepare` knows.
         self.foreseen: Foreseen | None = None
         self._short: dict[str, int] = {}
-        self._pre_copied: dict[int, PreCopied] = {}
+        self._pre_copied: dict[int, ResidentPreCopied] = {}
 
     def close(self) -> None:
         """End the worker. May be called twice."""
@@ -138,35 +137,38 @@ class Resident:
 
     @property
     def agents(self) -> list[tuple[str, int, int]]:
-        """(directory, pid as it sees itself, pid here) of each process, for whoever brings them
-        back when this process is gone.
+        """Directory, pid in its own namespace and host pid of each process, for the helper that
+        brings the processes back if this one dies.
         """
-        return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
+        return [
+            (str(self.inspection.seen_from(pid)), own, pid)
+            for pid, own in self.inspection.pids.items()
+        ]
 
     def prepare(
-        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, moved: int
+        self, staging_bytes: int, context: ScanContext, parent: Parent | None, *, moved: int
     ) -> dict[str, Value]:
-        """Have the worker ready on all GPUs, and host memory for copies, before anything is
-        stopped.
+        """Prepare the worker on all GPUs, and host memory for copies, before anything is stopped.
 
         Args:
-            staging_bytes: Bound on that memory, but for what is likely to change and has no room on
-                its GPU: that comes on top.
-            machinery, parent: What the copies will be stored with, and compared with.
-            moved: Bytes that the driver will move into the host's memory, of which as much is
-                staged: they are not to be had.
+            staging_bytes: Bound on that memory, not counting memory that is likely to change and has
+                no room on its GPU, which comes on top.
+            context, parent: What will store the copies, and what they are compared with.
+            moved: Bytes that the driver will move into the host's memory. As many again are staged,
+                so twice this amount is not available.
 
         Returns:
-            What there is to say of it: ``pinned`` bytes, and what was seen of changes
-            (docs/events.md).
+            Event fields: ``pinned`` bytes, and what was found of changes (docs/events.md).
 
         Raises:
-            WorkerFailed, ResidentFailed: It cannot be had.
+            WorkerFailed, ResidentFailed: The worker or the memory is not available.
         """
-        agents = {pid: Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()}
+        agents = {
+            pid: Agent(self._place, own, tracee=pid) for pid, own in self.inspection.pids.items()
+        }
         self._agents = list(agents.values())
         self._have_keeper()
-        self._tree = ResidentTree(self._place, self.look.pids)
+        self._tree = ResidentTree(self._place, self.inspection.pids)
         sizes: Counter[str] = Counter()
         for one in (
             one for agent in agents.values() for one in agent.allocations() if not one.imported
@@ -180,20 +182,18 @@ class Resident:
         changed: Mapping[str, int]
         try:
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
-            found = look_for_changes(
-                self._worker, self._place, agents, tokens, parent, machinery.seed
-            )
+            found = find_changes(self._worker, self._place, agents, tokens, parent, context.seed)
             said: dict[str, Value] = {
                 "looked": found.looked,
                 "changed": sum(found.changed.values()),
             }
             changed = found.changed
-        except IcecoreError as error:  # a worker that is gone is met before the window
+        except IcecoreError as error:  # `take_away` reports a worker that has ended
             said = {"not_looked": error.message}
             changed = {} if parent else sizes
-        # The job goes on writing: what changed in the parent may change again, and what is zeros
-        # now may be in use by then. Of what changed in the parent nobody knows on which GPU it is:
-        # it may be on each, but not on all.
+        # The job goes on writing: what changed in the parent may change again, and what is zeros now
+        # may be in use by then. It is not known on which GPU the parent's changes were: they may all
+        # be on any one GPU, but not on all of them.
         if parent is not None:
             before = parent.manifest.sizes.changed
             wanted = {
@@ -225,14 +225,13 @@ class Resident:
         }
         return {**said, "pinned": self._region.size}
 
-    def pre_copy(self, machinery: Machinery, parent: Parent | None, *, least: int) -> None:
-        """Store what has no room on its GPU, as far as it is at rest, before anything is stopped.
-        What changes until the window finds the room that it would have found without. After
-        `prepare`.
+    def pre_copy(self, context: ScanContext, parent: Parent | None, *, least: int) -> None:
+        """Store memory at rest that has no room on its GPU, before anything is stopped and after
+        `prepare`. Memory that changes until the window finds the same room as without pre-copy.
 
         Args:
-            machinery, parent: What it is stored with, and compared with.
-            least: Bytes without room for which it is worth it.
+            context, parent: What stores it, and what it is compared with.
+            least: Bytes without room from which on pre-copy pays off.
 
         Raises:
             StoreError: It cannot be stored.
@@ -240,7 +239,7 @@ class Resident:
         if self._region is None or self._tree is None or sum(self._short.values()) < max(1, least):
             return
         with phase(self._emit, "dump.resident.precopy") as running:
-            agents = dict(zip(self.look.pids, self._agents, strict=True))
+            agents = dict(zip(self.inspection.pids, self._agents, strict=True))
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
             try:
                 self._pre_copied = pre_copy_resident(
@@ -250,12 +249,14 @@ class Resident:
                     agents,
                     tokens,
                     parent,
-                    machinery,
+                    context,
                     self._short,
                     self._spare,
                 )
-            except IcecoreError as error:  # a worker that is gone is met before the window, and so is a store that fails
-                machinery.pipeline.drain()
+            except (
+                IcecoreError
+            ) as error:  # a failed store raises in `drain`, a lost worker in `take_away`
+                context.pipeline.drain()
                 running.fields["not_stored"] = error.message
             running.bytes = self.pre_copied
 
@@ -265,12 +266,10 @@ class Resident:
         return sum(one.stored for one in self._pre_copied.values())
 
     def _have_keeper(self) -> None:
-        """A keeper that has died is replaced; the processes hand everything over within about a
-        second.
-        """
+        """Replace a keeper that has died. The processes hand everything over within about a second."""
         start_keeper(
             Path(f"/proc/{os.getpid()}/fd/{self._directory}")
-        )  # the directory that was looked at, whatever its path leads to by now
+        )  # the directory that was inspected, whatever its path leads to by now
         end = time.monotonic() + _KEEPER_SECONDS
         while (
             any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end
@@ -280,16 +279,16 @@ class Resident:
     # -- in the window
 
     def take_away(self, lock: LockAll, unlock: UnlockAll, limit: float | None) -> None:
-        """Park all and take their memory away; all or none.
+        """Park all processes and take their memory away, or none.
 
         Args:
             limit: Seconds that this may take; None: no limit.
         """
         assert self._tree is not None
-        if self._worker.gone:  # nothing could be copied: the window would be in vain
+        if self._worker.gone:  # nothing could be copied in the window
             raise DumpFailed(
                 "the GPU worker ended before the window",
-                cure="look why it was killed (out of memory?), and try again",
+                cure="find out why it was killed (out of memory?), and try again",
             )
         with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
             lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
@@ -298,21 +297,21 @@ class Resident:
             )
         self._sharing = find_shares(self._tree.taken)
 
-    def begin_copy(self, machinery: Machinery, parent: Parent | None) -> None:
+    def begin_copy(self, context: ScanContext, parent: Parent | None) -> None:
         """Begin to copy what changed; `wait_copied` waits for it."""
         self._copying = threading.Thread(
-            target=self._copy, args=(machinery, parent), name="resident", daemon=True
+            target=self._copy, args=(context, parent), name="resident", daemon=True
         )
         self._copying.start()
 
     def wait_copied(self, check: Callable[[], None]) -> None:
-        """Until all is copied.
+        """Wait until everything is copied.
 
         Args:
-            check: Raises when it is not to be waited for any more.
+            check: Raises when waiting must end.
 
         Raises:
-            DumpFailed: It could not be.
+            DumpFailed: The copies failed.
         """
         assert self._copying is not None
         while self._copying.is_alive():
@@ -326,40 +325,40 @@ class Resident:
             ) from self._failure
 
     def give_back(self) -> None:
-        """Map all again, and let them run."""
+        """Map all memory again and let the processes run."""
         assert self._tree is not None
         with phase(self._emit, "dump.resident.map", processes=len(self._tree.pids)):
-            self._announce()  # until `let_go`: the worker has it mapped still
+            self._announce()  # the worker has it mapped until `let_go`
             self._tree.give_back()
 
     def undo(self) -> None:
-        """Give back what stands, as far as that goes; it raises nothing."""
+        """Give back what was taken away, as far as possible. Never raises."""
         if self._tree is not None:
             self._tree.__exit__(None, None, None)
 
     def gone(self, *, keep: bool) -> None:
-        """The processes were killed; ``keep``: their memory stays where it is."""
+        """Note that the processes were killed. ``keep``: their memory stays where it is."""
         assert self._tree is not None
         self._tree.ended(keep=keep)
 
     def outlive(self, init: int, status: Path) -> None:
-        """There is the snapshot: from now on its memory outlives the job, unless it ends well
-        (`Keeper.keep`).
+        """Have the job's memory outlive a job that does not end well (`Keeper.keep`), now that the
+        snapshot is committed.
 
         Raises:
-            NotFound, ResidentFailed, OSError: It does not.
+            NotFound, ResidentFailed, OSError: The keeper cannot.
         """
-        for report in self.look.reports.values():
+        for report in self.inspection.reports.values():
             Keeper(self._place).keep(report.token, init, status)
 
     # -- copying
 
-    def _copy(self, machinery: Machinery, parent: Parent | None) -> None:
+    def _copy(self, context: ScanContext, parent: Parent | None) -> None:
         try:
             assert self._tree is not None
-            pairs = self._sharing.owned  # what several have is stored once
+            pairs = self._sharing.owned  # shared memory is stored once
             self._processes = [
-                self._plan(pid, number, pairs[pid], machinery, parent)
+                self._plan(pid, number, pairs[pid], context, parent)
                 for number, pid in enumerate(sorted(pairs))
             ]
             devices = by_device([process.cells for process in self._processes])
@@ -368,7 +367,7 @@ class Resident:
             with ThreadPoolExecutor(len(devices), "gpu") as pool:
                 with phase(self._emit, "dump.resident.fingerprint") as running:
                     for future in [
-                        pool.submit(fingerprint, self._worker, device, pieces, machinery.seed)
+                        pool.submit(fingerprint, self._worker, device, pieces, context.seed)
                         for device, pieces in devices.items()
                     ]:
                         running.bytes += future.result()
@@ -384,8 +383,8 @@ class Resident:
                     running.bytes = sum(changed for changed, _ in counts)
                     running.fields["in_window"] = sum(left for _, left in counts)
             for process in self._processes:
-                self._keep(process, machinery, in_window=True)
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                self._keep(process, context, in_window=True)
+        except BaseException as error:  # noqa: BLE001 - raised by `wait_copied`
             self._failure = error
 
     def _plan(
@@ -393,34 +392,34 @@ class Resident:
         pid: int,
         number: int,
         pairs: Sequence[Taken],
-        machinery: Machinery,
+        context: ScanContext,
         parent: Parent | None,
     ) -> _Process:
-        stream = number % machinery.streams
+        stream = number % context.streams
         cells = plan_process(
             pid,
-            str(self.look.pids[pid]),
+            str(self.inspection.pids[pid]),
             pairs,
             self._worker,
             parent,
-            machinery.seed,
+            context.seed,
             stream=stream,
         )
         if (ahead := self._pre_copied.get(pid)) is not None:
             cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
-        sink = machinery.pipeline.space(
+        sink = context.pipeline.space(
             stream, cells.plan, cells.capture.regions, cells.capture.known
         )
         devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
         return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
 
     def _shares(
-        self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]
+        self, devices: Mapping[str, Sequence[tuple[ProcessCells, AllocationCells]]]
     ) -> dict[str, tuple[int, int]]:
-        """Each GPU's part of the host region: where, and how large.
+        """Divide the host region among the GPUs: offset and size of each part.
 
-        What was not free before the window is not to be had on the device, either: the driver has
-        let go of it, and wants it back.
+        Device memory that was not free before the window must not be used for copies either: the
+        driver has freed it for the checkpoint and needs it back.
         """
         if self._region is None:
             raise DumpFailed(
@@ -440,7 +439,10 @@ class Resident:
         return shares
 
     def _stage(
-        self, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], share: tuple[int, int]
+        self,
+        device: str,
+        pieces: Sequence[tuple[ProcessCells, AllocationCells]],
+        share: tuple[int, int],
     ) -> tuple[int, int]:
         masks = [process.changed(piece) for process, piece in pieces]
         mask = np.concatenate(masks)
@@ -457,9 +459,9 @@ class Resident:
             at += some
         return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
 
-    def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
-        """Hand changed cells to the pipeline: in the window those for which there was no room,
-        after it those that were copied aside.
+    def _keep(self, process: _Process, context: ScanContext, *, in_window: bool) -> None:
+        """Hand changed cells to the pipeline: in the window those without room for a copy, after it
+        those that were copied aside.
         """
         changed = process.cells.row == UNKNOWN
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
@@ -469,7 +471,7 @@ class Resident:
         aside = process.place[rows]
         through = rows[in_window | (aside >= ON_DEVICE)]
         for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
-            self._hand_on(process, row, int(process.place[row]), machinery)
+            self._hand_on(process, row, int(process.place[row]), context)
         pieces = process.cells.pieces
         firsts = [piece.first for piece in pieces]
         for device in dict.fromkeys(process.device):
@@ -482,30 +484,29 @@ class Resident:
                 ]
             else:
                 cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
-            hand_on = partial(self._hand_on_of, process, rows_there, machinery)
+            hand_on = partial(self._hand_on_of, process, rows_there, context)
             fetch_through(self._worker, self._region, device, cells, hand_on)
 
     def _hand_on_of(
-        self, process: _Process, rows: Sequence[int], machinery: Machinery, number: int, place: int
+        self, process: _Process, rows: Sequence[int], context: ScanContext, number: int, place: int
     ) -> None:
-        self._hand_on(process, rows[number], place, machinery)
+        self._hand_on(process, rows[number], place, context)
 
-    def _hand_on(self, process: _Process, row: int, place: int, machinery: Machinery) -> None:
+    def _hand_on(self, process: _Process, row: int, place: int, context: ScanContext) -> None:
         assert self._region is not None
-        if machinery.stop.is_set():
+        if context.stop.is_set():
             raise DumpFailed("the dump was abandoned")
-        slot = machinery.staging.acquire()
+        slot = context.staging.acquire()
         copy_cell(self._region, place, slot.address)
         process.sink.keep(row, slot)
 
     # -- afterwards
 
     def let_go(self) -> None:
-        """Have the worker unmap the job's memory, which is the job's to free now; what was copied
-        aside stays.
+        """Have the worker unmap the job's memory, so that the job can free it. The copies stay.
 
         Raises:
-            DumpFailed: It does not; it is ended instead.
+            DumpFailed: The worker failed to, and was ended instead.
         """
         devices = by_device([process.cells for process in self._processes])
         if devices:
@@ -522,31 +523,33 @@ class Resident:
                     for device, pieces in devices.items()
                 ]
             failed = [error for future in futures if (error := future.exception()) is not None]
-            if failed and not self._worker.gone:  # one that is gone has let go
+            if failed and not self._worker.gone:  # a worker that has ended has nothing mapped
                 self._worker.kill()
                 raise DumpFailed(
                     f"the GPU worker does not let go of the job's memory: {failed[0]}"
                 ) from failed[0]
         for agent in self._told:
-            with suppress(IcecoreError):  # it has ended
+            with suppress(IcecoreError):  # its process has ended
                 agent.look(0.0)
 
     def _announce(self) -> None:
-        """Have allocations that find no memory wait: some that the job frees is mapped elsewhere."""
+        """Have allocations that find no memory wait, because memory that the job frees is still
+        mapped by the worker.
+        """
         agents, self._told = self._told or self._agents, list[Agent]()
         with ThreadPoolExecutor(max(1, len(agents)), "look") as pool:
             futures = [(agent, pool.submit(agent.look, _LET_GO_SECONDS)) for agent in agents]
-        # An older preload knows nothing of it.
+        # An older preload does not support it.
         self._told = [agent for agent, future in futures if future.exception() is None]
 
-    def store(self, machinery: Machinery) -> list[SpaceCapture]:
-        """Hand all that was copied aside to the pipeline; the spaces.
+    def store(self, context: ScanContext) -> list[SpaceCapture]:
+        """Hand everything that was copied aside to the pipeline and return the spaces.
 
         Raises:
-            WorkerFailed: The worker ended with copies that were on a GPU.
+            WorkerFailed: The worker ended while copies were on a GPU.
         """
         for process in self._processes:
-            self._keep(process, machinery, in_window=False)
+            self._keep(process, context, in_window=False)
             cells = process.cells
             process.sink.unchanged(cells.row)
             process.sink.zeros(cells.row)
@@ -557,10 +560,10 @@ class Resident:
         return [process.cells.capture for process in self._processes]
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """What a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
+        """Return what a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
         processes = {
             str(images[pid]): {
-                "token": self.look.reports[pid].token.hex(),
+                "token": self.inspection.reports[pid].token.hex(),
                 "allocations": [
                     [one.identity, one.address, one.size, one.requested, one.device, one.ordinal]
                     for one, _ in pairs
@@ -569,9 +572,9 @@ class Resident:
                     [one.allocation.identity, images[one.owner[0]], one.owner[1]]
                     for one in self._sharing.imports[pid]
                 ],
-                "left": self.look.reports[pid].counts.left,
+                "left": self.inspection.reports[pid].counts.left,
             }
             for pid, pairs in self._sharing.owned.items()
         }
-        known: dict[str, object] = {"directory": self.look.directory, "processes": processes}
+        known: dict[str, object] = {"directory": self.inspection.directory, "processes": processes}
         return {"resident": json.dumps({**known, "outlives": True} if self._outlives else known)}

@@ -1,10 +1,10 @@
-"""How much of resident memory has changed, found while the job runs, so that there is host memory
-for it in the window; rule: the job gets all that it frees.
+"""Find how much of resident memory has changed while the job runs, so that the window finds host
+memory for it. The job gets back all memory that it frees.
 
-Mapped memory is not free when its owner frees it. So it is mapped in portions, for some
-`_PORTION_SECONDS` each, and announced to the processes: an allocation that finds no memory waits
-meanwhile (the preload's `AGENT_LOOK`). What is found is a lower bound, because the job goes on
-writing.
+Memory that the worker has mapped is not free when its owner frees it. The worker therefore maps
+memory in portions, for about `_PORTION_SECONDS` each, and announces this to the processes: an
+allocation that finds no memory waits meanwhile (the preload's `AGENT_LOOK`). The result is a lower
+bound, because the job goes on writing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from icecore.dumper.gpu.resident_cells import (
-    Piece,
+    AllocationCells,
     ProcessCells,
     by_device,
     fingerprint,
@@ -33,49 +33,48 @@ from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.sharing import Taken, find_shares
 from icecore.sizes import CELL_BYTES
 
-#: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how
-#: long the look goes on; how long it may hold up allocations.
+#: For how long a portion is mapped, judged by the rate of the one before; how long the search goes
+#: on; how long it may hold up allocations.
 _PORTION_SECONDS, _SECONDS, _MOST_SECONDS = 0.1, 2.0, 10.0
-#: What one of the worker's calls may take: mapping (one call, of as many as one has),
-#: fingerprinting and unmapping together end before what was announced does.
+#: Time limit of one of the worker's calls. Mapping (in one call, up to its maximum number of
+#: descriptors), fingerprinting and unmapping together end before the announcement does.
 CALL_SECONDS = 2.5
-#: The first portion, and by how much one may be larger than the last. Bytes.
+#: The first portion in bytes, and by which factor one may exceed the last.
 _FIRST_PORTION, _GROWTH = 1 << 30, 8
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a look found.
+class FoundChanges:
+    """How much has changed.
 
     Attributes:
         looked: Bytes that were fingerprinted.
-        changed: By GPU, bytes that are not as the parent has them, or that it does not have.
+        changed: By GPU, bytes that differ from the parent or that it does not have.
     """
 
     looked: int
     changed: Mapping[str, int]
 
 
-def look_for_changes(
+def find_changes(
     worker: Worker,
     place: Path,
     agents: Mapping[int, Agent],
     tokens: Mapping[int, bytes],
     parent: Parent | None,
     seed: int,
-) -> Found:
-    """Fingerprint device memory while the processes run: what differs from the parent, or, where
-    there is none, from zeros.
+) -> FoundChanges:
+    """Fingerprint device memory while the processes run, and compare it with the parent, or with
+    zeros if there is none.
 
     Args:
         worker: Ready on all GPUs.
         place: The keeper's directory.
-        agents, tokens: The processes', by pid.
-        seed: The lineage's, for fingerprints.
+        agents, tokens: Agents and tokens of the processes, by pid.
+        seed: The lineage's seed for fingerprints.
 
     Raises:
-        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the
-            worker hangs.
+        IcecoreError: It failed. The processes go on, and nothing is mapped unless the worker hangs.
     """
     keeper = Keeper(place)
     until = time.monotonic() + _SECONDS
@@ -87,16 +86,16 @@ def look_for_changes(
         ]
         devices = by_device(processes)
         if not devices:
-            return Found(0, {})
+            return FoundChanges(0, {})
         with ThreadPoolExecutor(len(devices), "look") as pool:
             futures = {
                 device: pool.submit(
-                    _look_at, Eyes(worker, keeper, tokens, seed, device), pieces, until
+                    _find_changes_of, GpuAccess(worker, keeper, tokens, seed, device), pieces, until
                 )
                 for device, pieces in devices.items()
             }
     found = {device: future.result() for device, future in futures.items()}
-    return Found(
+    return FoundChanges(
         sum(looked for looked, _ in found.values()),
         {device: changed for device, (_, changed) in found.items()},
     )
@@ -104,28 +103,28 @@ def look_for_changes(
 
 @contextmanager
 def announced(agents: Collection[Agent]) -> Iterator[None]:
-    """Processes know that somebody has some of their memory mapped."""
+    """Announce to the processes that some of their memory is mapped, until the context is left."""
     with ExitStack() as stack:
         for agent in agents:
-            stack.callback(_not_any_more, agent)
+            stack.callback(_end_announcement, agent)
         announce(agents)
         yield
 
 
 def announce(agents: Collection[Agent]) -> None:
-    """From now on for `_MOST_SECONDS`, at the most until `announced` is left."""
+    """Announce for `_MOST_SECONDS` from now, or until `announced` is left."""
     for agent in agents:
         agent.look(_MOST_SECONDS)
 
 
-def _not_any_more(agent: Agent) -> None:
-    with suppress(IcecoreError):  # it ends by itself, too
+def _end_announcement(agent: Agent) -> None:
+    with suppress(IcecoreError):  # it also ends by itself
         agent.look(0.0)
 
 
 def owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]:
-    """What each process has, of what several have one's; the descriptors, which told that, are
-    closed.
+    """Return the allocations of each process; shared ones belong to one of their processes. The
+    descriptors, which identify shared memory, are closed.
     """
     with ExitStack() as stack:
         taken: dict[int, list[Taken]] = {}
@@ -136,8 +135,8 @@ def owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]
         return find_shares(taken).owned
 
 
-class Eyes(NamedTuple):
-    """What it takes to look at memory of one GPU."""
+class GpuAccess(NamedTuple):
+    """What gives access to the memory of one GPU."""
 
     worker: Worker
     keeper: Keeper
@@ -146,15 +145,15 @@ class Eyes(NamedTuple):
     device: str
 
 
-def _look_at(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
+def _find_changes_of(
+    access: GpuAccess, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
 ) -> tuple[int, int]:
-    """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts
-    as changed, the parent's as unchanged.
+    """Return for one GPU the bytes fingerprinted and the bytes changed. New memory that was not
+    reached counts as changed; memory that the parent has counts as unchanged.
     """
     new = {id(piece): piece.cells for process, piece in pieces if not process.known(piece)}
     looked = changed = 0
-    for process, piece in look_at(eyes, pieces, until):
+    for process, piece in fingerprint_in_portions(access, pieces, until):
         process.compare(piece.rows)
         looked += piece.cells
         changed += int(process.changed(piece).sum())
@@ -162,15 +161,17 @@ def _look_at(
     return looked * CELL_BYTES, (changed + sum(new.values())) * CELL_BYTES
 
 
-def look_at(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
-) -> Iterator[tuple[ProcessCells, Piece]]:
-    """Fingerprint memory of one GPU, each piece in a portion that is mapped for a moment; those
-    that were there and were reached in time.
+def fingerprint_in_portions(
+    access: GpuAccess, pieces: Sequence[tuple[ProcessCells, AllocationCells]], until: float
+) -> Iterator[tuple[ProcessCells, AllocationCells]]:
+    """Fingerprint memory of one GPU in portions, each of which is mapped for a moment.
+
+    Yields:
+        The allocations that still exist and were reached before ``until``.
     """
     left, portion = list(pieces), _FIRST_PORTION
     while left and time.monotonic() < until:
-        some: list[tuple[ProcessCells, Piece]] = []
+        some: list[tuple[ProcessCells, AllocationCells]] = []
         size = 0
         while left and (
             not some
@@ -179,7 +180,7 @@ def look_at(
             some.append(left.pop())
             size += some[-1][1].allocation.size
         began = time.monotonic()
-        with mapped(eyes, some) as there:
+        with mapped(access, some) as there:
             pass
         rate = size / max(time.monotonic() - began, 1e-6)
         portion = min(int(rate * _PORTION_SECONDS), _GROWTH * max(size, portion))
@@ -188,10 +189,10 @@ def look_at(
 
 @contextmanager
 def mapped(
-    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]
-) -> Iterator[list[tuple[ProcessCells, Piece]]]:
-    """Those of them that are still there, fingerprinted, and mapped meanwhile."""
-    worker, keeper, tokens, seed, device = eyes
+    access: GpuAccess, pieces: Sequence[tuple[ProcessCells, AllocationCells]]
+) -> Iterator[list[tuple[ProcessCells, AllocationCells]]]:
+    """Map and fingerprint allocations until the context is left; yield those that still exist."""
+    worker, keeper, tokens, seed, device = access
     with ExitStack() as stack:
         held: dict[int, dict[int, int]] = {}
         for pid in {process.pid for process, _ in pieces}:
@@ -211,7 +212,7 @@ def mapped(
 
 
 def _let_go(worker: Worker, device: str, handles: Sequence[int]) -> None:
-    """Unmap these; a worker that does not is ended, which does it."""
+    """Unmap allocations. If the worker fails to, end it, which unmaps them too."""
     try:
         worker.release(device, handles, seconds=CALL_SECONDS)
     except WorkerFailed:

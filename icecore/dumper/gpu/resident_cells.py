@@ -1,7 +1,8 @@
-"""The cells of resident memory: fingerprinted on their GPUs, and compared with the parent's; rule:
-what the parent does not have as it is has changed.
+"""The cells of resident memory: fingerprinted on their GPUs and compared with the parent's. A cell
+has changed if the parent does not have it exactly as it is.
 
-In the window of all memory, before it of what there is then (`icecore.dumper.gpu.resident_ahead`).
+The window does this for all memory; `icecore.dumper.gpu.resident_ahead` does it before the window for
+the memory that exists then.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ from icecore.store.format.manifest import Region
 
 
 @dataclass
-class Piece:
-    """One allocation: the worker's number for it, and the rows of its process's plan that are its
-    cells.
-    """
+class AllocationCells:
+    """The cells of one allocation: the worker's handle, and the rows of its process's plan."""
 
     handle: int
     allocation: Allocation
@@ -38,7 +37,7 @@ class Piece:
 
     @property
     def rows(self) -> slice:
-        """Of its cells."""
+        """Rows of its cells."""
         return slice(self.first, self.first + self.cells)
 
 
@@ -48,21 +47,21 @@ class ProcessCells:
 
     Attributes:
         words: u64[n, 2], the fingerprints.
-        row: i64[n], the parent's row for each cell; `UNKNOWN`, or `ZERO`: what a restore clears
-            anyway is neither copied nor stored.
+        row: i64[n], the parent's row for each cell, `UNKNOWN` or `ZERO`. A restore clears memory
+            anyway, so cells of zeros are neither copied nor stored.
         zero: u64[2], the fingerprint of zeros.
     """
 
     pid: int
     capture: SpaceCapture
     plan: CellPlan
-    pieces: list[Piece]
+    pieces: list[AllocationCells]
     words: npt.NDArray[np.uint64]
     row: npt.NDArray[np.int64]
     zero: Words
 
     def compare(self, rows: slice = slice(None)) -> None:
-        """Which of these cells, whose fingerprints are there now, are as the parent has them."""
+        """Compare cells, which now have fingerprints, with the parent's."""
         known, words = self.capture.known, self.words[rows]
         found = np.where((words == self.zero).all(axis=1), ZERO, UNKNOWN)
         if len(known.key):
@@ -71,12 +70,12 @@ class ProcessCells:
             found = np.where((candidates >= 0) & (there == words).all(axis=1), candidates, found)
         self.row[rows] = found
 
-    def known(self, piece: Piece) -> bool:
-        """Whether the parent has any cell of an allocation."""
+    def known(self, piece: AllocationCells) -> bool:
+        """Return whether the parent has any cell of an allocation."""
         return bool((self.capture.known.find(self.plan.key[piece.rows]) >= 0).any())
 
-    def changed(self, piece: Piece) -> npt.NDArray[np.bool_]:
-        """Which cells of an allocation did; bool[cells]."""
+    def changed(self, piece: AllocationCells) -> npt.NDArray[np.bool_]:
+        """Return which cells of an allocation have changed; bool[cells]."""
         changed: npt.NDArray[np.bool_] = self.row[piece.rows] == UNKNOWN
         return changed
 
@@ -91,14 +90,13 @@ def plan_process(
     *,
     stream: int = 0,
 ) -> ProcessCells:
-    """Nothing is known yet: all cells count as changed.
+    """Plan the cells of one process. Until they are fingerprinted, all count as changed.
 
     Args:
-        pid: The process, as this machine sees it; ``key``: as it sees itself, the name of its
-            space.
-        pairs: What it has, by address.
-        seed: The lineage's, for fingerprints.
-        stream: The shard stream that its space goes to.
+        pid: Host pid of the process. ``key``: its pid in its own namespace, which names its space.
+        pairs: The process's allocations, by address.
+        seed: The lineage's seed for fingerprints.
+        stream: The shard stream of its space.
     """
     before = parent.space("device", key) if parent else None
     regions = [
@@ -110,7 +108,7 @@ def plan_process(
     plan = plan_cells(capture.regions, extents)
     pieces, first = [], 0
     for handle, (one, descriptor) in zip(worker.new_handles(len(pairs)), pairs, strict=True):
-        pieces.append(Piece(handle, one, descriptor, first, one.size // CELL_BYTES))
+        pieces.append(AllocationCells(handle, one, descriptor, first, one.size // CELL_BYTES))
         first += pieces[-1].cells
     if first != len(plan) or (plan.length != CELL_BYTES).any():
         raise DumpFailed("an allocation does not consist of whole cells")
@@ -118,9 +116,11 @@ def plan_process(
     return ProcessCells(pid, capture, plan, pieces, words, row, zero_words(seed))
 
 
-def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[ProcessCells, Piece]]]:
-    """Which GPU has what."""
-    found: dict[str, list[tuple[ProcessCells, Piece]]] = {}
+def by_device(
+    processes: Sequence[ProcessCells],
+) -> Mapping[str, list[tuple[ProcessCells, AllocationCells]]]:
+    """Return the allocations by GPU."""
+    found: dict[str, list[tuple[ProcessCells, AllocationCells]]] = {}
     for process in processes:
         for piece in process.pieces:
             found.setdefault(piece.allocation.device, []).append((process, piece))
@@ -130,15 +130,18 @@ def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[Proc
 def fingerprint(
     worker: Worker,
     device: str,
-    pieces: Sequence[tuple[ProcessCells, Piece]],
+    pieces: Sequence[tuple[ProcessCells, AllocationCells]],
     seed: int,
     seconds: float = 300.0,
 ) -> int:
-    """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes. Each of
-    the worker's calls may take so long.
+    """Map memory of one GPU, leave it mapped, and fill in its cells' ``words``. Each of the worker's
+    calls may take ``seconds``.
+
+    Returns:
+        Bytes fingerprinted.
 
     Raises:
-        WorkerFailed: It cannot be done.
+        WorkerFailed: The worker cannot do it.
     """
     own = [piece for _, piece in pieces]
     handles = [one.handle for one in own]

@@ -1,9 +1,9 @@
-"""Pre-copy of resident memory: what would find no room for copies in the window, stored before it,
-while the job runs; rule: a chunk is what was copied aside, its fingerprint is of that copy, and the
-window looks at every cell again.
+"""Pre-copy of resident memory: store, while the job runs, what would find no room for copies in the
+window. A chunk holds what was copied aside, its fingerprint is of that copy, and the window checks
+every cell again.
 
-Only what is at rest is worth it, so memory is looked at twice, `_REST_SECONDS` apart. What was at
-rest and changed until the window all the same is noted as restless, and not tried the next time.
+Only memory at rest is worth it, so memory is fingerprinted twice, `_REST_SECONDS` apart. Cells that
+were at rest but changed until the window are noted as restless and skipped the next time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy.typing as npt
 
 from icecore.dumper.gpu.resident_ahead import (
     CALL_SECONDS,
-    Eyes,
+    GpuAccess,
     announce,
     announced,
-    look_at,
+    fingerprint_in_portions,
     mapped,
     owned,
 )
-from icecore.dumper.gpu.resident_cells import Piece, ProcessCells, by_device, plan_process
+from icecore.dumper.gpu.resident_cells import AllocationCells, ProcessCells, by_device, plan_process
 from icecore.dumper.memory.cells import UNKNOWN
-from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
-from icecore.dumper.memory.spaces import Machinery
+from icecore.dumper.memory.spaces import ScanContext
 from icecore.errors import DumpFailed
 from icecore.host.gpu.worker import MOST_DESCRIPTORS
 from icecore.host.gpu.working import HostRegion, Worker, copy_cell, fetch_through
@@ -40,24 +40,26 @@ from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL
+from icecore.store.format.fingerprints import FINGERPRINT
 
-#: Between the two looks: steps of a training take less, mostly. How long the first goes on at most.
-_REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0
-#: Of spare device memory so much is taken at a time: the job, which runs, finds that much less.
+#: Time between the two scans (most training steps take less), and the longest duration of the first.
+_REST_SECONDS, _SCAN_SECONDS = 0.5, 5.0
+#: Bytes of spare device memory to take at a time: the running job finds that much less.
 _ROOM = 1 << 30
-#: With less room than that it is not done: each time the memory is mapped and looked at once more.
+#: Least room for which pre-copy pays off: each time it fills up, memory is mapped and fingerprinted
+#: once more.
 _LEAST_ROOM = 64 << 20
-#: Memory that is mapped at a time. Bytes.
+#: Bytes of memory to map at a time.
 _PORTION = 8 << 30
 
 
 @dataclass(frozen=True)
-class PreCopied:
+class ResidentPreCopied:
     """What was learnt of one process.
 
     Attributes:
         known: Cells that are stored, the parent's and the new ones.
-        seen: Keys and fingerprints of all cells that were looked at twice (its records mean
+        seen: Keys and fingerprints of all cells that were fingerprinted twice (its records mean
             nothing).
         stored: Bytes that were stored.
     """
@@ -69,9 +71,9 @@ class PreCopied:
 
 @dataclass
 class _Process:
-    """One process's cells. bool[n] each: ``restless``: the last time storing them was in vain;
-    ``wanted``: to be stored, if they are at rest; ``seen``: looked at twice; ``stored``: handed to
-    the sink.
+    """The cells of one process. bool[n] each: ``restless``: storing them before the window was in
+    vain the last time; ``wanted``: to be stored if they are at rest; ``seen``: fingerprinted twice;
+    ``stored``: handed to the sink.
     """
 
     cells: ProcessCells
@@ -80,23 +82,24 @@ class _Process:
     wanted: npt.NDArray[np.bool_]
     seen: npt.NDArray[np.bool_]
     stored: npt.NDArray[np.bool_]
-    #: u64[n, 2]: the first look's fingerprints; where ``stored``, those of the copies.
+    #: u64[n, 2]: fingerprints of the first scan; where ``stored``, those of the copies.
     words: Words
 
-    def result(self) -> PreCopied:
-        """Once the pipeline is drained."""
+    def result(self) -> ResidentPreCopied:
+        """Return what was learnt, once the pipeline is drained."""
         cells, plan, rows = self.cells, self.cells.plan, np.flatnonzero(self.stored)
         known = cells.capture.known.updated(
             plan.key[rows], _packed(self.words[rows]), self.sink.records[rows]
         )
-        # What was not reached again is as restless as it was: it differs from zeros.
+        # Cells that were not reached again stay as restless as they were: their fingerprint differs
+        # from zero words.
         cells.words[~self.seen] = 0
         looked = np.flatnonzero(self.seen | self.restless)
         looked = looked[np.argsort(plan.key[looked], kind="stable")]
         seen = KnownCells(
             plan.key[looked], _packed(cells.words[looked]), np.zeros(len(looked), CELL)
         )
-        return PreCopied(known, seen, len(rows) * CELL_BYTES)
+        return ResidentPreCopied(known, seen, len(rows) * CELL_BYTES)
 
 
 def _packed(words: Words) -> npt.NDArray[np.void]:
@@ -110,35 +113,34 @@ def pre_copy_resident(
     agents: Mapping[int, Agent],
     tokens: Mapping[int, bytes],
     parent: Parent | None,
-    machinery: Machinery,
+    context: ScanContext,
     wanted: Mapping[str, int],
     spare: Mapping[str, int],
-) -> dict[int, PreCopied]:
-    """Store cells that are at rest, and that the parent does not have. Waits until they are stored.
+) -> dict[int, ResidentPreCopied]:
+    """Store cells that are at rest and that the parent does not have, and wait until they are stored.
 
     Args:
         worker: Ready on all GPUs.
-        region: The worker's host region: its beginning is used.
+        region: The worker's host region, whose beginning is used.
         place: The keeper's directory.
-        agents, tokens: The processes', by pid.
-        machinery: What they are stored with.
-        wanted: By GPU, bytes that are to be stored, at the most.
+        agents, tokens: Agents and tokens of the processes, by pid.
+        context: What stores the cells.
+        wanted: By GPU, the most bytes to store.
         spare: By GPU, bytes of its memory that copies may take.
 
     Raises:
-        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the
-            worker hangs.
+        IcecoreError: It failed. The processes go on, and nothing is mapped unless the worker hangs.
     """
-    keeper, seed = Keeper(place), machinery.seed
+    keeper, seed = Keeper(place), context.seed
     with announced(agents.values()):
         pairs = owned(keeper, tokens)
         processes = []
         for number, pid in enumerate(sorted(pairs)):  # as in the window
-            stream = number % machinery.streams
+            stream = number % context.streams
             cells = plan_process(
                 pid, str(agents[pid].pid), pairs[pid], worker, parent, seed, stream=stream
             )
-            sink = machinery.pipeline.space(
+            sink = context.pipeline.space(
                 stream, cells.plan, cells.capture.regions, cells.capture.known
             )
             before, none = cells.capture.parent, np.zeros(len(cells.plan), np.bool_)
@@ -162,66 +164,70 @@ def pre_copy_resident(
         }
         if not devices:
             return {}
-        announce(agents.values())  # anew: planning took as long as there are allocations
+        announce(agents.values())  # again, because planning takes long for many allocations
         began = time.monotonic()
         with ThreadPoolExecutor(len(devices), "look") as pool:
             for future in [
                 pool.submit(
-                    _first_look,
-                    Eyes(worker, keeper, tokens, seed, device),
+                    _first_scan,
+                    GpuAccess(worker, keeper, tokens, seed, device),
                     pieces,
-                    began + _LOOK_SECONDS,
+                    began + _SCAN_SECONDS,
                 )
                 for device, pieces in devices.items()
             ]:
                 future.result()
     for process in processes:
-        # Zero words: it was not reached.
+        # Zero words mark cells that were not reached.
         process.wanted = (
             ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
         )
-    machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+    context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
     for device, pieces in devices.items():
-        eyes = Eyes(worker, keeper, tokens, seed, device)
+        access = GpuAccess(worker, keeper, tokens, seed, device)
         copying = _Copying(
-            eyes, region, list(agents.values()), machinery, min(spare[device], _ROOM) // CELL_BYTES
+            access, region, list(agents.values()), context, min(spare[device], _ROOM) // CELL_BYTES
         )
         try:
             copying.copy(pieces, wanted[device] // CELL_BYTES)
         finally:
             worker.release(device, spare=True)
-    machinery.pipeline.drain()
+    context.pipeline.drain()
     return {process.cells.pid: process.result() for process in processes}
 
 
-def _first_look(eyes: Eyes, pieces: Iterable[tuple[_Process, Piece]], until: float) -> None:
+def _first_scan(
+    access: GpuAccess, pieces: Iterable[tuple[_Process, AllocationCells]], until: float
+) -> None:
     by_cells = {id(process.cells): process for process, _ in pieces}
-    for cells, piece in look_at(eyes, [(process.cells, piece) for process, piece in pieces], until):
+    for cells, piece in fingerprint_in_portions(
+        access, [(process.cells, piece) for process, piece in pieces], until
+    ):
         by_cells[id(cells)].words[piece.rows] = cells.words[piece.rows]
         cells.compare(piece.rows)
 
 
 @dataclass(frozen=True)
 class _Copying:
-    """Stores what is at rest of one GPU, so many cells (``room``) at a time: copied aside on the
-    GPU, fingerprinted there, fetched when all is unmapped.
+    """Stores the memory at rest of one GPU, ``room`` cells at a time: copied aside on the GPU,
+    fingerprinted there, and fetched once everything is unmapped.
     """
 
-    eyes: Eyes
+    access: GpuAccess
     region: HostRegion
     agents: Sequence[Agent]
-    machinery: Machinery
+    context: ScanContext
     room: int
 
-    def copy(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> None:
-        """At most so many cells."""
+    def copy(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> None:
+        """Store at most ``most`` cells."""
         left = [
             (process, piece)
             for process, piece in pieces
             if (process.wanted | process.restless)[piece.rows].any()
         ]
         while left and most > 0:
-            if self.machinery.stop.is_set():
+            if self.context.stop.is_set():
                 raise DumpFailed("the dump was abandoned")
             some, size = [left.pop()], 0
             size += some[0][1].allocation.size
@@ -236,18 +242,18 @@ class _Copying:
             if stored is None:
                 return
             most -= stored
-            # What found no room this time.
+            # Those that found no room this time.
             left += [
                 (process, piece) for process, piece in some if process.wanted[piece.rows].any()
             ]
 
-    def _portion(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> int | None:
-        """How many cells were stored; None: there is no room on the GPU."""
-        worker, device = self.eyes.worker, self.eyes.device
+    def _portion(self, pieces: Sequence[tuple[_Process, AllocationCells]], most: int) -> int | None:
+        """Store some cells and return how many; None: there is no room on the GPU."""
+        worker, device = self.access.worker, self.access.device
         rows: list[tuple[_Process, int]] = []
         with (
             announced(self.agents),
-            mapped(self.eyes, [(process.cells, piece) for process, piece in pieces]) as there,
+            mapped(self.access, [(process.cells, piece) for process, piece in pieces]) as there,
         ):
             present = {id(piece) for _, piece in there}
             masks = []
@@ -268,7 +274,7 @@ class _Copying:
                 masks.append(mask)
             if not rows:
                 return 0
-            announce(self.agents)  # of three calls' time; mapping and fingerprinting took as much
+            announce(self.agents)  # again: mapping and fingerprinting took part of the time
             places = worker.stage(
                 device,
                 [piece.handle for _, piece in there],
@@ -278,7 +284,7 @@ class _Copying:
                 spare=len(rows) * CELL_BYTES,
                 seconds=CALL_SECONDS,
             )
-            aside = worker.spare_fingerprints(device, self.eyes.seed, seconds=CALL_SECONDS)
+            aside = worker.spare_fingerprints(device, self.access.seed, seconds=CALL_SECONDS)
         if (places == NOWHERE).all():
             return None
         found = [
@@ -300,7 +306,7 @@ class _Copying:
     ) -> Callable[[int, int], None]:
         def keep(number: int, place: int) -> None:
             (process, row), at = found[number]
-            slot = self.machinery.staging.acquire()
+            slot = self.context.staging.acquire()
             copy_cell(self.region, place, slot.address)
             process.sink.keep(row, slot)
             process.words[row] = aside[at // CELL_BYTES]

@@ -1,12 +1,12 @@
-"""Where large allocations begin, so that equal ones get equal cells; the rule: a wrong guess costs
-nothing but dedup.
+"""Find where large allocations begin, so that equal ones get equal cells. A wrong guess costs only
+deduplication.
 
-Cells are counted from the start of a mapping, but the kernel joins and splits mappings by what
+Cells are counted from the start of a mapping. The kernel, however, joins and splits mappings by what
 happens to lie beside them (and by MADV_HUGEPAGE), not by what the program asked for: the same
-weights begin at page 0 of a mapping in one run, at page 1 or 513 in the next. glibc's malloc gives
+weights begin at page 0 of a mapping in one run and at page 1 or 513 in the next. glibc's malloc gives
 every large allocation pages of its own, with a header in the first (malloc/malloc.c, "mmapped
 chunks"): a word that is 0, then the size in whole pages with bit 1 set. Regions are cut behind that
-page; from one header the size leads to the next. Other allocators leave no such trace: their
+page, and the size in one header leads to the next. Other allocators leave no such trace, so their
 regions stay whole.
 """
 
@@ -26,28 +26,29 @@ from icecore.store.format.manifest import Region
 
 _HEADER = struct.Struct("<QQ")
 _FLAGS, _IS_MMAPPED = 7, 2
-#: Least size that malloc gives pages of their own (M_MMAP_THRESHOLD).
+#: Least size to which malloc gives pages of its own (M_MMAP_THRESHOLD).
 _LEAST = 128 << 10
 _MOST = 1 << 46
-#: Headers that are read at most: some 5 µs each.
+#: Upper bound on the headers to read; each takes some 5 µs.
 _MOST_READS = 1 << 14
 
 
 class Reader(Protocol):
-    """What reads the process."""
+    """Reads the memory of a process."""
 
     def read(self, start: int, length: int) -> bytearray:
-        """``length`` bytes at ``start``."""
+        """Return ``length`` bytes at ``start``."""
 
 
 def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
-    """Addresses right behind the header pages of allocations of at least a cell, ascending.
+    """Return the addresses right behind the header pages of allocations of at least a cell,
+    ascending.
 
     Args:
-        regions: Sorted, disjoint; only readable private anonymous ones are looked at.
+        regions: Sorted and disjoint; only readable private anonymous ones are searched.
 
     Raises:
-        NotFound: The process is gone.
+        NotFound: The process has ended.
     """
     wanted = [
         r
@@ -64,7 +65,7 @@ def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
             left += (
                 region.start,
                 region.start - PAGE,
-            )  # where MADV_HUGEPAGE split the header off, it is before
+            )  # if MADV_HUGEPAGE split the header off, it lies before the region
     while left and len(seen) < _MOST_READS:
         address = left.pop()
         row = int(np.searchsorted(ends, address, side="right"))
@@ -80,11 +81,11 @@ def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
 
 
 def _chunk_size(reader: Reader, address: int) -> int:
-    """The size of the chunk whose header is at ``address``, or 0 if that is none."""
+    """Return the size of the chunk whose header is at ``address``, or 0 if there is no header."""
     try:
         before, size = _HEADER.unpack(reader.read(address, _HEADER.size))
     except DumpFailed:
-        return 0  # unmapped meanwhile: only before the window
+        return 0  # unmapped since, which happens only before the window
     size, flags = size & ~_FLAGS, size & _FLAGS
     return (
         size
@@ -94,8 +95,8 @@ def _chunk_size(reader: Reader, address: int) -> int:
 
 
 def cut(regions: Sequence[Region], addresses: Sequence[int]) -> list[Region]:
-    """The regions, cut at those of the addresses that lie within one; each part counts its cells
-    from its own start.
+    """Cut regions at the addresses that lie within them. Each part counts its cells from its own
+    start.
     """
     points = np.array(addresses, np.uint64)
     starts = np.array([r.start for r in regions], np.uint64)

@@ -1,5 +1,5 @@
-"""Which cells a scan visits: page extents cut at region and cell boundaries, as columns that a scan
-thread can walk without thinking. Pure numpy.
+"""Plan which cells a scan visits: page extents cut at region and cell boundaries, as columns that a
+scan thread can simply walk. Pure numpy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.format.cell import NODE_CELLS
 from icecore.store.format.manifest import Region
 
-#: One contiguous piece of remote memory, laid out as a C ``struct iovec``.
+#: One contiguous run of remote memory, laid out as a C ``struct iovec``.
 RUN = np.dtype([("address", "<u8"), ("length", "<u8")])
 
 #: A page extent: ``address`` in bytes, ``pages`` in pages.
@@ -22,8 +22,8 @@ EXTENT = np.dtype([("address", "<u8"), ("pages", "<u8")])
 
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
 _MASK_CELLS = 4096
-#: In place of the row of a known cell: it changed, or nothing is known of it; or it holds nothing
-#: but zeros, which are not read again.
+#: Take the place of a known cell's row. UNKNOWN: the cell changed, or nothing is known of it. ZERO:
+#: it holds only zeros, which are not read again.
 UNKNOWN, ZERO = -1, -2
 
 
@@ -59,7 +59,7 @@ class CellPlan:
         return int(self.length.sum())
 
     def take(self, rows: npt.NDArray[np.int64]) -> CellPlan:
-        """The plan of some of its cells; ``rows`` i8[k], ascending."""
+        """Return the plan of some of its cells; ``rows`` i8[k], ascending."""
         if len(rows) == len(self):
             return self
         source, ordinal = _split(
@@ -77,8 +77,10 @@ class CellPlan:
         )
 
     def same(self, other: CellPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Cells that another plan of the same space has with the same pages: their rows here and
-        there, ascending.
+        """Find the cells that another plan of the same space has with the same pages.
+
+        Returns:
+            Their rows here and there, ascending.
         """
         nothing = np.empty(0, np.int64)
         if not len(self) or not len(other):
@@ -96,7 +98,9 @@ class CellPlan:
 
 
 def _split(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each of ``counts`` pieces: the index of its source, and its ordinal within the source."""
+    """Split source i into ``counts[i]`` parts; return for each part the index of its source and its
+    ordinal within it.
+    """
     source = np.repeat(np.arange(len(counts)), counts)
     ordinal = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return source, ordinal
@@ -107,7 +111,7 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
     disjoint) and of their cells.
 
     Pages outside every region are ignored: a mapping that appeared after the regions were read
-    belongs to the next look.
+    belongs to the next scan.
     """
     starts = np.array([r.start for r in regions], np.uint64)
     ends = np.array([r.start + r.length for r in regions], np.uint64)
@@ -166,8 +170,8 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
 def _bitmaps(
     index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """Page bitmaps of cells from their page runs [low, high); ``index``: the cell of each run,
-    ascending, no cell without.
+    """Return the page bitmaps of cells from their page runs [low, high). ``index`` is the cell of
+    each run, ascending; every cell has a run.
     """
     partial = np.flatnonzero(high - low < CELL_PAGES)
     out = np.full((int(index[-1]) + 1, BITMAP_BYTES), 0xFF, np.uint8)
@@ -181,7 +185,9 @@ def _bitmaps(
 def _mixed(
     cells: int, index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """`_bitmaps` of cells that are not full, a few thousand at a time, to bound the scratch memory."""
+    """Compute `_bitmaps` for cells that are not full, a few thousand at a time to bound the scratch
+    memory.
+    """
     out = np.empty((cells, BITMAP_BYTES), np.uint8)
     for start in range(0, cells, _MASK_CELLS):
         stop = min(start + _MASK_CELLS, cells)
@@ -200,10 +206,10 @@ def _mixed(
 
 
 def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list[Region]:
-    """The regions with the cell grid of the parent's region that each overlaps most, so that a
-    region which grew or merged keeps its cells.
+    """Give each region the cell grid of the parent's region that it overlaps most, so that a region
+    which grew or merged keeps its cells.
 
-    An origin moves only by whole nodes (64 cells), so that nodes of unchanged cells stay equal too.
+    An origin moves only by whole nodes (64 cells), so nodes of unchanged cells stay equal too.
     """
     if not parent:
         return list(regions)

@@ -1,15 +1,15 @@
-"""The early scan: memory is read while CRIU still collects its pages, from when the whole tree
-stands still.
+"""The early scan: read memory as soon as the whole tree stands still, while CRIU still collects its
+pages.
 
-Its rule: what it found counts only of a tree that has the same threads, and of cells where CRIU's
+The result counts only if the tree still has the same threads, and only for cells for which CRIU's
 own pagemap, if CRIU saw them, has the same pages.
 
 CRIU stops every thread before it opens the images that the processes share, and then begins with
 the first process. What it does to a process touches code (a system call is written over the program
 for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the
-number of its processor (rseq; CRIU notes where they are, and those cells are read again). So
-private anonymous memory that is not executable can be read as soon as that image is there and every
-thread is seen to be held. Asynchronous I/O that is under way writes into memory without any thread:
+number of its processor (rseq; CRIU notes where they are, and those cells are read again). Private
+anonymous memory that is not executable can therefore be read as soon as that image exists and every
+thread is seen to be held. Asynchronous I/O in flight writes into memory without any thread, so
 processes with a ring for it are left for later.
 """
 
@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import plan_cells
-from icecore.dumper.memory.fingerprints import KnownCells
 from icecore.dumper.memory.grid import grid
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of
 from icecore.dumper.memory.scan import scan
-from icecore.dumper.memory.spaces import Machinery, Scanned
+from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.files import tree_pids
 from icecore.errors import NotFound
 from icecore.events import Sink, phase
@@ -42,21 +42,21 @@ from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 _POLL_SECONDS = 0.001
-#: Below so much private memory a process is not worth it.
+#: Least private memory of a process for which the early scan pays off.
 _LEAST_BYTES = 8 << 20
 _RING = "/[aio]"
-#: CRIU opens it once every thread stands still (cr-dump.c: collect_pstree comes before
+#: An image that CRIU opens once every thread stands still (cr-dump.c: collect_pstree comes before
 #: cr_glob_imgset_open).
 _AFTER = "files.img"
 
 
 @dataclass(frozen=True)
 class Early:
-    """What was read early of a tree.
+    """What was read early.
 
     Attributes:
-        threads: Those that were held then, by host pid.
-        present: Image id → its memory that is not executable, as it was then.
+        threads: The threads that were held then, by host pid.
+        present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
     """
 
@@ -65,9 +65,7 @@ class Early:
     processes: Mapping[int, Scanned]
 
     def holds(self) -> bool:
-        """Whether the tree still has the same threads, none more and none less. To be asked once
-        CRIU is done.
-        """
+        """Return whether the tree still has exactly the same threads. Call it once CRIU is done."""
         try:
             return all(procfs.threads(pid) == list(own) for pid, own in self.threads.items())
         except NotFound:
@@ -75,15 +73,15 @@ class Early:
 
 
 class EarlyScan:
-    """One early scan, in a thread of its own (a context manager: left with an error it ends at
-    once).
+    """An early scan in a thread of its own. As a context manager that is left with an error, it ends
+    at once.
 
     Args:
         root: Host pid of the tree's root.
         images: CRIU's image directory.
-        parent: The parent snapshot, if there is one.
+        parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
-        device: Host pid → where device memory lies in its memory.
+        device: Host pid → where device memory lies in the process's memory.
         emit: Gets the phase ``dump.early``.
     """
 
@@ -94,7 +92,7 @@ class EarlyScan:
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         device: Mapping[int, Sequence[tuple[int, int]]],
-        machinery: Machinery,
+        context: ScanContext,
         emit: Sink,
     ) -> None:
         self._root = root
@@ -102,7 +100,7 @@ class EarlyScan:
         self._parent = parent
         self._copied = copied
         self._device = device
-        self._machinery = machinery
+        self._context = context
         self._emit = emit
         self._over = threading.Event()
         self._found: Early | None = None
@@ -121,14 +119,14 @@ class EarlyScan:
     ) -> None:
         self._over.set()
         if error is not None:
-            self._machinery.stop.set()
+            self._context.stop.set()
         self._thread.join()
 
     def finish(self) -> Early | None:
-        """CRIU is done: wait for what has been begun.
+        """Wait for what has been begun, once CRIU is done.
 
         Returns:
-            What was found; None: nothing that counts.
+            What was read; None: nothing that counts.
 
         Raises:
             Whatever prevents the snapshot.
@@ -145,12 +143,14 @@ class EarlyScan:
             if held is not None:
                 self._found = self._scan(held)
         except NotFound:
-            pass  # it was killed: whoever captures the tree says so
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            pass  # it was killed; the capture reports it
+        except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._failure = error
 
     def _wait(self) -> dict[int, list[int]] | None:
-        """Wait until the whole tree is held; its threads by host pid. None: it is over before."""
+        """Wait until the whole tree is held and return its threads by host pid; None: CRIU was done
+        before.
+        """
         while not self._over.is_set():
             if (self._images / _AFTER).exists() and (held := held_threads(self._root)):
                 return held
@@ -173,11 +173,11 @@ class EarlyScan:
                     for region in private_regions(mappings)
                     if not region.protection & procfs.PROT_EXEC
                 ]
-                extents = present_extents(pid, ranges_of(regions), self._machinery.threads)
+                extents = present_extents(pid, ranges_of(regions), self._context.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     found[image] = self._process(
-                        pid, image, regions, extents, order[image] % self._machinery.streams
+                        pid, image, regions, extents, order[image] % self._context.streams
                     )
                     running.bytes += found[image].plan.bytes
         return Early(held, present, found)
@@ -193,29 +193,29 @@ class EarlyScan:
         parent = self._parent.space("process", str(image)) if self._parent else None
         copied = self._copied.get(image)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
-        machinery = self._machinery
+        context = self._context
         with RemoteReader(pid) as reader:
             wanted = grid(regions, self._device.get(pid, ()), reader, parent, copied)
             plan = plan_cells(wanted, extents)
-            sink = machinery.pipeline.space(stream, plan, wanted, known)
+            sink = context.pipeline.space(stream, plan, wanted, known)
             result = scan(
                 plan,
                 reader,
                 known,
-                seed=machinery.seed,
-                staging=machinery.staging,
-                threads=machinery.threads,
+                seed=context.seed,
+                staging=context.staging,
+                threads=context.threads,
                 keep=sink.keep,
-                stop=machinery.stop,
-                advance=machinery.advance,
+                stop=context.stop,
+                advance=context.advance,
             )
         sink.unchanged(result.row)
         return Scanned(plan, sink, result)
 
 
 def held_threads(root: int) -> dict[int, list[int]]:
-    """The threads of a tree by host pid, if one tracer holds all of them and nothing changed while
-    that was looked at; else nothing.
+    """Return the threads of a tree by host pid if one tracer holds all of them and nothing changed
+    during the check; else nothing.
     """
     first = _held(root)
     return first if first and _held(root) == first else {}

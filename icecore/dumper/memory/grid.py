@@ -1,5 +1,5 @@
-"""The cells that a process's memory is cut into in the window; the rule: whoever looks at a process
-meanwhile gets the same ones. Pure but for the reader.
+"""Cut a process's memory into cells in the window. Every scan of the process in this window gets the
+same cells. Pure except for the reader.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def grid(
     parent: ParentSpace | None,
     copied: PreCopied | None,
 ) -> list[Region]:
-    """The regions of a process that stands still, cut and with the grids that they take over.
+    """Cut the regions of a frozen process and give them the grids that they take over.
 
     Args:
-        regions: Its VMAs in address order.
+        regions: The process's VMAs in address order.
         device: Where device memory lies in them, (start, end), ascending.
         reader: Reads the process.
         parent: The parent's space.
@@ -35,13 +35,13 @@ def grid(
     before = parent.space.regions if parent else []
     if copied is None:
         return inherit_origins(cut(regions, allocations(reader, regions)), before)
-    # What pre-copy has looked at needs no second look.
+    # Pre-copy has already found the allocations.
     regions = cut(regions, [region.start for region in copied.regions])
     return inherit_origins(inherit_origins(regions, before), copied.regions)
 
 
 def device_regions(regions: list[Region], device: Sequence[tuple[int, int]]) -> list[Region]:
-    """The regions, those of device memory apart and marked as such (kind "device")."""
+    """Cut off the regions of device memory and mark them as such (kind "device")."""
     if not device:
         return regions
     parts = cut(regions, sorted({point for bounds in device for point in bounds}))

@@ -1,7 +1,7 @@
-"""Pages that CRIU was kept from seeing: found in the frozen process, and written into CRIU's
+"""Pages that CRIU was kept from seeing: find them in the frozen process and write them into CRIU's
 pagemap, where a restore looks for them.
 
-Its rule: of every range that was hidden all pages are found, or there is no snapshot.
+Either all pages of every hidden range are found, or the snapshot fails.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ANONYMOUS = 0x02 | 0x20  # MAP_PRIVATE and MAP_ANONYMOUS
 def find_hidden(
     pid: int, regions: list[Region], hidden: Ranges, known: Present | None, threads: int
 ) -> Extents:
-    """The pages of a frozen process that hold something, in ranges that were hidden.
+    """Find the pages of a frozen process that hold something, in hidden ranges.
 
     Args:
-        regions: The VMAs of its mm image.
+        regions: The VMAs of the process's mm image.
         hidden: RANGE records, ascending, each within one of ``regions``.
-        known: What was looked up since the process stands still.
-        threads: How many look up what is left.
+        known: What was already looked up since the process stands still.
+        threads: Number of threads that look up the rest.
 
     Returns:
         EXTENT records, ascending, none across the end of a hidden range.
 
     Raises:
-        DumpFailed: Something was hidden that is no private anonymous memory of the process.
+        DumpFailed: A hidden range is not private anonymous memory of the process.
     """
     of = _regions_of(hidden, regions)
     flags = np.array([region.flags for region in regions] + [0], np.int64)[of]
@@ -48,17 +48,19 @@ def find_hidden(
     if len(wrong):
         at = int(hidden["start"][wrong[0]])
         raise DumpFailed(
-            f"CRIU was kept from memory at {at:#x} of process {pid} that is not private, or of a file"
+            f"memory at {at:#x} of process {pid} was hidden from CRIU, but it is not private, or is of a file"
         )
     if known is None:
-        return _look(pid, hidden, threads)
+        return _find_present(pid, hidden, threads)
     there = _regions_of(hidden, known[0]) >= 0
-    found = np.concatenate([clip(known[1], hidden[there]), _look(pid, hidden[~there], threads)])
+    found = np.concatenate(
+        [clip(known[1], hidden[there]), _find_present(pid, hidden[~there], threads)]
+    )
     return found[np.argsort(found["address"], kind="stable")]
 
 
 def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...]) -> None:
-    """Write the pages that were hidden into the pagemap images, once CRIU writes no more."""
+    """Write the hidden pages into the pagemap images, once CRIU no longer writes."""
     for pagemap in pagemaps:
         if not len(pagemap.hidden):
             continue
@@ -76,8 +78,8 @@ def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...])
 
 
 def clip(extents: Extents, ranges: Ranges) -> Extents:
-    """The parts of ``extents`` (ascending, disjoint) within ``ranges`` (RANGE records, ascending,
-    disjoint), cut at their ends.
+    """Return the parts of ``extents`` (ascending, disjoint) that lie within ``ranges`` (RANGE
+    records, ascending, disjoint), cut at their ends.
     """
     low = extents["address"].astype(np.uint64)
     high = low + extents["pages"].astype(np.uint64) * np.uint64(PAGE)
@@ -92,7 +94,7 @@ def clip(extents: Extents, ranges: Ranges) -> Extents:
 
 
 def _regions_of(ranges: Ranges, regions: list[Region]) -> npt.NDArray[np.int64]:
-    """i8[n]: for each range the region that it lies in, or -1."""
+    """Return i8[n]: for each range the region in which it lies, or -1."""
     if not regions:
         return np.full(len(ranges), -1, np.int64)
     starts = np.array([region.start for region in regions], np.uint64)
@@ -101,5 +103,5 @@ def _regions_of(ranges: Ranges, regions: list[Region]) -> npt.NDArray[np.int64]:
     return np.where((at >= 0) & (ranges["end"] <= ends[at]), at, -1)
 
 
-def _look(pid: int, ranges: Ranges, threads: int) -> Extents:
+def _find_present(pid: int, ranges: Ranges, threads: int) -> Extents:
     return clip(present_extents(pid, ranges.tolist(), threads), ranges)

@@ -1,5 +1,5 @@
-"""What CRIU wrote of a tree: which processes and shared memory there are, their regions, and which
-of their pages lie where. Reads an image directory.
+"""Read what CRIU wrote of a tree: its processes and shared memory, their regions, and where their
+pages lie.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from icecore.host.criu.pagemap_image import PE_PARENT, PE_PRESENT, load_pagemap
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
-#: Not part of a snapshot: pages are stored by address, logs and statistics are not needed to
-#: restore.
+#: Not part of a snapshot: pages are stored by address, and a restore needs no logs or statistics.
 _LEFT_OUT = re.compile(r"(pages-\d+\.img|stats-.*|.*\.log|.*\.stderr|.*\.pid|.*\.tmp\..*)\Z")
 
 _GROWS_DOWN = 0x100
-#: What CRIU's status bits of a VMA mean, the first that is set counts.
+#: The meaning of CRIU's status bits of a VMA; the first bit that is set counts.
 _KINDS = (
     (VMA_HEAP, "heap"),
     (VMA_VDSO | VMA_VVAR, "vdso"),
@@ -51,11 +50,12 @@ class Pagemap:
 
     Attributes:
         number: Image id of the process, or shmem id.
-        pages: N of the ``pages-N.img`` that holds the written pages.
-        regions: Its VMAs in address order; for shared memory one region from 0 on.
-        extents: EXTENT records of all its pages, ascending, neighbours merged.
-        written: EXTENT records of those that are in the pages image, in the image's order.
-        hidden: EXTENT records of those that CRIU did not see, and that are not in its pagemap yet.
+        pages: The N of the ``pages-N.img`` that holds the written pages.
+        regions: VMAs in address order; for shared memory one region that starts at 0.
+        extents: EXTENT records of all pages, ascending, neighbours merged.
+        written: EXTENT records of the pages in the pages image, in the image's order.
+        hidden: EXTENT records of pages that CRIU was kept from seeing and that are not in its
+            pagemap yet.
     """
 
     number: int
@@ -66,22 +66,22 @@ class Pagemap:
     hidden: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, EXTENT))
 
     def with_hidden(self, extents: npt.NDArray[np.void]) -> Pagemap:
-        """With pages that CRIU was kept from seeing.
+        """Return a copy with pages that CRIU was kept from seeing.
 
         Raises:
-            DumpFailed: It has seen one of them.
+            DumpFailed: CRIU has seen one of them.
         """
         everything = np.concatenate([self.extents, extents])
         everything = everything[np.argsort(everything["address"], kind="stable")]
         end = everything["address"] + everything["pages"] * np.uint64(PAGE)
         if (everything["address"][1:] < end[:-1]).any():
-            raise DumpFailed(f"CRIU saw pages of process {self.number} that it was to be kept from")
+            raise DumpFailed(f"CRIU saw pages of process {self.number} that were hidden from it")
         return replace(self, extents=_merged(everything), hidden=extents)
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """All of an image directory that holds memory, by number."""
+    """Everything in an image directory that describes memory, by number."""
 
     processes: list[Pagemap]
     shared: list[Pagemap]
@@ -91,7 +91,7 @@ def read_images(directory: Path) -> ImageSet:
     """Read the pagemaps and VMAs of an image directory.
 
     Raises:
-        Damaged: An image is missing or makes no sense.
+        Damaged: An image is missing or malformed.
     """
     processes, shared = pagemaps(directory)
     return ImageSet(
@@ -104,7 +104,7 @@ def read_images(directory: Path) -> ImageSet:
 
 
 def image_files(directory: Path) -> list[Path]:
-    """The image files that are stored as files: all but the pages and what only tells of the dump."""
+    """Return the image files to store as files: all except pages, logs and statistics."""
     return sorted(
         path for path in directory.iterdir() if path.is_file() and not _LEFT_OUT.match(path.name)
     )
@@ -114,7 +114,7 @@ def _pagemap(path: Path, number: int, regions: list[Region] | None) -> Pagemap:
     pages, entries = load_pagemap(path)
     if (entries["flags"] & PE_PARENT).any():
         raise Damaged(
-            "image", path.name, "it refers to a parent image; give a dump that stands alone"
+            "image", path.name, "it refers to a parent image; a complete dump is required"
         )
     written = entries[(entries["flags"] & PE_PRESENT) != 0]
     everything = entries[np.argsort(entries["address"], kind="stable")]
@@ -135,7 +135,7 @@ def _extents(entries: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def _merged(entries: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Extents with neighbours joined, whatever their flags."""
+    """Return the extents with neighbours joined, whatever their flags."""
     if not len(entries):
         return np.empty(0, EXTENT)
     end = entries["address"] + entries["pages"] * np.uint64(PAGE)
@@ -147,10 +147,10 @@ def _merged(entries: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def read_regions(directory: Path, number: int) -> list[Region]:
-    """The VMAs of a process from its ``mm-N.img``, in address order.
+    """Read the VMAs of a process from its ``mm-N.img``, in address order.
 
     Raises:
-        Damaged: It is missing or makes no sense.
+        Damaged: The image is missing or malformed.
     """
     try:
         space = load_mm(directory, number)

@@ -1,5 +1,5 @@
-"""The parent of a snapshot as a dump needs it: its spaces by name, each with its grid, its records
-and its fingerprints.
+"""The parent of a snapshot as a dump needs it: its spaces by name, each with grid, records and
+fingerprints.
 """
 
 from __future__ import annotations
@@ -7,12 +7,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from icecore.dumper.memory.fingerprints import NO_FINGERPRINTS, Fingerprints, decode_fingerprints
 from icecore.dumper.memory.spaces import ParentSpace, known_from
 from icecore.errors import Damaged, FormatTooNew, NotFound, ObjectMissing, StoreError
 from icecore.events import Event, Sink
-from icecore.store.format.fingerprints import fingerprint_bytes
-from icecore.store.format.fingerprints import fingerprint_seed as fingerprint_seed
+from icecore.store.format.fingerprints import (
+    NO_FINGERPRINTS,
+    Fingerprints,
+    decode_fingerprints,
+    fingerprint_bytes,
+)
 from icecore.store.format.hints import decode_hints, limited
 from icecore.store.format.manifest import Manifest, OpenFile, Space, cells_of
 from icecore.store.format.state import SnapshotRecord
@@ -23,8 +26,8 @@ from icecore.store.snapshot.reader import SnapshotReader
 
 @dataclass
 class Parent:
-    """The parent snapshot. Spaces are read when first asked for, or all at once by ``prepare``; a
-    damaged one is reported and done without.
+    """The parent snapshot. A space is read on first use, or all at once by ``prepare``. A damaged one
+    is reported and counts as missing.
     """
 
     manifest: Manifest
@@ -36,7 +39,7 @@ class Parent:
     _read: dict[tuple[str, str], ParentSpace | None] = field(default_factory=dict)
 
     def space(self, kind: str, key: str) -> ParentSpace | None:
-        """A space of the parent by kind and key, if it has it and it can be read.
+        """Return a space of the parent by kind and key; None: it is missing or damaged.
 
         Raises:
             StoreError: The storage failed.
@@ -61,7 +64,7 @@ class Parent:
         return ParentSpace(space, records, known, fingerprints.restless)
 
     def prepare(self) -> None:
-        """Read every space now, so that the window need not wait for the storage.
+        """Read every space now, so that the window does not wait for the storage.
 
         Raises:
             StoreError: The storage failed.
@@ -70,15 +73,15 @@ class Parent:
             self.space(kind, key)
 
     def file(self, path: str) -> OpenFile | None:
-        """What the parent recorded of an open file."""
+        """Return what the parent recorded of an open file."""
         return self._files.get(path)
 
 
 def load_parent(
     repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink
 ) -> Parent | None:
-    """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done
-    without.
+    """Read the manifest and the fingerprints of a parent. A damaged parent is reported and counts as
+    missing (None).
     """
     try:
         manifest = loop.run(repository.manifest(record))
@@ -100,8 +103,8 @@ def load_parent(
             )
             fingerprints = decode_fingerprints(body, limit)
         except (Damaged, FormatTooNew, StoreError) as error:
-            # Without them every cell counts as changed, and is found to be stored by its id:
-            # slower, not wrong.
+            # Without fingerprints every cell counts as changed, and is then found to be stored by
+            # its id: slower, but correct.
             emit(Event("dump.hints_missing", {"snapshot": record.snapshot, "error": str(error)}))
     return Parent(
         manifest,
@@ -114,15 +117,15 @@ def load_parent(
 
 
 async def choose_parent(repository: Repository, job: str, wanted: str) -> SnapshotRecord | None:
-    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest. None
-    that lost data: its chunks may be the damaged ones.
+    """Choose the snapshot to build on: the wanted one if it is still listed, else the job's newest.
+    A snapshot that lost data is never chosen, because its chunks may be the damaged ones.
     """
     if wanted:
         with suppress(NotFound):
             record = await repository.find(wanted)
             if not record.quarantined:
                 return record
-    newest = await repository.newest_of(job)  # a page of the list, or none
+    newest = await repository.newest_of(job)  # reads at most one page of the list
     if newest is None or not newest.quarantined:
         return newest
     own = [

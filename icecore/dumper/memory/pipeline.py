@@ -1,5 +1,5 @@
-"""The background pipeline: threads that drop zero pages and store the rest; the rule: the window
-comes first, so they wait behind a gate.
+"""The background pipeline: threads that drop zero pages and store the rest. During the window they
+wait behind a gate, because the window comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import ZERO, CellPlan
-from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
 from icecore.events import Advance, unwatched
 from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
@@ -26,7 +26,7 @@ _NO_PAGES = bytes(BITMAP_BYTES)
 
 
 class CellStore(Protocol):
-    """What the pipeline needs of the store's writer."""
+    """The part of the store's writer that the pipeline needs."""
 
     def store_cell(
         self,
@@ -39,14 +39,14 @@ class CellStore(Protocol):
         *,
         region: int = 0,
     ) -> np.void:
-        """Store one cell; returns its CELL record."""
+        """Store one cell and return its CELL record."""
 
 
 class SpaceSink:
     """Collects the records of one space while its cells go through the pipeline.
 
     Attributes:
-        records: CELL[n], row by row of the plan; complete once the pipeline is drained.
+        records: CELL[n], by rows of the plan; complete once the pipeline is drained.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class SpaceSink:
         self._plan = plan
         self._known = known
         self._candidates = known.find(plan.key)
-        # Device memory that stayed where it is gets its zeros back as such: a restore clears it
-        # first.
+        # A restore clears resident device memory first, so its zeros need not be stored.
         self._sparse = np.array(
             [
                 (r.kind in ("anonymous", "heap") and r.lazy) or (r.kind == "device" and not r.lazy)
@@ -74,17 +73,17 @@ class SpaceSink:
         )
 
     def keep(self, row: int, slot: Slot) -> None:
-        """Take over a slot that holds the cell of ``row``."""
+        """Take over a slot that holds the cell of ``row``, and queue the cell."""
         self._pipeline.put(self, row, slot)
 
     def length(self, row: int) -> int:
-        """Bytes of the cell of ``row``."""
+        """Return the bytes of the cell of ``row``."""
         return int(self._plan.length[row])
 
     def store(
         self, row: int, slot: Slot, scratch: npt.NDArray[np.uint8], writer: CellStore
     ) -> None:
-        """Encode and store one cell; called by the pipeline's threads."""
+        """Encode and store one cell. The pipeline's threads call this."""
         plan = self._plan
         size = int(plan.length[row])
         bitmap, zero, data = plan.bitmap[row].tobytes(), _NO_PAGES, slot.view(0, size)
@@ -98,15 +97,15 @@ class SpaceSink:
         )
 
     def zeros(self, rows: npt.NDArray[np.int64]) -> None:
-        """Record cells that hold nothing but zeros. ``rows`` i8[n]: as `unchanged` has them."""
+        """Record cells that hold only zeros. ``rows`` i8[n]: as for `unchanged`."""
         zero = np.flatnonzero(rows == ZERO)
         self.records[zero] = np.zeros(1, CELL)
         self.records["cell"][zero] = self._plan.cell[zero]
         self.records["zero"][zero] = self._plan.bitmap[zero]
 
     def unchanged(self, rows: npt.NDArray[np.int64]) -> None:
-        """Take the records of cells that did not change from what is known. ``rows`` i8[n]: the
-        known row, or -1.
+        """Take over the known records of cells that did not change. ``rows`` i8[n]: the known row,
+        or -1.
         """
         same = np.flatnonzero(rows >= 0)
         self.records[same] = self._known.record[rows[same]]
@@ -132,7 +131,7 @@ def without_zero_pages(
     suspects = np.flatnonzero(zero)
     if not len(suspects):
         return bitmap.tobytes(), _NO_PAGES, data
-    # The maximum takes half the time of any(), which converts each word first.
+    # max() takes half the time of any(), which converts each word first.
     zero[suspects] = (pages[suspects] if len(suspects) < len(pages) else pages).max(axis=1) == 0
     if not zero.any():
         return bitmap.tobytes(), _NO_PAGES, data
@@ -147,8 +146,8 @@ def without_zero_pages(
 
 
 class _Mark:
-    """Goes through the queue once for each thread, which waits at it for the others: when all have
-    arrived, everything before it is stored.
+    """A barrier that goes through the queue once for each thread. When all threads have arrived,
+    everything queued before it is stored.
     """
 
     def __init__(self, threads: int) -> None:
@@ -157,7 +156,7 @@ class _Mark:
         self.passed = threading.Event()
 
     def arrive(self) -> None:
-        """Wait for the others, or until it is lifted."""
+        """Wait for the other threads, or until the barrier is lifted."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -168,13 +167,13 @@ class _Mark:
 class Pipeline:
     """Threads between staging and the store.
 
+    While the gate is closed (the window), cells wait in staging. When staging runs low, the gate
+    opens: the spill goes straight into the repository.
+
     Args:
         writer: Stores the cells.
-        staging: Slots go back there.
-        threads: How many encode.
-
-    While the gate is closed (the window) cells wait in staging; when that runs low the gate opens:
-    the spill goes straight into the repository.
+        staging: Where slots are given back.
+        threads: Number of encoding threads.
     """
 
     def __init__(self, writer: CellStore, staging: Staging, threads: int) -> None:
@@ -185,7 +184,7 @@ class Pipeline:
         )
         self._gate = threading.Event()
         self._gate.set()
-        # The scan outruns the store many times over: a wider margin would only open the gate where
+        # The scan outruns the store many times over, so a wider margin would only open the gate when
         # staging would have sufficed.
         self._low = max(4, min(_SPILL_SLOTS, staging.capacity // 8))
         staging.when_empty = self._spill
@@ -203,7 +202,7 @@ class Pipeline:
     def space(
         self, stream: int, plan: CellPlan, regions: list[Region], known: KnownCells
     ) -> SpaceSink:
-        """A sink for the cells of one space; ``stream`` names the shard stream they go to."""
+        """Return a sink for the cells of one space, which go to shard stream ``stream``."""
         return SpaceSink(self, stream, plan, regions, known)
 
     def put(self, sink: SpaceSink, row: int, slot: Slot) -> None:
@@ -220,19 +219,19 @@ class Pipeline:
             self._spill()
 
     def _spill(self) -> None:
-        """Open the gate, if anything waits behind it. Threads that scan can take all slots that are
-        left without handing one on.
+        """Open the gate if anything waits behind it. If nothing does, the scan threads hold the
+        remaining slots and have not handed any on.
         """
         if not self._gate.is_set() and not self._queue.empty():
             self.spilled = True
             self._gate.set()
 
     def close_gate(self) -> None:
-        """The window begins: leave the cores to the scan."""
+        """Begin the window: leave the cores to the scan."""
         self._gate.clear()
 
     def open_gate(self, advance: Advance = unwatched) -> None:
-        """The window is over; ``advance`` is told of bytes as they are stored."""
+        """End the window. ``advance`` is told of bytes as they are stored."""
         self._advance = advance
         self._gate.set()
 
@@ -247,8 +246,8 @@ class Pipeline:
         for _ in self._threads:
             self._queue.put(mark)
         try:
-            # Whoever fails sets the failure first and then lifts the mark that it sees: no failure
-            # is missed.
+            # A thread that fails sets the failure first and then lifts the mark that it sees, so no
+            # failure is missed.
             if self._threads and self._failure is None:
                 mark.passed.wait()
         finally:

@@ -1,5 +1,5 @@
-"""The way of a plain dump's pages into the store: one read a cell, and stored by the thread that
-read it. Its rule: what CRIU wrote back to back is read back to back.
+"""Store the pages of a dump that CRIU wrote in full: one read a cell, stored by the thread that read
+it. Pages that lie back to back are read at once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from icecore.sizes import CELL_BYTES, PAGE
 
 
 class CompactPages:
-    """The ``pages-N.img`` of a plain dump, where the present pages of any stretch of addresses lie
-    back to back: a cell is one read. Thread-safe.
+    """The ``pages-N.img`` of a dump whose pages are in address order: the present pages of a cell lie
+    back to back, so one read fetches the cell. Thread-safe.
 
     Args:
         path: The image.
         extents: EXTENT records of all its pages, ascending.
 
     Raises:
-        Damaged: The file has not as many pages.
+        Damaged: The file has another number of pages.
     """
 
     process = None
@@ -53,7 +53,7 @@ class CompactPages:
         os.close(self._descriptor)
 
     def read(self, address: int, length: int) -> bytes:
-        """``length`` bytes at an address; empty if not all of them are in the image."""
+        """Return ``length`` bytes at an address; empty if not all of them are in the image."""
         entry = bisect_right(self._start, address) - 1
         if entry < 0 or length <= 0 or address + length > self._start[entry] + self._length[entry]:
             return b""
@@ -69,9 +69,9 @@ class CompactPages:
         read_fully(self._descriptor, buffer.view(0, size), offset, self._path)
 
 
-class Immediate(Pipeline):
-    """A pipeline without threads of its own: whoever read a cell stores it, while its bytes are
-    still in that core's cache. Nothing stands still meanwhile, so nothing need be put off.
+class ImmediatePipeline(Pipeline):
+    """A pipeline without threads of its own: the thread that read a cell stores it, while its bytes
+    are still in that core's cache. No job stands still meanwhile, so nothing is put off.
     """
 
     def __init__(self, writer: CellStore, staging: Staging) -> None:

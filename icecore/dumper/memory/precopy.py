@@ -1,8 +1,8 @@
-"""Pre-copy: the running job's private memory, scanned and stored before the window, so that only
-what changes meanwhile is left for it.
+"""Pre-copy: scan and store the running job's private memory before the window, so that only what
+changes meanwhile is left for it.
 
-Its rule: torn reads are harmless, because a chunk is named by what was read, and the window looks
-at every cell again.
+Torn reads are harmless, because a chunk is named by what was read, and the window checks every cell
+again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from icecore.dumper.memory.allocations import allocations, cut
 from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
-from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
 from icecore.dumper.memory.scan import ScanResult, Source, scan
-from icecore.dumper.memory.spaces import Machinery, ParentSpace
+from icecore.dumper.memory.spaces import ParentSpace, ScanContext
 from icecore.dumper.memory.staging import Slot, Staging
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Advance, unwatched
@@ -29,9 +29,9 @@ from icecore.host.kernel.memory import RemoteReader
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
 
-#: Between two looks at a restless cell: steps of a training take less, mostly.
+#: Time between two reads of a restless cell; most training steps take less.
 _REST_SECONDS = 0.5
-#: With fewer restless bytes they are stored, in vain or not.
+#: With fewer restless bytes than this, they are stored even if that may be in vain.
 _LEAST_RESTLESS = 64 << 20
 
 
@@ -40,8 +40,7 @@ class PreCopied:
     """What pre-copy learnt of one process.
 
     Attributes:
-        regions: Its private anonymous memory then, with the cell grid that the window goes on
-            using.
+        regions: Its private anonymous memory then, with the cell grid that the window reuses.
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
@@ -58,7 +57,7 @@ class PreCopied:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Scanner:
     """How one process is scanned."""
 
     stream: int
@@ -91,7 +90,7 @@ class _Look:
         )
 
     def sink(self, plan: CellPlan, known: KnownCells) -> SpaceSink:
-        """Where cells of a plan go to be stored."""
+        """Return the sink for cells of a plan."""
         return self.pipeline.space(self.stream, plan, self.regions, known)
 
     def drop(self, row: int, slot: Slot) -> None:
@@ -103,19 +102,19 @@ def pre_copy(
     pid: int,
     stream: int,
     before: ParentSpace | None,
-    machinery: Machinery,
+    context: ScanContext,
     *,
     advance: Advance = unwatched,
 ) -> PreCopied | None:
-    """Scan one running process and store what its parent snapshot does not have. Waits until it is
+    """Scan a running process, store what its parent snapshot does not have, and wait until it is
     stored.
 
-    Cells that were restless the last time, so that storing them before the window was in vain, are
-    looked at again after a while, and stored only if they have come to rest.
+    A cell is restless if storing it before the window was in vain the last time. Restless cells are
+    read again after a while and stored only if they have come to rest.
 
     Returns:
-        What the window can rely on; None when the process ended meanwhile or would not be read (the
-        window will say why, if it matters).
+        What the window can rely on; None if the process has ended or cannot be read (the window
+        reports why, if it matters).
     """
     known = before.known if before else KnownCells.none()
     try:
@@ -124,40 +123,50 @@ def pre_copy(
             regions = inherit_origins(
                 cut(regions, allocations(reader, regions)), before.space.regions if before else []
             )
-            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
-            m = machinery
-            look = _Look(
-                stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop
+            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), context.threads))
+            scanner = _Scanner(
+                stream,
+                regions,
+                RunningReader(reader),
+                context.pipeline,
+                context.staging,
+                context.seed,
+                context.threads,
+                context.stop,
             )
             restless = (
                 np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
             )
             if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
                 restless[:] = False
-            sink = look.sink(plan, known)
+            sink = scanner.sink(plan, known)
             began = time.monotonic()
-            result = look.scan(
+            result = scanner.scan(
                 plan,
                 known,
-                lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot),
+                lambda row, slot: (
+                    scanner.drop(row, slot) if restless[row] else sink.keep(row, slot)
+                ),
                 advance,
             )
-            machinery.pipeline.drain()
+            context.pipeline.drain()
             changed = result.changed
             calm = changed[~restless[changed]]
             stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
             kept = int(plan.length[calm].sum())
             doubtful = changed[restless[changed]]
             if len(doubtful):
-                machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+                context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
                 again = plan.take(doubtful)
                 same = KnownCells(
                     again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL)
                 )
-                rested = again.take(np.flatnonzero(look.scan(again, same, look.drop).row >= 0))
-                last = look.sink(rested, known)
-                found = look.scan(rested, known, last.keep)
-                machinery.pipeline.drain()
+                rested = again.take(
+                    np.flatnonzero(scanner.scan(again, same, scanner.drop).row >= 0)
+                )
+                last = scanner.sink(rested, known)
+                found = scanner.scan(rested, known, last.keep)
+                context.pipeline.drain()
                 new = found.changed
                 stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
                 kept += int(rested.length[new].sum())
@@ -168,9 +177,9 @@ def pre_copy(
     return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
 
 
-class Vanishing:
-    """A reader of a process that goes on: a cell of which a page is unmapped between planning and
-    reading counts as zeros, and the window corrects it.
+class RunningReader:
+    """A reader of a running process. A cell of which a page is unmapped between planning and reading
+    counts as zeros; the window corrects it.
     """
 
     def __init__(self, reader: RemoteReader) -> None:

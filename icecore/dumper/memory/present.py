@@ -1,5 +1,5 @@
-"""What private memory a process has, and which of its pages hold something; rule: asked of the
-kernel, whether the process runs or stands still.
+"""A process's private memory and the pages of it that hold something, read from the kernel whether the
+process runs or stands still.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Present = tuple[list[Region], npt.NDArray[np.void]]
 
 
 def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
-    """The private anonymous ones among the mappings of a process, but for its stacks: what CRIU
-    will leave to be read in place.
+    """Return the private anonymous mappings of a process except its stacks: the memory that CRIU
+    leaves to be read in place.
     """
     out = []
     for mapping in mappings:
@@ -44,15 +44,15 @@ def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
 
 
 def ranges_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Where they lie: (start, end)."""
+    """Return start and end of each region."""
     return [(region.start, region.start + region.length) for region in regions]
 
 
 def present_extents(
     pid: int, ranges: Sequence[tuple[int, int]], threads: int
 ) -> npt.NDArray[np.void]:
-    """Pages in and between ``ranges`` that hold something
-    (`icecore.host.kernel.pagemap.contents_of`), as EXTENT records.
+    """Return the pages in and between ``ranges`` that hold something, as EXTENT records
+    (`icecore.host.kernel.pagemap.contents_of`).
     """
     runs = contents_of(pid, ranges, threads)
     out = np.empty(len(runs), EXTENT)

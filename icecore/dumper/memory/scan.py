@@ -1,5 +1,5 @@
-"""The scan: threads read every cell of a plan in place, fingerprint it, and hand on those that are
-not known yet; the rule: what is hashed is what is kept.
+"""The scan: threads read every cell of a plan in place, fingerprint it, and hand on the cells that
+are not known yet. The bytes that are hashed are the bytes that are kept.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ import numpy.typing as npt
 import xxhash
 
 from icecore.dumper.memory.cells import RUN, UNKNOWN, CellPlan
-from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
 from icecore.host.kernel.scanning import CHANGED, NOT_READ, Columns, NativeScan, native_scan_lacks
 from icecore.sizes import CELL_BYTES
+from icecore.store.format.fingerprints import FINGERPRINT
 
 _BATCH = 16
-#: What a row costs beside its bytes, as bytes that could be read meanwhile: a system call.
+#: The cost of a row apart from its bytes (a system call), in bytes that could be read meanwhile.
 _ROW_COST = 4096
 
 
 class Source(Protocol):
-    """Where a scan reads: a process's memory, or a file laid out like one.
+    """Where a scan reads: a process's memory, or a file that is addressed like memory.
 
     Attributes:
-        process: Pid of the process whose memory it is; None: it is no process's.
+        process: Pid of the process whose memory it is; None: not a process.
     """
 
     @property
     def process(self) -> int | None: ...
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
-        """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of
-        the slot, or raise.
+        """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the
+        slot, or raise.
         """
 
 
 @dataclass(frozen=True)
 class ScanResult:
-    """What a scan found, row by row of its plan.
+    """What a scan found, by rows of its plan.
 
     Attributes:
         fingerprint: V16[n].
-        row: i8[n], the row of the known cells that is still true; `UNKNOWN` where the cell was
-            handed on; `ZERO`.
+        row: i8[n], the row of the known cell that is still true, `UNKNOWN` if the cell was handed
+            on, or `ZERO`.
     """
 
     fingerprint: npt.NDArray[np.void]
@@ -81,12 +82,12 @@ class _Shared:
 
     @property
     def over(self) -> bool:
-        """Whether there is no use in going on."""
+        """Whether the scan must end early."""
         return self.stop.is_set() or bool(self.failures)
 
 
 class _Cursor:
-    """Hands out batches of rows; ``ends``: where each ends."""
+    """Hands out batches of rows; ``ends`` is where each batch ends."""
 
     def __init__(self, ends: list[int]) -> None:
         self._ends = ends
@@ -103,8 +104,8 @@ class _Cursor:
 
 
 def _batches(length: npt.NDArray[np.uint64], threads: int, native: bool) -> list[int]:
-    """Where batches of rows end: so many rows each, or, where rows cost the interpreter nothing,
-    about as much work each.
+    """Return where batches of rows end: a fixed number of rows each, or, if the scan is native, about
+    the same amount of work each.
     """
     if not native:
         return [*range(_BATCH, len(length), _BATCH), len(length)]
@@ -127,13 +128,14 @@ def scan(
     stop: threading.Event,
     advance: Advance = unwatched,
 ) -> ScanResult:
-    """Read all cells of ``plan`` and hand those whose fingerprint is not the known one to ``keep``.
+    """Read all cells of ``plan`` and hand those whose fingerprint differs from the known one to
+    ``keep``.
 
     Args:
-        known: What the parent and pre-copy know; looked up by cell key.
+        known: What the parent and pre-copy know, looked up by cell key.
         seed: The lineage's secret 64-bit seed.
-        staging: Where the slots come from. ``keep(row, slot)`` takes the slot over.
-        threads: How many threads read.
+        staging: Where the slots come from. ``keep(row, slot)`` takes over the slot.
+        threads: Number of threads that read.
         stop: When set, the scan ends at once.
         advance: Told of bytes that were read.
 
@@ -185,7 +187,7 @@ def scan(
         for worker in workers:
             worker.join()
     except BaseException as error:
-        # An interrupt: nobody may go on reading what is about to run again.
+        # An interrupt: no thread may go on reading a process that is about to run again.
         shared.failures.append(error)
         for worker in workers:
             worker.join()
@@ -213,8 +215,8 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
 
 
 def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
-    """Scan some rows in Python; returns the slot that the thread now owns. Everything numpy is
-    turned into plain ints once a batch.
+    """Scan some rows in Python and return the slot that the thread now owns. Numpy values are turned
+    into plain ints once a batch.
     """
     plan, known = shared.plan, shared.known
     low, high = batch.start, batch.stop
@@ -246,13 +248,13 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Sl
 
 
 def _scan_natively(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
-    """The same, up to each cell that is not known without the interpreter."""
+    """Scan some rows natively, without the interpreter except for cells that must be handed on."""
     assert shared.native is not None
     at = batch.start
     while at < batch.stop and not shared.over:
         at, why = shared.native.until(at, batch.stop, slot.address)
         if why == NOT_READ:
-            # Not at once, or not at all: the source knows other ways.
+            # The memory cannot be read at once, or not at all; the source has other ways to read it.
             slot = _scan_batch(shared, range(at, at + 1), slot, packer)
         elif why == CHANGED:
             slot = _hand_on(shared, at, int(shared.plan.length[at]), slot, packer)
@@ -261,7 +263,7 @@ def _scan_natively(shared: _Shared, batch: range, slot: Slot, packer: Packer) ->
 
 
 def _hand_on(shared: _Shared, row: int, size: int, slot: Slot, packer: Packer) -> Slot:
-    """Give away what is in the slot; returns the slot that the thread now owns."""
+    """Hand on the cell in the slot and return the slot that the thread now owns."""
     if size <= SMALL_BYTES:
         shared.keep(row, packer.take(slot, size))
         return slot

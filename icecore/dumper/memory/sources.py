@@ -1,5 +1,5 @@
-"""Where a scan reads when it is not a process: files, and CRIU's page images, addressed like
-memory; the rule: an address that was planned is read in full.
+"""What a scan reads apart from processes: files and CRIU's page images, addressed like memory. An
+address that was planned is read in full.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Buffer(Protocol):
     """What a source reads into."""
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The bytes from ``start`` to ``stop``."""
+        """Return the bytes from ``start`` to ``stop``."""
 
 
 def _runs(iovecs: int, count: int) -> list[tuple[int, int]]:
-    """The ``(address, length)`` pairs of ``count`` C iovecs at address ``iovecs``."""
+    """Return the ``(address, length)`` pairs of ``count`` C iovecs at address ``iovecs``."""
     words = (ctypes.c_uint64 * (2 * count)).from_address(iovecs)
     return list(zip(words[::2], words[1::2], strict=True))
 
@@ -34,8 +34,8 @@ class FileSource:
     zeros. Thread-safe.
 
     Args:
-        descriptor: Open for reading; owned by the caller.
-        size: Bytes at the time of the snapshot: a file that is longer now is read up to there.
+        descriptor: Open for reading; the caller keeps it.
+        size: Bytes at the time of the snapshot. A file that is longer now is read up to there.
     """
 
     process = None
@@ -56,14 +56,14 @@ class FileSource:
             at += length
 
     def extents(self) -> npt.NDArray[np.void]:
-        """The pages of the file that hold data (holes left out) as EXTENT records."""
+        """Return the pages of the file that hold data, without holes, as EXTENT records."""
         found: list[tuple[int, int]] = []
         position = 0
         while position < self._size:
             try:
                 low = os.lseek(self._descriptor, position, os.SEEK_DATA)
             except OSError:
-                break  # ENXIO: nothing but a hole up to the end
+                break  # ENXIO: only a hole up to the end
             high = min(os.lseek(self._descriptor, low, os.SEEK_HOLE), self._size)
             if high <= low:
                 break
@@ -77,8 +77,7 @@ class FileSource:
 
 
 class PagesImage:
-    """CRIU's ``pages-N.img`` addressed by the virtual addresses of the pagemap that goes with it.
-    Thread-safe.
+    """CRIU's ``pages-N.img``, addressed by the virtual addresses of its pagemap. Thread-safe.
 
     Args:
         path: The image.
@@ -114,7 +113,7 @@ def read_fully(descriptor: int, out: memoryview, offset: int, name: str) -> None
     """Fill ``out`` from ``offset`` on.
 
     Raises:
-        DumpFailed: The file ends before.
+        DumpFailed: The file is too short.
     """
     done = 0
     while done < len(out):

@@ -1,5 +1,5 @@
-"""A space on its way into the repository: its plans, what scans found, the records, and in the end
-its map; one for a process, a file, an image.
+"""A space on its way into the repository: its plans, what scans found, its records, and in the end its
+map. A process, a file and an image are one space each.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import ZERO, CellPlan, inherit_origins, plan_cells
-from icecore.dumper.memory.fingerprints import (
-    FINGERPRINT,
-    NO_FINGERPRINTS,
-    Fingerprints,
-    KnownCells,
-)
+from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.scan import ScanResult, Source, scan
 from icecore.dumper.memory.staging import Staging
@@ -25,13 +20,14 @@ from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.cell import CELL, Records, data_pages
+from icecore.store.format.fingerprints import FINGERPRINT, NO_FINGERPRINTS, Fingerprints
 from icecore.store.format.manifest import Region, Space, SpaceKind
 from icecore.store.snapshot.writer import SnapshotWriter
 
 
 @dataclass(frozen=True)
-class Machinery:
-    """What every scan of one dump shares."""
+class ScanContext:
+    """What the scans of one dump share."""
 
     pipeline: Pipeline
     staging: Staging
@@ -44,7 +40,7 @@ class Machinery:
 
 @dataclass(frozen=True)
 class ParentSpace:
-    """A space as the parent snapshot has it; ``restless``: as in `Fingerprints`."""
+    """A space as the parent snapshot has it; ``restless`` is as in `Fingerprints`."""
 
     space: Space
     records: list[Records]
@@ -54,7 +50,7 @@ class ParentSpace:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Cells that were scanned: the plan, where those that are not known went, and what was found."""
+    """Scanned cells: their plan, the sink of those that are not known, and what was found."""
 
     plan: CellPlan
     sink: SpaceSink
@@ -63,8 +59,8 @@ class Scanned:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some cells of a space: their plan and what was found of them; ``at`` i8[n]: their rows in the
-    sink, None: all.
+    """Some cells of a space, with plan and scan result. ``at`` i8[n]: their rows in the sink; None:
+    all rows.
     """
 
     plan: CellPlan
@@ -73,7 +69,7 @@ class _Part:
     at: npt.NDArray[np.int64] | None = None
 
     def records(self) -> Records:
-        """CELL[n], with the cell numbers of this plan."""
+        """Return CELL[n], with the cell numbers of this plan."""
         if self.at is None:
             return self.sink.records
         rows = self.sink.records[self.at]
@@ -86,11 +82,11 @@ class SpaceCapture:
     """One space of the new snapshot.
 
     Attributes:
-        kind, key, size, regions: As in the manifest's `Space`; the regions with their inherited
+        kind, key, size, regions: As in the manifest's `Space`; the regions have their inherited
             grids.
         known: What the parent and pre-copy know of it.
         parent: The parent's space, whose nodes are reused where they are equal.
-        stream: The shard stream that it goes to.
+        stream: Its shard stream.
         seen: What pre-copy saw of its cells: keys u8[n] and fingerprints V16[n], ascending.
     """
 
@@ -115,7 +111,7 @@ class SpaceCapture:
         *,
         stream: int = 0,
     ) -> SpaceCapture:
-        """A capture whose regions take over the parent's grids."""
+        """Return a capture whose regions take over the parent's grids."""
         known = parent.known if parent else KnownCells.none()
         regions = inherit_origins(regions, parent.space.regions if parent else [])
         return cls(kind, key, size, regions, known, parent, stream)
@@ -124,15 +120,15 @@ class SpaceCapture:
         self,
         source: Source,
         extents: npt.NDArray[np.void],
-        machinery: Machinery,
+        context: ScanContext,
         early: Scanned | None = None,
         touched: Sequence[int] = (),
     ) -> int:
-        """Read the pages of ``extents`` from ``source``, and queue what is not known yet.
+        """Read the pages of ``extents`` from ``source`` and queue the cells that are not known yet.
 
         Args:
-            early: Cells that have been read already; those of them that have the pages of
-                ``extents`` are not read again.
+            early: Cells that were read already. Those with the same pages as in ``extents`` are not
+                read again.
             touched: Addresses that may have been written to since.
 
         Returns:
@@ -152,32 +148,32 @@ class SpaceCapture:
             plan = plan.take(np.flatnonzero(left))
         if not len(plan):
             return size
-        sink = machinery.pipeline.space(self.stream, plan, self.regions, self.known)
+        sink = context.pipeline.space(self.stream, plan, self.regions, self.known)
         result = scan(
             plan,
             source,
             self.known,
-            seed=machinery.seed,
-            staging=machinery.staging,
-            threads=machinery.threads,
+            seed=context.seed,
+            staging=context.staging,
+            threads=context.threads,
             keep=sink.keep,
-            stop=machinery.stop,
-            advance=machinery.advance,
+            stop=context.stop,
+            advance=context.advance,
         )
         sink.unchanged(result.row)
         self._parts.append(_Part(plan, sink, result))
         return size
 
     def add(self, part: Scanned) -> None:
-        """Take over cells that were looked at in another way; those that did not change are in its
-        sink already.
+        """Add cells that were scanned in another way. Their sink already has the records of cells that
+        did not change.
         """
         self._parts.append(_Part(part.plan, part.sink, part.result))
 
     @property
     def changed(self) -> int:
-        """Bytes of cells that the parent does not have as they are, and that have to be read: not
-        those found to be `ZERO` where they are.
+        """Bytes of cells that differ from the parent, or that it does not have, except cells that were
+        found to be `ZERO` in place.
         """
         before = self.parent.known if self.parent else KnownCells.none()
         return sum(
@@ -195,7 +191,7 @@ class SpaceCapture:
         return sum(int(p.plan.length[p.result.changed].sum()) for p in self._parts)
 
     def fingerprints(self) -> Fingerprints:
-        """Those of all its cells."""
+        """Return the fingerprints of all its cells."""
         if not self._parts:
             return NO_FINGERPRINTS
         keys = np.concatenate([part.plan.key for part in self._parts])
@@ -209,7 +205,7 @@ class SpaceCapture:
         return Fingerprints(keys, fingerprints, restless)
 
     def records(self) -> list[Records]:
-        """CELL records by region, ascending by cell. To be called once the pipeline is drained."""
+        """Return the CELL records by region, ascending by cell. Call it once the pipeline is drained."""
         if not self._parts or not self.regions:
             return [np.empty(0, CELL) for _ in self.regions]
         region = np.concatenate([part.plan.region for part in self._parts])
@@ -232,8 +228,8 @@ class SpaceCapture:
         """Write the map.
 
         Returns:
-            The manifest's space, bytes of data pages, bytes of zero pages, and how many of the data
-            pages' bytes are device memory.
+            The manifest's space, the bytes of data pages, the bytes of zero pages, and the bytes of
+            data pages that are device memory.
         """
         records = self.records()
         space = writer.put_map(
@@ -255,7 +251,7 @@ class SpaceCapture:
 
 
 def cell_keys(regions: list[Region], records: list[Records]) -> npt.NDArray[np.uint64]:
-    """Keys (`CellPlan.key`) of stored records, region by region."""
+    """Return the keys (`CellPlan.key`) of stored records, region by region."""
     keys = [
         np.maximum(
             np.int64(region.origin) + rows["cell"].astype(np.int64) * CELL_BYTES, region.start
@@ -270,8 +266,8 @@ def known_from(
     records: list[Records],
     fingerprints: Fingerprints,
 ) -> KnownCells:
-    """What a parent's space tells: its records, with the fingerprints that its hint has (a cell
-    without one counts as changed).
+    """Return what a parent's space tells: its records and the fingerprints of its hints. A cell
+    without a fingerprint counts as changed.
     """
     keys = cell_keys(regions, records)
     rows = np.concatenate(records) if records else np.empty(0, CELL)

@@ -1,9 +1,9 @@
-"""Staging: the bounded memory in which cells wait between being read and being stored; its rule: a
-slot has one owner at a time.
+"""Staging: bounded memory in which cells wait between being read and being stored. A slot has one
+owner at a time.
 
-A slot has room for a whole cell. Many mappings are smaller than that, so small cells move together
-into one slot (`Packer`): staging then holds about as many bytes as it takes, and a tree of
-thousands of small mappings does not spill, nor wait for memory to be faulted in.
+A slot has room for a whole cell. Many mappings are smaller than that, so small cells share a slot
+(`Packer`). Staging then takes about as many bytes as it holds, and a tree of thousands of small
+mappings neither spills nor waits for memory to be faulted in.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from types import TracebackType
 from icecore.host.kernel.memory import HugeBuffer
 from icecore.sizes import BITMAP_BYTES, CELL_BYTES, PAGE
 
-#: A slot is a page that ends in the cell's bitmap, then the cell's bytes: one contiguous piece to
-#: fingerprint.
+#: A slot is a page that ends in the cell's bitmap, followed by the cell's bytes, so that both are
+#: contiguous for fingerprinting.
 SLOT_BYTES = PAGE + CELL_BYTES
 _ARENA_SLOTS = 32
-#: Cells up to this many bytes share slots; copying them costs less than the memory that they would
+#: Cells up to this many bytes share slots: copying them costs less than the memory that they would
 #: waste.
 SMALL_BYTES = CELL_BYTES // 4
 
@@ -45,11 +45,11 @@ class Slot:
         self.iovec = ctypes.addressof(self._iovec)
 
     def part(self, start: int, size: int) -> tuple[memoryview, int, int]:
-        """The arguments of a slot within this one's data; its bitmap is not its own."""
+        """Return the arguments of a slot within this one's data. It has no bitmap of its own."""
         return self._whole[start : start + PAGE + size], self.address + start, size
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The data from ``start`` to ``stop``."""
+        """Return the data from ``start`` to ``stop``."""
         return self._whole[PAGE + start : SLOT_BYTES if stop is None else PAGE + stop]
 
     def set_bitmap(self, bitmap: memoryview) -> None:
@@ -57,12 +57,12 @@ class Slot:
         self._whole[PAGE - BITMAP_BYTES : PAGE] = bitmap
 
     def hashed(self, size: int) -> memoryview:
-        """The bitmap and the first ``size`` bytes of data, contiguous: what is fingerprinted."""
+        """Return the bitmap and the first ``size`` bytes of data, which are fingerprinted together."""
         return self._whole[PAGE - BITMAP_BYTES : PAGE + size]
 
 
-class Piece(Slot):
-    """A small cell in a slot that others share; it is given back like any other."""
+class PackedSlot(Slot):
+    """A small cell in a slot that it shares with others; it is released like any slot."""
 
     __slots__ = ("pack",)
 
@@ -72,17 +72,17 @@ class Piece(Slot):
 
 
 class Pack:
-    """A slot full of pieces: free again once it is closed and all of them were given back."""
+    """A slot full of small cells, free again once it is closed and all of them are released."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.used = 0
-        self._held = 1  # by who fills it
+        self._held = 1  # by the packer
         self._lock = threading.Lock()
 
-    def add(self, data: memoryview) -> Piece:
-        """Copy a cell into it."""
-        piece = Piece(self, self.used, len(data))
+    def add(self, data: memoryview) -> PackedSlot:
+        """Copy a cell into the slot."""
+        piece = PackedSlot(self, self.used, len(data))
         piece.view()[:] = data
         self.used += len(data)
         with self._lock:
@@ -90,42 +90,42 @@ class Pack:
         return piece
 
     def drop(self) -> bool:
-        """Give one hold up; whether it was the last."""
+        """Release one hold and return whether it was the last."""
         with self._lock:
             self._held -= 1
             return self._held == 0
 
 
 class Packer:
-    """Puts small cells together; one for each thread that scans."""
+    """Puts small cells together; each scan thread has one."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
         self._pack: Pack | None = None
 
-    def take(self, slot: Slot, size: int) -> Piece:
-        """A piece that holds the first ``size`` bytes of ``slot``, which stays the caller's."""
+    def take(self, slot: Slot, size: int) -> PackedSlot:
+        """Return a packed copy of the first ``size`` bytes of ``slot``; the caller keeps ``slot``."""
         if self._pack is None or self._pack.used + size > CELL_BYTES:
             self.close()
             self._pack = Pack(self._staging.acquire())
         return self._pack.add(slot.view(0, size))
 
     def close(self) -> None:
-        """No more pieces."""
+        """Close the current pack."""
         pack, self._pack = self._pack, None
         if pack is not None and pack.drop():
             self._staging.release(pack.slot)
 
 
 class Staging:
-    """At most ``limit`` bytes of slots; whoever finds none waits.
+    """At most ``limit`` bytes of slots; a thread that finds none waits.
+
+    Memory is allocated in arenas of 32 slots, when first needed, and kept for reuse until the end.
 
     Args:
         limit: Bytes.
-        threads: How many threads scan: each holds two slots (one it reads into, one that it packs)
-            while it waits for another, so that there must be more than these, whatever the limit.
-
-    Memory is taken in arenas of 32 slots, when first needed, and kept for reuse until ``close``.
+        threads: Number of scan threads. Each holds two slots (one to read into, one to pack) while
+            it waits for another, so there are always more slots than these, whatever the limit.
     """
 
     def __init__(self, limit: int, threads: int = 1) -> None:
@@ -135,22 +135,22 @@ class Staging:
         self._made = 0
         self._abandoned: BaseException | None = None
         self._change = threading.Condition()
-        #: Called before anybody waits for a slot: whoever holds slots back should let them go.
+        #: Called before a thread waits for a slot, so that slots that are held back are released.
         self.when_empty: Callable[[], None] = lambda: None
 
     @property
     def available(self) -> int:
-        """Slots that can be had without waiting."""
+        """Slots that are available without waiting."""
         return len(self._free) + self.capacity - self._made
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory taken so far."""
+        """Bytes of memory allocated so far."""
         return self._made * SLOT_BYTES
 
     def reserve(self, slots: int) -> None:
-        """Fault in memory for ``slots`` free slots (as far as the limit goes), so that the window
-        does not pay for it.
+        """Fault in memory for ``slots`` free slots, within the limit, so that the window does not pay
+        for it.
         """
         while len(self._free) < slots and self._made < self.capacity:
             with self._change:
@@ -158,7 +158,7 @@ class Staging:
 
     @contextmanager
     def growing(self, slots: int) -> Iterator[None]:
-        """Go on reserving up to ``slots`` while something else is waited for."""
+        """Reserve up to ``slots`` free slots in the background until the context is left."""
         over = threading.Event()
 
         def grow() -> None:
@@ -190,13 +190,13 @@ class Staging:
         self._change.notify_all()
 
     def acquire(self) -> Slot:
-        """A slot with arbitrary bytes in it; waits until one is free.
+        """Wait for a free slot and return it. It holds arbitrary bytes.
 
         Raises:
-            The reason for which the dump was abandoned meanwhile.
+            The reason for which the dump was abandoned.
         """
         try:
-            return self._free.pop()  # list.pop is atomic: no lock on the way that every cell takes
+            return self._free.pop()  # list.pop is atomic, so the common path needs no lock
         except IndexError:
             pass
         with self._change:
@@ -213,7 +213,7 @@ class Staging:
 
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
-        if isinstance(slot, Piece):
+        if isinstance(slot, PackedSlot):
             if not slot.pack.drop():
                 return
             slot = slot.pack.slot
@@ -224,8 +224,8 @@ class Staging:
 
     @contextmanager
     def limited(self, limit: int) -> Iterator[None]:
-        """Take no more than ``limit`` bytes of memory meanwhile: while the job runs, waiting costs
-        nobody anything.
+        """Allocate no more than ``limit`` bytes until the context is left. While the job runs, waiting
+        for slots does it no harm.
         """
         whole, self.capacity = (
             self.capacity,
@@ -237,7 +237,7 @@ class Staging:
             self.capacity = whole
 
     def abandon(self, why: BaseException) -> None:
-        """Wake everyone who waits for a slot, with an error."""
+        """Fail every thread that waits for a slot, with ``why``."""
         with self._change:
             self._abandoned = why
             self._change.notify_all()

@@ -1,5 +1,5 @@
-"""What the manifest says of a tree and its machine: processes, namespaces, and what a restore will
-need. Reads /proc, changes nothing.
+"""What the manifest records of a tree and its machine: processes, namespaces, and what a restore
+requires. Reads /proc and changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LISTEN = "0A"
 
 
 def describe_processes(images: Mapping[int, int]) -> list[Process]:
-    """The manifest's processes, root first.
+    """Return the manifest's processes, root first.
 
     Args:
         images: Host pid → image id (pid in the tree's own namespace), in tree order.
@@ -45,7 +45,7 @@ def describe_processes(images: Mapping[int, int]) -> list[Process]:
 
 
 def describe_namespaces(pid: int) -> Namespaces:
-    """Which namespaces a process does not share with this one."""
+    """Return which namespaces a process does not share with this one."""
     ours, theirs = procfs.namespaces(os.getpid()), procfs.namespaces(pid)
     own = {kind for kind in theirs if theirs[kind] != ours.get(kind)}
     return Namespaces(
@@ -58,10 +58,10 @@ def describe_namespaces(pid: int) -> Namespaces:
 
 
 def listening_ports(pids: Iterable[int]) -> list[str]:
-    """Addresses on which the processes listen for TCP, as ``address:port``.
+    """Return the addresses on which the processes listen for TCP, as ``address:port``.
 
-    The kernel walks all its connections for each reading of its table, so that is read once for
-    each network namespace, and only for who has such sockets.
+    The kernel walks all its connections each time the table is read, so read it once for each
+    network namespace, and only for processes that have such sockets.
     """
     owners: dict[int, tuple[int, set[int]]] = {}
     for pid in pids:
@@ -89,8 +89,8 @@ def listening_ports(pids: Iterable[int]) -> list[str]:
 
 
 def _address(text: str) -> str:
-    """``0100007F:1F90`` → ``127.0.0.1:8080``: the kernel prints each 32-bit word in the machine's
-    byte order.
+    """Turn ``0100007F:1F90`` into ``127.0.0.1:8080``. The kernel prints each 32-bit word in the
+    machine's byte order.
     """
     host, port = text.split(":")
     raw = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
@@ -100,19 +100,18 @@ def _address(text: str) -> str:
 
 
 def thread_ids(pids: Iterable[int]) -> list[int]:
-    """The ids of all threads of some processes, ascending; a zombie has its own."""
+    """Return the ids of all threads of some processes, ascending. A zombie has its own."""
     return sorted(thread for pid in pids for thread in procfs.threads(pid) or [pid])
 
 
 def describe_requirements(
     criu: Sequence[int], pids: list[int], ports: list[str], devices: list[dict[str, str]]
 ) -> Requirements:
-    """What the restoring machine must offer.
+    """Return what the restoring machine must offer.
 
     Args:
-        pids: Process and thread ids that must be free; none where the tree has its own pid
-            namespace.
-        devices: The GPUs that it had.
+        pids: Process and thread ids that must be free; empty if the tree has its own pid namespace.
+        devices: The GPUs that the tree had.
     """
     return Requirements(
         architecture=platform.machine(),
@@ -127,7 +126,7 @@ def describe_requirements(
 
 
 def _cpu_features() -> list[str]:
-    """The processor's feature flags: a program may have chosen its code by any of them."""
+    """Return the processor's feature flags. A program may have chosen its code by any of them."""
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
         for line in file:
             key, _, value = line.partition(":")

@@ -1,5 +1,5 @@
-"""Open files as part of a consistent snapshot: what the tree has open or mapped, and what of it
-must be stored; the rule: a writable file is content.
+"""Open files as part of a consistent snapshot: which files the tree has open or mapped, and which of
+them must be stored. The content of a writable file always must.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from icecore.store.format.manifest import FilePolicy, OpenFile
 _DELETED = " (deleted)"
 _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
-#: Names of memory that the kernel shows as files: memfds, System V shared memory, rings of
+#: How /proc names memory that it shows as files: memfds, System V shared memory, rings of
 #: asynchronous I/O.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
-#: A file whose ctime is this close to its last capture may have been written in the same tick of
-#: the clock.
+#: A file whose ctime is this close to its last capture may have been written in the same clock tick.
 _CLOCK_TICK_NS = 100_000_000
 
 
@@ -30,14 +29,14 @@ class FoundFile:
     """A regular file that the tree has open or mapped.
 
     Attributes:
-        about: What goes into the manifest.
-        reach: A path under /proc through which it can be opened, whatever mount namespace it lies
-            in.
-        mapped_writable: Mapped shared and writable: its mtime says nothing about its content.
-        deleted: It has no name any more (CRIU keeps it as a ghost file) or lost this one (``links``
-            > 0).
+        about: The manifest's entry.
+        reach: A path under /proc through which the file can be opened, whatever mount namespace it
+            lies in.
+        mapped_writable: Mapped shared and writable: its mtime does not tell whether it changed.
+        deleted: It has no name left (CRIU keeps it as a ghost file), or lost this one (``links`` >
+            0).
         links: Hard links left.
-        changed_ns: Its ctime, ns since the epoch: unlike its mtime nobody can set it.
+        changed_ns: Its ctime, ns since the epoch. Unlike the mtime, programs cannot set it.
     """
 
     about: OpenFile
@@ -49,15 +48,15 @@ class FoundFile:
 
 
 def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
-    """Every regular file that the processes have open or mapped, once per inode, sorted by path.
-    Pseudo files and devices are left out.
+    """Find every regular file that the processes have open or mapped, once per inode, sorted by
+    path. Pseudo files and devices are left out.
     """
     found: dict[tuple[int, int], FoundFile] = {}
     for pid in pids:
         try:
             descriptors, mappings = procfs.descriptors(pid), procfs.read_maps(pid)
         except NotFound:
-            continue  # it ended meanwhile: only before the window
+            continue  # it has ended, which happens only before the window
         for descriptor in descriptors:
             if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
                 continue
@@ -101,7 +100,7 @@ def _add(
     try:
         about = os.stat(reach)
     except (FileNotFoundError, ProcessLookupError):
-        return  # closed or unmapped while we looked: only before the window
+        return  # closed or unmapped since, which happens only before the window
     deleted = target.endswith(_DELETED) and not _is_there(reach, target, about)
     path = target.removesuffix(_DELETED) if deleted else target
     if (
@@ -119,7 +118,7 @@ def _add(
         reach, path, deleted = before.reach, before.about.path, before.deleted
     policy: FilePolicy = "checked"
     if deleted and about.st_nlink == 0:
-        policy = "absent"  # CRIU's ghost file holds it
+        policy = "absent"  # CRIU's ghost file has the content
     elif (writable and options.files == "content") or (deleted or options.with_files):
         policy = "content"
     found[about.st_dev, about.st_ino] = FoundFile(
@@ -145,7 +144,7 @@ def _add(
 
 
 def _is_there(reach: str, target: str, about: os.stat_result) -> bool:
-    """Whether a file really has the name, which only looks like that of a deleted one."""
+    """Return whether a file really has this name, which ends like that of a deleted file."""
     if about.st_nlink == 0:
         return False
     process = reach.split("/")[2]
@@ -157,17 +156,17 @@ def _is_there(reach: str, target: str, about: os.stat_result) -> bool:
 
 
 def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:
-    """Those that have no name left."""
+    """Return the files that have no name left."""
     return [f for f in files if f.deleted and f.links == 0]
 
 
 def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) -> bool:
-    """Whether a file certainly has the content that was stored before: same inode, size and mtime,
-    and a ctime well before that capture.
+    """Return whether a file certainly has the content that was stored before: same inode, size and
+    mtime, and a ctime well before that capture.
 
-    Times tell of the first store to a page through a mapping, not of later ones: who had it mapped
-    then may have written since, and unmapped it. In memory they do not even tell of the first,
-    where the page was read before.
+    A store through a mapping changes the times only if it is the first one to its page. A process
+    that had the file mapped at the capture may have written since, and unmapped it. For files in
+    memory, even the first store leaves the times as they are if the page was read before.
 
     Args:
         captured_ns: When the earlier content was read, ns since the epoch.
@@ -187,7 +186,7 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
 
 
 def tree_pids(root: int) -> dict[int, int]:
-    """Processes of a tree: host pid → pid in the tree's own pid namespace (CRIU's image id)."""
+    """Map the host pids of a tree to the pids in its own pid namespace (CRIU's image ids)."""
     out = {}
     for pid in procfs.tree(root):
         try:

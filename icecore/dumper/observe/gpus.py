@@ -1,5 +1,5 @@
-"""The look at a tree's GPU processes before a dump: who has the driver's devices open, and what it
-does with them. Reads /proc and NVML, asks no process.
+"""The inspection of a tree's GPU processes before a dump: which processes have the driver's devices
+open, and what for. Reads /proc and NVML, and asks no process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from icecore.host.cuda.threads import has_drivers_threads
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import procfs
 
-#: Device memory that the driver itself maps through nvidia-uvm lies below; managed memory is given
-#: high addresses.
+#: Device memory that the driver maps for itself through nvidia-uvm lies below this address; managed
+#: memory lies above.
 _DRIVERS_OWN = 1 << 36
 _IPC = "/dev/shm/cuda.shm."
 #: Parts of the paths of libraries.
@@ -29,20 +29,21 @@ class GpuProcess:
     """A process that has device files of the driver open or mapped.
 
     Attributes:
-        opened: UUIDs of the GPUs whose device files those are: all that CUDA may see, used or not.
-        contexts: Those on which it has a context, as far as NVML knows → bytes that it uses there.
-        settings: ``NCCL_…`` as it was started with.
-        communicates: NCCL is loaded and it has TCP sockets, as every NCCL communicator has.
-        outside: If so, one of these is connected to a process of this machine that is not in the
-            tree.
-        passes_descriptors: A communicator of NCCL's in it shares device memory through cuMem.
+        opened: UUIDs of the GPUs whose device files it has: all that CUDA may see, used or not.
+        contexts: UUIDs of the GPUs on which it has a context, as far as NVML knows → bytes that it
+            uses there.
+        settings: The ``NCCL_…`` variables that it was started with.
+        communicates: NCCL is loaded and there are TCP sockets, as for every NCCL communicator.
+        outside: It communicates, and one of these sockets is connected to a process of this machine
+            outside the tree.
+        passes_descriptors: One of its NCCL communicators shares device memory through cuMem.
         managed: Bytes of managed memory (UVM) that it has mapped.
         ipc: It shares memory or events through CUDA's legacy IPC.
         mps: It reaches its GPU through MPS.
         resident: Bytes of device memory that a window does not move
-            (`icecore.dumper.observe.resident_look`).
+            (`icecore.dumper.observe.resident_inspection`).
         threads: The driver has threads in it, as in every process with CUDA state.
-        nvml: It has NVML loaded, and not CUDA.
+        nvml: It has loaded NVML but not CUDA.
     """
 
     pid: int
@@ -61,20 +62,20 @@ class GpuProcess:
 
     @property
     def moved(self) -> int:
-        """Bytes that the driver moves in a window, as far as NVML knows what it uses."""
+        """Bytes that the driver moves in a window, as far as NVML knows the process's use."""
         return max(0, sum(self.contexts.values()) - self.resident)
 
 
 @dataclass(frozen=True)
-class GpuLook:
+class GpuInspection:
     """The processes of a tree that have device files of the driver.
 
     Attributes:
         processes: Those with CUDA state.
-        inventory: The machine's; None where it cannot be read.
-        problem: Why not, and what cures it.
-        orphans: Those without CUDA state: children that were forked from a CUDA process, and users
-            of NVML alone.
+        inventory: The machine's inventory; None: it cannot be read.
+        problem: Why not, and the cure.
+        orphans: Those without CUDA state: children that were forked from a CUDA process, and
+            processes that use only NVML.
     """
 
     backend: Backend
@@ -85,13 +86,13 @@ class GpuLook:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that NVML says the tree uses and that a window moves."""
+        """Bytes of device memory that the tree uses according to NVML and that a window moves."""
         return sum(p.moved for p in self.processes)
 
     @property
     def most_bytes(self) -> int:
-        """The same, counting all that is used on GPUs of processes that NVML does not know (another
-        pid namespace).
+        """The upper bound of `device_bytes`: for processes that NVML does not know (in another pid
+        namespace), count everything that is used on their GPUs.
         """
         unknown = {uuid for p in self.processes if not p.contexts for uuid in p.opened}
         used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
@@ -99,16 +100,16 @@ class GpuLook:
         return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown) - resident)
 
 
-def look_at_gpus(
+def inspect_gpus(
     backend: Backend,
     processes: Sequence[
         tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]
     ],
-) -> GpuLook | None:
-    """Find the processes that have device files of the driver; None when there are none.
+) -> GpuInspection | None:
+    """Find the processes that have device files of the driver; return None if there are none.
 
     Args:
-        processes: pid, mappings, descriptors and sockets of each.
+        processes: Pid, mappings, descriptors and sockets of each process.
     """
     nodes = {
         pid: {d.target for d in descriptors if backend.is_device(d.target)}
@@ -155,13 +156,13 @@ def look_at_gpus(
                 nvml=_maps(mappings, NVML_LIBRARY) and not _maps(mappings, _CUDA_LIBRARY),
             )
         )
-    # A driver that calls its threads otherwise has none in any process: then all may have CUDA
-    # state, until it is asked.
+    # If a driver names its threads differently, no process seems to have any. Then all may have CUDA
+    # state until the driver is asked.
     known = any(one.threads for one in found)
     orphans = [
         one for one in found if not one.contexts and (one.nvml or (known and not one.threads))
     ]
-    return GpuLook(
+    return GpuInspection(
         backend, [one for one in found if one not in orphans], inventory, problem, orphans
     )
 
@@ -177,8 +178,8 @@ def _maps(mappings: Sequence[procfs.Mapping], library: str) -> bool:
 
 
 def _is_managed(mapping: procfs.Mapping, backend: Backend) -> bool:
-    """nvidia-uvm maps managed memory at an offset that is its address; the driver does so too, but
-    for its own, low addresses.
+    """Return whether nvidia-uvm maps managed memory here, at an offset equal to its address. The
+    driver maps its own memory so too, but at low addresses.
     """
     return (
         mapping.path == f"{backend.devices}-uvm" and mapping.offset == mapping.start >= _DRIVERS_OWN

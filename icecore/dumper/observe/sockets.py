@@ -1,5 +1,5 @@
-"""What can be learnt of a process's sockets from outside: their protocol, and where unix sockets
-lead. Reads /proc and asks the kernel; changes nothing.
+"""What the kernel tells of a process's sockets: their protocol, and where unix sockets lead. Reads
+/proc and sock_diag, and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Socket:
-    """A socket of a process. ``protocol`` as the kernel calls it: "TCP", "UDPv6", "UNIX-STREAM",
-    "NETLINK", …; empty where it does not say.
+    """A socket of a process. ``protocol`` is the kernel's name: "TCP", "UDPv6", "UNIX-STREAM",
+    "NETLINK", …; empty if the kernel names none.
     """
 
     descriptor: int
@@ -58,7 +58,7 @@ class UnixSocket:
 
 
 def sockets_of(pid: int, descriptors: list[procfs.Descriptor]) -> list[Socket]:
-    """The sockets among a process's descriptors."""
+    """Return the sockets among a process's descriptors."""
     found = []
     for descriptor in descriptors:
         if not descriptor.target.startswith("socket:["):
@@ -66,7 +66,7 @@ def sockets_of(pid: int, descriptors: list[procfs.Descriptor]) -> list[Socket]:
         try:
             name = os.getxattr(f"/proc/{pid}/fd/{descriptor.number}", "system.sockprotoname")
         except OSError:
-            name = b""  # closed meanwhile
+            name = b""  # closed since
         found.append(
             Socket(descriptor.number, descriptor.inode, name.rstrip(b"\0").decode(errors="replace"))
         )
@@ -74,7 +74,7 @@ def sockets_of(pid: int, descriptors: list[procfs.Descriptor]) -> list[Socket]:
 
 
 def unix_sockets() -> dict[int, UnixSocket]:
-    """All unix sockets of this network namespace, by inode.
+    """Return all unix sockets of this network namespace, by inode.
 
     Raises:
         OSError: The kernel has no sock_diag for them.
@@ -116,8 +116,7 @@ def _unix_socket(data: bytes) -> tuple[int, UnixSocket]:
 
 
 def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> bool:
-    """Whether TCP connections of a process have their other end in its network namespace, but not
-    in its tree.
+    """Return whether TCP connections of a process end in its network namespace but outside its tree.
 
     Args:
         own: Inodes of its TCP sockets.
@@ -137,14 +136,14 @@ def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> 
 
 
 def _end(word: str) -> str:
-    """Address and port; an IPv4 address is the same in either table (::ffff:a.b.c.d, in words of
-    the machine's order).
+    """Return address and port, with an IPv4 address written alike in both tables. In the IPv6 table
+    it is ::ffff:a.b.c.d, in words of the machine's byte order.
     """
     return word.removeprefix("0000000000000000FFFF0000")
 
 
 def owner(inode: int) -> str:
-    """The process that has a socket open, as "PID (name)"; empty if none is found."""
+    """Return the process that has a socket open, as "PID (name)"; empty if none is found."""
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
             continue
@@ -153,13 +152,13 @@ def owner(inode: int) -> str:
                 if os.readlink(f"/proc/{entry}/fd/{number}") == f"socket:[{inode}]":
                     return f"{entry} ({procfs.status(int(entry)).name})"
         except OSError:
-            continue  # it ended, or closed it
+            continue  # it has ended or closed the socket
     return ""
 
 
 def kernel_refuses_options() -> bool:
-    """Whether internet sockets refuse options that CRIU before 4.2 asks every socket for (Linux
-    6.16 and newer).
+    """Return whether internet sockets refuse options that CRIU before 4.2 reads from every socket
+    (Linux 6.16 and newer).
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for option in (_SO_PASSCRED, _SO_PASSSEC):

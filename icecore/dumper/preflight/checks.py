@@ -1,5 +1,5 @@
-"""Checks of a tree's processes, memory and files; the rule of all checks: each failure was seen to
-make CRIU's dump, or a restore of it, fail.
+"""Checks of a tree's processes, memory and files. As everywhere in preflight, each check refuses only
+what was seen to make CRIU's dump, or a restore of it, fail.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from icecore.dumper.observe.files import ghosts
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.inspection import Inspection
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import LEAST_BYTES, hides
 from icecore.host.kernel import limits, procfs
@@ -19,28 +19,27 @@ from icecore.store.format.manifest_rules import MAX_REGIONS
 
 _SCHED_DEADLINE = 6
 _USER_END = (1 << 47) - 4096
-#: Beside what is known of: page tables, core, file and socket images of many processes.
+#: For images whose size is not known beforehand: page tables, core, file and socket images of many
+#: processes.
 _WORKDIR_SLACK = 64 << 20
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason not to dump, or to be warned: the check's stable name, what was found, and what
-    cures it.
-    """
+    """A reason to refuse a dump or to warn: the check's stable name, what was found, and the cure."""
 
     name: str
     message: str
     cure: str
 
 
-Check = Callable[[Look], Sequence[Refusal]]
+Check = Callable[[Inspection], Sequence[Refusal]]
 
 
 # -- processes
 
 
-def traced(found: Look) -> list[Refusal]:
+def traced(found: Inspection) -> list[Refusal]:
     return [
         Refusal(
             "traced",
@@ -52,7 +51,7 @@ def traced(found: Look) -> list[Refusal]:
     ]
 
 
-def scheduling(found: Look) -> list[Refusal]:
+def scheduling(found: Inspection) -> list[Refusal]:
     return [
         Refusal(
             "scheduling",
@@ -71,10 +70,8 @@ def _policy(pid: int) -> int:
         return 0
 
 
-def namespaces(found: Look) -> list[Refusal]:
-    """A tree lives in one set of namespaces, the root's; CRIU cannot dump or restore members that
-    have others.
-    """
+def namespaces(found: Inspection) -> list[Refusal]:
+    """Require that all processes are in the root's namespaces. CRIU cannot dump or restore others."""
     out = []
     root = found.processes[0].namespaces or {}
     for process in found.living:
@@ -88,13 +85,13 @@ def namespaces(found: Look) -> list[Refusal]:
         if root.get("mnt") != found.namespaces["mnt"]:
             nested = [
                 kind for kind in nested if kind not in ("mnt", "net")
-            ]  # within an own root CRIU restores those
+            ]  # CRIU restores those if the tree has a root of its own
         if nested:
             out.append(
                 Refusal(
                     "namespaces",
                     f"process {process.pid} has other namespaces ({', '.join(dict.fromkeys(nested))}) than the root of its tree, or made them for its "
-                    "children: CRIU cannot restore that",
+                    "children, which CRIU cannot restore",
                     "snapshot the tree below it by itself, or start it without sandboxing",
                 )
             )
@@ -112,7 +109,7 @@ def namespaces(found: Look) -> list[Refusal]:
 # -- memory
 
 
-def pipes(found: Look) -> list[Refusal]:
+def pipes(found: Inspection) -> list[Refusal]:
     held = _held_in_pipes(found)
     need, have = limits.pipe_need(held, len(found.living)), limits.descriptor_limit()
     if need <= have or found.options.memory == "streamed":
@@ -121,15 +118,15 @@ def pipes(found: Look) -> list[Refusal]:
         Refusal(
             "pipes",
             f"CRIU needs {need} descriptors to hold {held >> 20} MiB in pipes of {limits.pipe_capacity() >> 10} KiB, the limit is {have}",
-            "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn); where neither can be had, --memory streamed takes longer but needs none",
+            "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn); if neither is possible, --memory streamed takes longer but needs neither",
         )
     ]
 
 
-def _held_in_pipes(found: Look) -> int:
-    """Bytes of private memory, at most, that CRIU takes into pipes."""
+def _held_in_pipes(found: Inspection) -> int:
+    """Return an upper bound on the bytes of private memory that CRIU takes into pipes."""
     if not hides(found.criu):
-        # Device memory is in the processes by then.
+        # By then, device memory is in the processes.
         return found.private_bytes + (found.gpus.most_bytes if found.gpus else 0)
     seen = (
         sum(
@@ -142,8 +139,8 @@ def _held_in_pipes(found: Look) -> int:
     return sum(min(p.private_bytes, size) for p, size in zip(found.living, seen, strict=True))
 
 
-def guard_pages(found: Look) -> list[Refusal]:
-    """CRIU before 4.2 knows nothing of them: the restored process would have plain memory there."""
+def guard_pages(found: Inspection) -> list[Refusal]:
+    """Refuse guard pages with CRIU before 4.2, which restores plain memory in their place."""
     if found.criu.keeps_guard_pages(limits.kernel_version()):
         return []
     out = []
@@ -152,25 +149,25 @@ def guard_pages(found: Look) -> list[Refusal]:
             with Pagemap(process.pid) as pagemap:
                 guards = pagemap.guards(0, _USER_END)
         except NotFound:
-            continue  # it ended meanwhile
+            continue  # it has ended
         if len(guards):
             out.append(
                 Refusal(
                     "guard-pages",
                     f"process {process.pid} has guard pages (MADV_GUARD_INSTALL), at {int(guards['start'][0]):#x} first, which CRIU before 4.2 would lose",
-                    "install CRIU 4.2 or newer beside it (tools/install-criu --suite sid)",
+                    "install CRIU 4.2 or newer as well (tools/install-criu --suite sid)",
                 )
             )
     return out
 
 
-def system_v(found: Look) -> list[Refusal]:
+def system_v(found: Inspection) -> list[Refusal]:
     if not in_hosts(found, "ipc"):
         return []
     return [
         Refusal(
             "system-v",
-            f"process {p.pid} maps System V shared memory of the host's, which is not its own to snapshot",
+            f"process {p.pid} maps System V shared memory of the host, which does not belong to the job",
             "start the job with 'icecore run', which gives it an ipc namespace of its own",
         )
         for p in found.living
@@ -178,19 +175,19 @@ def system_v(found: Look) -> list[Refusal]:
     ]
 
 
-def in_hosts(found: Look, kind: str) -> bool:
+def in_hosts(found: Inspection, kind: str) -> bool:
     return (found.processes[0].namespaces or {}).get(kind) == found.namespaces[kind]
 
 
 # -- files
 
 
-def deleted(found: Look) -> list[Refusal]:
+def deleted(found: Inspection) -> list[Refusal]:
     limit = found.options.ghost_limit
     return [
         Refusal(
             "deleted-file",
-            f"{f.about.path} was deleted but is open and has {f.about.size >> 20} MiB, over the limit of {limit >> 20} MiB",
+            f"{f.about.path} was deleted, is still open and has {f.about.size >> 20} MiB, over the limit of {limit >> 20} MiB",
             f"raise --ghost-limit to at least {f.about.size}",
         )
         for f in ghosts(found.files)
@@ -198,7 +195,7 @@ def deleted(found: Look) -> list[Refusal]:
     ]
 
 
-def file_budget(found: Look) -> list[Refusal]:
+def file_budget(found: Inspection) -> list[Refusal]:
     total = sum(f.about.size for f in found.files if f.about.policy == "content")
     if total <= found.options.file_budget:
         return []
@@ -208,14 +205,14 @@ def file_budget(found: Look) -> list[Refusal]:
     return [
         Refusal(
             "file-budget",
-            f"the tree has {total >> 20} MiB of files open for writing, the largest {largest.about.path}; more than the budget of "
-            f"{found.options.file_budget >> 20} MiB to read while it stands still",
+            f"the tree has {total >> 20} MiB of files open for writing, the largest {largest.about.path}; this exceeds the budget of "
+            f"{found.options.file_budget >> 20} MiB to read while the tree stands still",
             "raise --file-budget, or leave the files out with --files check",
         )
     ]
 
 
-def workdir(found: Look) -> list[Refusal]:
+def workdir(found: Inspection) -> list[Refusal]:
     need = found.copied_bytes + sum(f.about.size for f in ghosts(found.files)) + _WORKDIR_SLACK
     if need <= found.workdir_free:
         return []
@@ -228,9 +225,9 @@ def workdir(found: Look) -> list[Refusal]:
     ]
 
 
-def mappings(found: Look) -> list[Refusal]:
-    """A manifest has a limit, which keeps a planted one from filling memory; it must not be met
-    only after the window.
+def mappings(found: Inspection) -> list[Refusal]:
+    """Refuse more mappings than a manifest records, before the window and not after it. The limit
+    keeps a forged manifest from filling memory.
     """
     count = sum(len(process.mappings) for process in found.processes)
     if count <= MAX_REGIONS:
@@ -247,7 +244,7 @@ def mappings(found: Look) -> list[Refusal]:
 # -- warnings
 
 
-def message_queues(found: Look) -> list[Refusal]:
+def message_queues(found: Inspection) -> list[Refusal]:
     if not in_hosts(found, "ipc"):
         return []
     try:
@@ -258,8 +255,8 @@ def message_queues(found: Look) -> list[Refusal]:
     pids = set(found.pids)
 
     def used(pid: str, at: str) -> bool:
-        """Whether it was this process, and not one that had its pid before; queues have whole
-        seconds.
+        """Return whether this process used the queue, and not an earlier one with its pid. Queues
+        record whole seconds.
         """
         with suppress(NotFound):
             return int(pid) in pids and int(at) + 2 > procfs.began(int(pid))

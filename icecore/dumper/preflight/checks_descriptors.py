@@ -1,5 +1,5 @@
 """Checks of a tree's descriptors and sockets: what CRIU cannot dump, or would lose; see
-`icecore.dumper.preflight.checks`.
+`icecore.dumper.preflight.checks` for the form of a check.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import socket
 import stat
 from collections.abc import Iterator
 
-from icecore.dumper.observe.look import Look, ProcessLook, mount_ids
+from icecore.dumper.observe.inspection import Inspection, ProcessInspection, mount_ids
 from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
 from icecore.dumper.preflight.checks import Refusal, in_hosts
 from icecore.host.criu.program import has_plugin
 from icecore.host.kernel import procfs
 
-#: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices); resident memory that the
-#: keeper passed on may have been opened in a root that is gone, and has no path below /dev any
-#: more.
+#: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices). Resident memory that the
+#: keeper passed on may have been opened in a root that no longer exists, and then has no path below
+#: /dev.
 _NVIDIA_MAJOR = 195
 _NVIDIA = re.compile(r"/dev/nvidia")
 _OTHER_GPU = re.compile(r"/dev/(kfd|dri/)")
-#: What anon_inode descriptors CRIU 4 can dump (bpf-map: where it was built with libbpf).
+#: The anon_inode descriptors that CRIU 4 can dump (bpf-map: if it was built with libbpf).
 _KNOWN_ANON = {
     "[eventfd]",
     "[eventpoll]",
@@ -33,7 +33,7 @@ _KNOWN_ANON = {
     "[pidfd]",
     "bpf-map",
 }
-#: Character devices that it can: memory (null, zero, random, …), terminals, serial lines,
+#: The character devices that it can dump: memory (null, zero, random, …), terminals, serial lines,
 #: pseudo-terminals.
 _KNOWN_MAJORS = {1, 4, 5, *range(136, 144), 188, 204}
 _TUN, _AUTOFS = (10, 200), (10, 235)
@@ -57,7 +57,7 @@ _WITHOUT_OPTIONS = {"UNIX", "UNIX-STREAM", "NETLINK"}
 # -- descriptors
 
 
-def io_uring(found: Look) -> list[Refusal]:
+def io_uring(found: Inspection) -> list[Refusal]:
     users = [
         p.pid
         for p in found.processes
@@ -75,8 +75,8 @@ def io_uring(found: Look) -> list[Refusal]:
     ]
 
 
-def gpus(found: Look) -> list[Refusal]:
-    """GPUs that only a plugin of CRIU's can dump."""
+def gpus(found: Inspection) -> list[Refusal]:
+    """Refuse GPUs that only a plugin of CRIU can dump, unless that plugin is there."""
     out = []
     for process in found.processes:
         names = {
@@ -96,7 +96,7 @@ def gpus(found: Look) -> list[Refusal]:
     return out
 
 
-def devices(found: Look) -> list[Refusal]:
+def devices(found: Inspection) -> list[Refusal]:
     out = []
     drivers = found.gpus
     cuda = (
@@ -111,7 +111,7 @@ def devices(found: Look) -> list[Refusal]:
             or _NVIDIA.match(descriptor.target)
             or _OTHER_GPU.match(descriptor.target)
         ):
-            continue  # judged by checks of their own
+            continue  # they have checks of their own
         if drivers is not None and drivers.backend.is_device(descriptor.target):
             continue
         if device[0] == _NVIDIA_MAJOR and process.pid in cuda:
@@ -129,7 +129,7 @@ def devices(found: Look) -> list[Refusal]:
     return out
 
 
-def descriptors(found: Look) -> list[Refusal]:
+def descriptors(found: Inspection) -> list[Refusal]:
     out = []
     for process, descriptor in _all_descriptors(found):
         kind = (
@@ -148,13 +148,13 @@ def descriptors(found: Look) -> list[Refusal]:
     return out
 
 
-def _all_descriptors(found: Look) -> Iterator[tuple[ProcessLook, procfs.Descriptor]]:
+def _all_descriptors(found: Inspection) -> Iterator[tuple[ProcessInspection, procfs.Descriptor]]:
     return (
         (process, descriptor) for process in found.processes for descriptor in process.descriptors
     )
 
 
-def pidfds(found: Look) -> list[Refusal]:
+def pidfds(found: Inspection) -> list[Refusal]:
     inside = {*found.pids, -1}  # -1: the process has ended
     out = []
     for process, descriptor in _all_descriptors(found):
@@ -181,10 +181,8 @@ def _pidfd(pid: int, number: int) -> int:
     return int(found[1]) if found else -1
 
 
-def mounts(found: Look) -> list[Refusal]:
-    """CRIU finds files by mount and path: what lies on a mount that the tree does not see is lost
-    to it.
-    """
+def mounts(found: Inspection) -> list[Refusal]:
+    """Refuse files on mounts that the tree does not see: CRIU finds files by mount and path."""
     seen: dict[int, set[int]] = {}
     out = []
     for process in found.living:
@@ -194,12 +192,12 @@ def mounts(found: Look) -> list[Refusal]:
                 mount_ids(os.getpid()) if namespace == found.namespaces["mnt"] else set()
             )
         try:
-            # One that was chrooted sees only part of its namespace.
+            # A process that was chrooted sees only part of its namespace.
             seen[namespace] |= mount_ids(process.pid)
         except OSError:
-            continue  # it ended meanwhile (one that is just ending has no namespaces: EINVAL)
-        # Memory that came from another process (resident memory, after a restore) was opened where
-        # that one was; it is let go of before CRIU looks.
+            continue  # it has ended (one that is just ending has no namespaces: EINVAL)
+        # Memory from another process (resident memory, after a restore) was opened in that process's
+        # mounts. It is closed before CRIU looks.
         passing = (
             "descriptor "
             if found.resident is not None and process.pid in found.resident.pids
@@ -214,8 +212,8 @@ def mounts(found: Look) -> list[Refusal]:
             out.append(
                 Refusal(
                     "mount",
-                    f"process {process.pid} uses what lies on no mount that it sees: {'; '.join(hidden[:3])}",
-                    "have it close or reopen that; or start the job with 'icecore run', with a private root if it needs its own mounts or message queues",
+                    f"process {process.pid} uses files on mounts that it does not see: {'; '.join(hidden[:3])}",
+                    "have it close or reopen them; or start the job with 'icecore run', with a private root if it needs its own mounts or message queues",
                 )
             )
     return out
@@ -224,7 +222,7 @@ def mounts(found: Look) -> list[Refusal]:
 # -- sockets
 
 
-def protocols(found: Look) -> list[Refusal]:
+def protocols(found: Inspection) -> list[Refusal]:
     out = []
     for process in found.processes:
         for one in process.sockets:
@@ -241,7 +239,7 @@ def protocols(found: Look) -> list[Refusal]:
     return out
 
 
-def internet(found: Look) -> list[Refusal]:
+def internet(found: Inspection) -> list[Refusal]:
     if found.criu.version >= (4, 2):
         return []
     affected = _PROTOCOLS - _WITHOUT_OPTIONS
@@ -252,16 +250,16 @@ def internet(found: Look) -> list[Refusal]:
     return [
         Refusal(
             "internet-sockets",
-            f"CRIU {version} cannot dump internet sockets on this kernel (Linux 6.16 and newer refuse an option that it asks for), and "
-            f"{'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users[:5]))} has some",
+            f"CRIU {version} cannot dump internet sockets on this kernel (Linux 6.16 and newer refuse an option that it reads), and "
+            f"{'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users[:5]))} {'have' if len(users) > 1 else 'has'} some",
             "install CRIU 4.2 or newer: tools/install-criu --suite sid",
         )
     ]
 
 
-def unix_peers(found: Look) -> list[Refusal]:
-    """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a
-    socket with a name.
+def unix_peers(found: Inspection) -> list[Refusal]:
+    """Refuse connections to unix sockets outside the tree, which CRIU cannot dump, except datagram
+    sockets that are connected to a named one.
     """
     ours = {
         one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix
@@ -271,7 +269,7 @@ def unix_peers(found: Look) -> list[Refusal]:
     try:
         known = unix_sockets()
     except OSError:
-        return []  # a kernel without unix_diag, which CRIU needs too: it will say so
+        return []  # a kernel without unix_diag: CRIU needs it too and reports it
     out = []
     for inode, (pid, descriptor) in ours.items():
         peer = known[inode].peer if inode in known else 0
@@ -279,7 +277,7 @@ def unix_peers(found: Look) -> list[Refusal]:
             continue
         who = owner(peer)
         if found.resident is not None and pid in found.resident.pids and "icecore-keeper" in who:
-            continue  # the preload's, which closes it before the window
+            continue  # the preload's socket, which the preload closes before the window
         out.append(
             Refusal(
                 "unix-peer",
@@ -297,10 +295,8 @@ def _datagram_to_name(peer: UnixSocket | None) -> bool:
 # -- warnings
 
 
-def loose_pipes(found: Look) -> list[Refusal]:
-    """Pipes of which the tree holds one kind of end only: the other end is not there after a
-    restore.
-    """
+def loose_pipes(found: Inspection) -> list[Refusal]:
+    """Warn of pipes with only one end in the tree: the other end is missing after a restore."""
     ends: dict[str, set[int]] = {}
     users: dict[str, tuple[int, int]] = {}
     for process, descriptor in _all_descriptors(found):
@@ -315,14 +311,14 @@ def loose_pipes(found: Look) -> list[Refusal]:
         if len(kinds) == 1:
             pid, number = users[pipe]
             after = (
-                "reading it will give end of file"
+                "reading from it will return end of file"
                 if kinds == {os.O_RDONLY}
                 else "writing to it will raise SIGPIPE"
             )
             out.append(
                 Refusal(
                     "pipe",
-                    f"the other end of descriptor {number} of process {pid} is outside its tree: once restored, {after}",
+                    f"the other end of descriptor {number} of process {pid} is outside its tree: after a restore, {after}",
                     "start the job with 'icecore run', or with its output in files",
                 )
             )

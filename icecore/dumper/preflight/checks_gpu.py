@@ -1,15 +1,15 @@
-"""Checks of a tree's GPU processes; the rule: what the driver can checkpoint but not restore is
-refused before it is asked to; see `icecore.dumper.preflight.checks`.
+"""Checks of a tree's GPU processes: refuse what the driver can checkpoint but not restore, before the
+driver is asked to; see `icecore.dumper.preflight.checks`.
 
-How each is found, and what was seen to happen without the check, is in docs/gpu.md.
+docs/gpu.md tells how each case is found and what was seen to happen without the check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from icecore.dumper.observe.gpus import GpuLook, GpuProcess
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.preflight.checks import Refusal
 from icecore.host.cuda import holder, nccl
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
@@ -17,16 +17,16 @@ from icecore.host.cuda.inventory import Inventory
 from icecore.host.kernel import limits
 
 LEAST_DRIVER = 570
-#: The first that restores what is shared through CUDA's legacy IPC.
+#: The first driver that restores what is shared through CUDA's legacy IPC.
 _IPC_DRIVER = 610
-#: The fastest that the driver was seen to move memory out and in, bytes a second and process
-#: (docs/gpu.md): by itself, and with its mapping made for it.
+#: The highest rates at which the driver was seen to move memory out and in, bytes a second and
+#: process (docs/gpu.md): by itself, and with its mapping made for it.
 _ALONE_RATES, _HELPED_RATES = (2.4e9, 6.9e9), (5.7e9, 8.5e9)
 _GIB = 1 << 30
 
 
-def driver(found: Look) -> list[Refusal]:
-    """The driver and what speaks to it."""
+def driver(found: Inspection) -> list[Refusal]:
+    """Require a driver that can checkpoint, and the bindings to call it."""
     if found.gpus is None:
         return []
     inventory, (problem, cure) = found.gpus.inventory, found.gpus.problem
@@ -34,7 +34,7 @@ def driver(found: Look) -> list[Refusal]:
         return [
             Refusal(
                 "gpu-driver",
-                f"the tree uses a GPU, of which nothing can be learnt: {problem}",
+                f"the tree uses a GPU that cannot be inspected: {problem}",
                 cure,
             )
         ]
@@ -57,8 +57,8 @@ def driver(found: Look) -> list[Refusal]:
     return []
 
 
-def plugin(found: Look) -> list[Refusal]:
-    """What lets CRIU hold the tree while the driver works."""
+def plugin(found: Inspection) -> list[Refusal]:
+    """Require the plugin with which CRIU holds the tree while the driver works."""
     return (
         []
         if found.gpus is None or holder.PLUGIN.exists()
@@ -68,10 +68,10 @@ def plugin(found: Look) -> list[Refusal]:
 
 def _each(
     name: str, applies: Callable[[GpuProcess, Inventory], bool], message: str, cure: str
-) -> Callable[[Look], list[Refusal]]:
-    """A check of one process at a time; ``{pid}`` in the message."""
+) -> Callable[[Inspection], list[Refusal]]:
+    """Make a check that judges one process at a time; its message has ``{pid}``."""
 
-    def check(found: Look) -> list[Refusal]:
+    def check(found: Inspection) -> list[Refusal]:
         gpus = found.gpus
         if gpus is None or gpus.inventory is None:
             return []
@@ -94,15 +94,16 @@ ipc = _each(
     "gpu-ipc",
     lambda process, inventory: process.ipc and inventory.branch < _IPC_DRIVER,
     "process {pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
-    f"start it without (torch.multiprocessing with CPU tensors; vLLM: --disable-custom-all-reduce), or install driver {_IPC_DRIVER} or newer",
+    f"start it without CUDA IPC (torch.multiprocessing with CPU tensors; vLLM: --disable-custom-all-reduce), or install driver {_IPC_DRIVER} or newer",
 )
 
 
-def shared(found: Look) -> list[Refusal]:
-    """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to
-    another. The importer shows no sign of that, and is lost. Of those under the preload it is known
-    that none exported or opened any that the driver has; what else they share by it, windows take
-    away.
+def shared(found: Inspection) -> list[Refusal]:
+    """Refuse several GPU processes that may share device memory by CUDA IPC, on one GPU or across
+    GPUs. The importer shows no sign of it and is lost.
+
+    For processes under the preload it is known that none exported or opened memory of the driver's;
+    windows take away what else they share.
     """
     gpus = found.gpus
     if (
@@ -119,8 +120,9 @@ def shared(found: Look) -> list[Refusal]:
     return [
         Refusal(
             "gpu-shared",
-            f"processes {', '.join(map(str, pids))} use GPUs: device memory that they share by CUDA IPC, which cannot be seen, this driver does not restore",
-            "start the job with 'icecore run --gpu', which knows what they share; or, if they share none (vLLM: --disable-custom-all-reduce), say so with "
+            f"processes {', '.join(map(str, pids))} use GPUs and may share device memory by CUDA IPC, which cannot be detected "
+            "and which this driver cannot restore",
+            "start the job with 'icecore run --gpu', which tracks what they share; or, if they share none (vLLM: --disable-custom-all-reduce), declare it with "
             f"--gpu-shared; or install driver {_IPC_DRIVER} or newer",
         )
     ]
@@ -142,9 +144,10 @@ mig = _each(
 )
 
 
-def transports(found: Look) -> list[Refusal]:
-    """NCCL between processes, in the tree or beside it, or between GPUs of one process. Where all
-    are under the preload, what they share through cuMem is taken away before.
+def transports(found: Inspection) -> list[Refusal]:
+    """Refuse NCCL transports that the driver cannot restore: between processes, in the tree or beside
+    it, or between GPUs of one process. If all ranks are under the preload, the window takes away
+    what they share through cuMem.
     """
     if found.gpus is None:
         return []
@@ -157,7 +160,7 @@ def transports(found: Look) -> list[Refusal]:
     return refusals + [
         Refusal(
             "gpu-nccl",
-            f"process {p.pid} has a communicator whose device memory did not come through the preload: it would stay mapped",
+            f"process {p.pid} has a communicator whose device memory did not come through the preload and would stay mapped",
             "start the job with 'icecore run --gpu', or with NCCL_P2P_DISABLE=1 in its environment",
         )
         for p in ranks
@@ -168,9 +171,9 @@ def transports(found: Look) -> list[Refusal]:
     ]
 
 
-def sharing(found: Look) -> list[Refusal]:
-    """Memory that processes share although no window can take it away, or with somebody who is not
-    in the tree.
+def sharing(found: Inspection) -> list[Refusal]:
+    """Refuse shared memory that no window can take away, and memory that processes outside the tree
+    share.
     """
     if found.resident is None:
         return []
@@ -182,7 +185,7 @@ def sharing(found: Look) -> list[Refusal]:
                     "gpu-multicast",
                     f"process {pid} has had a multicast object (NVLS), which no window can take away and the driver does not restore",
                     "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0; "
-                    "PyTorch's symmetric memory wants TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
+                    "PyTorch's symmetric memory requires TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
                 )
             )
         if report.counts.unparkable:
@@ -197,7 +200,7 @@ def sharing(found: Look) -> list[Refusal]:
         refusals.append(
             Refusal(
                 "gpu-outside",
-                f"processes outside of the tree have device memory of it: {', '.join(map(str, found.resident.outsiders))}",
+                f"processes outside the tree have device memory of it: {', '.join(map(str, found.resident.outsiders))}",
                 "take the snapshot of the tree that holds all ranks",
             )
         )
@@ -214,8 +217,8 @@ def _unsafe(process: GpuProcess, parked: bool) -> Iterator[Refusal]:
         )
 
 
-def memory(found: Look) -> list[Refusal]:
-    """A checkpoint moves all device memory to the host: the kernel must not have to kill for it."""
+def memory(found: Inspection) -> list[Refusal]:
+    """Refuse a checkpoint for which the host lacks memory: it moves all device memory there."""
     gpus = found.gpus
     if gpus is None or gpus.most_bytes <= (available := limits.memory_available()):
         return []
@@ -228,14 +231,14 @@ def memory(found: Look) -> list[Refusal]:
     ]
 
 
-def _least_window(gpus: GpuLook, *, helped: bool) -> float:
+def _least_window(gpus: GpuInspection, *, helped: bool) -> float:
     slowest = max((p.moved for p in gpus.processes), default=0)
     return sum(slowest / rate for rate in (_HELPED_RATES if helped else _ALONE_RATES))
 
 
-def predicted_window(found: Look) -> float:
-    """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed;
-    the rest: `icecore.dumper.preflight.prediction`.
+def predicted_window(found: Inspection) -> float:
+    """Return the least seconds in which a window moves and copies memory, if all of it changed.
+    `icecore.dumper.preflight.prediction` adds the rest.
     """
     if found.gpus is None:
         return 0.0
@@ -244,8 +247,8 @@ def predicted_window(found: Look) -> float:
     )
 
 
-def window(found: Look) -> list[Refusal]:
-    """How long the driver takes at the least is known: a window that cannot be kept is not begun."""
+def window(found: Inspection) -> list[Refusal]:
+    """Refuse a window that the driver alone exceeds, by the least time that it takes."""
     if found.gpus is None or found.options.stop:
         return []
     slowest = max((p.moved for p in found.gpus.processes), default=0)
@@ -262,8 +265,8 @@ def window(found: Look) -> list[Refusal]:
     ]
 
 
-def nvml(found: Look) -> list[Refusal]:
-    """A warning: NVML's handles are the kernel's, and end with the process."""
+def nvml(found: Inspection) -> list[Refusal]:
+    """Warn of users of NVML: its handles are kernel objects and end with the process."""
     return [
         Refusal(
             "nvml",

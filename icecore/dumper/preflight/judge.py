@@ -1,8 +1,8 @@
-"""Preflight: what would lose or hang the job, or make its snapshot useless, is found and refused
-with its cure before anything is frozen.
+"""Preflight: find and refuse what would lose or hang the job, or make its snapshot useless, before
+anything is frozen. Each refusal comes with a cure.
 
-Every check is a function of one `Look` and returns refusals. None can be overridden. What only may
-matter after a restore is a warning.
+Every check is a function of one `Inspection` and returns refusals, none of which can be overridden.
+A finding that may matter only after a restore is a warning.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.preflight import checks, checks_descriptors, checks_gpu
 from icecore.dumper.preflight.checks import Check, Refusal
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host.kernel import limits, procfs
 
-#: Modules and programs of icecore's that hold jobs, or work for who does.
-_MACHINERY = frozenset(
+#: Modules and programs of icecore that hold jobs, or work for a process that does.
+_OWN_MODULES = frozenset(
     {"icecore.dumper.freeze.guard", "icecore.host.gpu.helper", "icecore.host.gpu.worker"}
 )
 _PROGRAMS = frozenset({"icecore-keeper"})
@@ -67,10 +67,10 @@ WARNINGS: tuple[Check, ...] = (
 
 
 def check_target(pid: int) -> list[Refusal]:
-    """What can be said before the tree is read.
+    """Return the refusals that are known before the tree is read.
 
     Raises:
-        NotFound: There is no such process.
+        NotFound: The process does not exist.
     """
     if pid <= 0 or not procfs.exists(pid):
         raise NotFound(
@@ -115,37 +115,37 @@ def check_target(pid: int) -> list[Refusal]:
 
 
 def _check_member(pid: int) -> list[Refusal]:
-    """What keeps a process from being looked at, or from standing still."""
+    """Refuse a process that icecore may not inspect or that must not stand still."""
     with suppress(NotFound):  # it has ended
         try:
             os.readlink(f"/proc/{pid}/ns/user")
         except PermissionError:
             cure = "run icecore with at least the capabilities of that process: as root on the machine, or in a container with --privileged"
-            message = f"icecore may not look at process {pid}, which has capabilities that icecore lacks, or is in an outer user namespace"
+            message = f"icecore may not inspect process {pid}, which has capabilities that icecore lacks, or is in an outer user namespace"
             return [Refusal("access", message, cure)]
         except FileNotFoundError:
             return []
-        if is_own_machinery(procfs.command_line(pid)):
-            message = f"process {pid} is a part of icecore itself: another dump or restore, or a job's device memory, would wait for it"
+        if is_part_of_icecore(procfs.command_line(pid)):
+            message = f"process {pid} belongs to icecore itself: another dump or restore, or a job's device memory, depends on it"
             return [
                 Refusal(
                     "icecore",
                     message,
-                    "name the job itself, or try again once that dump or restore is done ('icecore ps' lists the jobs)",
+                    "name the job itself, or try again after that dump or restore ('icecore ps' lists the jobs)",
                 )
             ]
     return []
 
 
-def is_own_machinery(command: Sequence[str]) -> bool:
-    """Whether a command line is that of a process which others wait for: a guard, a helper, a
-    keeper.
+def is_part_of_icecore(command: Sequence[str]) -> bool:
+    """Return whether a command line is that of a guard, a helper or a keeper, on which other
+    processes depend.
     """
     if not command:
         return False
     named = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     return (
-        named in _MACHINERY
+        named in _OWN_MODULES
         or os.path.basename(command[0]) in _PROGRAMS
         or _RESTORE_GUARD in command[:7]
     )
@@ -171,18 +171,18 @@ def _contains(root: int, pid: int) -> bool:
     return False
 
 
-def refuse(found: Look) -> list[Refusal]:
-    """Every refusal of every check, in their order."""
+def refuse(found: Inspection) -> list[Refusal]:
+    """Return every refusal of every check, in their order."""
     return [refusal for check in CHECKS for refusal in check(found)]
 
 
-def require(found: Look) -> None:
+def require(found: Inspection) -> None:
     """Raise `PreflightRefused` with all refusals if there are any."""
     refusals = refuse(found)
     if refusals:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
 
 
-def warn(found: Look) -> list[Refusal]:
-    """What does not keep a dump from being taken, but may matter to who restores it."""
+def warn(found: Inspection) -> list[Refusal]:
+    """Return what does not prevent a dump but may matter after a restore."""
     return [warning for check in WARNINGS for warning in check(found)]

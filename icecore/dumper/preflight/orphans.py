@@ -1,11 +1,12 @@
-"""Processes that have device files of the driver open or mapped but no CUDA state; the rule: a
-process with CUDA state of its own never counts as one.
+"""Orphans: processes that have device files of the driver open or mapped but no CUDA state. A process
+with CUDA state of its own never counts as one.
 
-They are children that were forked from a CUDA process (workers of a DataLoader, of torch.compile),
-in which CUDA does not work, and users of NVML alone. The driver closes nothing in them. CRIU's
-plugin dumps these files without asking whose they are, and a restore replaces them
-(icecore/host/criu/device_files.c), so it is decided here that no other process has any: by the
-driver before the window, and by its threads once all processes are stopped.
+Orphans are children that were forked from a CUDA process (workers of a DataLoader, of
+torch.compile), in which CUDA does not work, and processes that use only NVML. The driver closes
+nothing in them. CRIU's plugin dumps device files without checking whose they are, and a restore
+replaces them (icecore/host/criu/device_files.c). This module therefore makes sure that no other
+process has any: by the driver's answer before the window, and by the driver's threads once all
+processes are stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuLook
+from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuInspection
 from icecore.dumper.preflight.checks import Refusal
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.cuda.api import State
@@ -27,11 +28,11 @@ from icecore.host.kernel import procfs
 _AGAIN = "dump it again"
 
 
-def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
+def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Refusal]:
     """Refuse processes whose driver state contradicts their threads.
 
     Args:
-        states: What the driver says of each process of the look.
+        states: The driver's state for each process of the inspection.
     """
     refusals = [
         Refusal(
@@ -39,7 +40,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
             f"process {one.pid} has begun to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
-        for one in look.orphans
+        for one in inspection.orphans
         if states[one.pid] is not State.NOT_CUDA
     ]
     return refusals + [
@@ -48,7 +49,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
             f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
-        for one in look.processes
+        for one in inspection.processes
         if one.threads
         and states[one.pid] is State.NOT_CUDA
         and procfs.exists(one.pid)
@@ -56,27 +57,27 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
     ]
 
 
-def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
+def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int]) -> None:
     """Require that only checkpointed processes have CUDA state. The tree is stopped.
 
     Args:
-        root: The tree's.
-        look: Its look before the window.
-        cuda: Those that were checkpointed.
+        root: Host pid of the tree's root.
+        inspection: What was read before the window.
+        cuda: The processes that were checkpointed.
 
     Raises:
         DumpFailed: Another process may have CUDA state.
     """
-    asked = {one.pid for one in (*look.processes, *look.orphans)}
-    named = any(one.threads for one in look.processes)
+    asked = {one.pid for one in (*inspection.processes, *inspection.orphans)}
+    named = any(one.threads for one in inspection.processes)
     for pid in procfs.tree(root):
         if pid in cuda:
             continue
         with suppress(NotFound):
-            # If the driver's threads have other names, they do not describe a process about which
-            # the driver was not asked.
+            # If the driver names its threads differently, they tell nothing about a process whose
+            # state the driver was not asked for.
             if has_drivers_threads(pid) or (
-                not named and pid not in asked and _has_device_files(pid, look.backend)
+                not named and pid not in asked and _has_device_files(pid, inspection.backend)
             ):
                 raise DumpFailed(
                     f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN
@@ -84,13 +85,13 @@ def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
 
 
 def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) -> list[int]:
-    """Find checkpointed processes that still have device files open, as users of NVML have.
+    """Find checkpointed processes that still have device files open, as users of NVML do.
 
     Args:
-        cuda: Their mappings.
+        cuda: Mappings of the checkpointed processes, by host pid.
 
     Raises:
-        DumpFailed: A process has some and has not loaded NVML: a restore would take files from it
+        DumpFailed: A process has some but has not loaded NVML, so a restore would take files from it
             that it needs.
     """
     kinds, found = backend.kinds(), []
@@ -117,8 +118,8 @@ def _has_device_files(pid: int, backend: Backend) -> bool:
 
 
 def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
-    """Yield the path of each open device file of the driver's, found by its device number: it may
-    have been opened in a root that no longer exists.
+    """Yield the path of each open device file of the driver. They are found by device number,
+    because they may have been opened in a root that no longer exists.
     """
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):

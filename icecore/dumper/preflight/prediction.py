@@ -1,52 +1,50 @@
-"""How long the window of a GPU job will be; its rule: what is said is what was measured, with the
-range in which that lay.
-"""
+"""Predict the window of a GPU job from measured times and rates, with the range in which they lay."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from icecore.dumper.observe.gpus import GpuLook
-from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.gpus import GpuInspection
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.preflight.checks_gpu import predicted_window
 from icecore.events import Value
 
 
 class Seen(NamedTuple):
-    """The least, the usual and the most that was seen of something."""
+    """The least, the usual and the most that was measured."""
 
     least: float
     usual: float
     most: float
 
 
-#: Seconds of a window beside what is copied, and for each GPU process more. With the driver's part
-#: of some 0.65 GB that it keeps of each, that makes the windows of docs/resident.md: 0.5–1.0 s of
-#: one process, 1.4–1.7 of two ranks, 3.0–3.6 of four.
+#: Seconds of a window apart from copying, for the first GPU process and for each further one. With
+#: the driver's time for the 0.65 GB or so that it keeps of each process, they add up to the windows
+#: of docs/resident.md: 0.5–1.0 s for one process, 1.4–1.7 s for two ranks, 3.0–3.6 s for four.
 FIRST, FURTHER = Seen(0.3, 0.4, 0.7), Seen(0.7, 0.8, 0.9)
 
-#: A context with nothing in it, whatever NVML says that is left of a process beside its resident
-#: memory (H100 and H200, driver 580).
+#: The least that the driver moves of a process, an empty context, whatever NVML reports beside
+#: resident memory (H100 and H200, driver 580).
 CONTEXT_BYTES = 500 << 20
 
 Rates = tuple[float, float]
-#: What the driver usually moves out and in, bytes a second and process (docs/gpu.md): by itself,
-#: and with its mapping made for it.
+#: The usual rates at which the driver moves memory out and in, bytes a second and process
+#: (docs/gpu.md): by itself, and with its mapping made for it.
 USUAL_ALONE: Rates = (2.0e9, 5.0e9)
 USUAL_HELPED: Rates = (5.0e9, 7.0e9)
-#: The slowest that it was seen to be: by itself, one process and four at once, and with its mapping
-#: made for it. The fastest: `icecore.dumper.preflight.checks_gpu`.
+#: The lowest rates that were seen: by itself for one process and for four at once, and with its
+#: mapping made for it. The highest are in `icecore.dumper.preflight.checks_gpu`.
 SLOWEST_ALONE: Rates = (1.3e9, 3.8e9)
 SLOWEST_OF_SEVERAL: Rates = (0.6e9, 3.1e9)
 SLOWEST_HELPED: Rates = (2.8e9, 3.0e9)
 
 
-def predict(found: Look) -> dict[str, Value]:
-    """What preflight says of device memory: how much stays, how much is moved, and how long the
-    window will be on that account if all of what stays changed.
+def predict(found: Inspection) -> dict[str, Value]:
+    """Predict how much device memory stays, how much is moved, and how long the window takes for it
+    if all that stays has changed.
 
     Returns:
-        The fields of ``dump.preflight`` (docs/events.md); none where the tree uses no GPU.
+        The fields of ``dump.preflight`` (docs/events.md); empty if the tree uses no GPU.
     """
     gpus, resident = found.gpus, found.resident
     if gpus is None:
@@ -67,8 +65,8 @@ def predict(found: Look) -> dict[str, Value]:
     return fields
 
 
-def window_of(found: Look) -> Seen:
-    """Seconds, as far as GPUs decide; nothing where there are none."""
+def window_of(found: Inspection) -> Seen:
+    """Return the seconds of the window that GPUs account for; zeros without GPUs."""
     if found.gpus is None:
         return Seen(0.0, 0.0, 0.0)
     some, helped = len(found.gpus.processes), found.options.populate
@@ -84,8 +82,10 @@ def window_of(found: Look) -> Seen:
     )
 
 
-def _driver_seconds(gpus: GpuLook, rates: Rates) -> float:
-    """Processes at the same time; those that NVML does not know are taken to use as much each."""
+def _driver_seconds(gpus: GpuInspection, rates: Rates) -> float:
+    """Return the driver's seconds for all processes at once. Processes that NVML does not know count
+    as using equal shares.
+    """
     unknown = sum(not process.contexts for process in gpus.processes)
     most = max((max(process.moved, CONTEXT_BYTES) for process in gpus.processes), default=0)
     if unknown:

@@ -1,14 +1,13 @@
-"""A CRIU that has started but waits; its one rule: nothing of the tree is touched before `go`, and
-never if that does not come.
+"""A CRIU that has started and waits. It touches nothing of the tree before `go`, and never without
+it.
 
-CRIU's start (its loader, the vdso, probing what the kernel can do) takes 30 to 100 ms. It then runs
+CRIU's start (its loader, the vdso, probing the kernel's features) takes 30 to 100 ms. It then runs
 its action script for the stage ``pre-dump``, before it collects the tree or stops anything
-(cr-dump.c: cr_dump_tasks); the script waits for a word through a pipe of this process. Where that
-ends without the word, the script fails, and CRIU ends. The script lies in memory, because
-directories on tmpfs often forbid that anything of theirs is executed, and it finds everything
-through this process's /proc, so that CRIU inherits nothing for it. CRIU runs it twice more in the
-window, ``post-dump`` and ``status-ready``, and in a network namespace for its lock: then it ends at
-once.
+(cr-dump.c: cr_dump_tasks). The script waits for a word through a pipe of this process. If the pipe
+ends without the word, the script fails and CRIU ends. The script is a file in memory, because
+directories on tmpfs are often mounted noexec. It finds everything through this process's /proc, so
+CRIU inherits nothing for it. CRIU runs it twice more in the window, for ``post-dump`` and
+``status-ready``, and in a network namespace for its lock; then it ends at once.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from icecore.host.criu.program import dump_environment
 from icecore.host.cuda import holder
 from icecore.host.gpu.backend import find_backend
 
-# Whoever waits for the end of CRIU through the pipe `life` waits for the script's too.
+# A process that waits for CRIU's end through the pipe `life` waits for the script's end too.
 _SCRIPT = """#!/bin/sh
 case $CRTOOLS_SCRIPT_ACTION in pre-dump) ;; *) exit 0 ;; esac
 exec 9> {life} && echo > {arrived} && read -r word < {go} && [ "$word" = go ]
 """
-#: memfd_create(2): from Linux 6.3 on an executable file is to be asked for as one.
+#: memfd_create(2): since Linux 6.3, an executable file must be requested as one.
 _MFD_EXEC = 0x10
-#: Where files may be made, and perhaps executed.
+#: Directories in which to try to make an executable file.
 _FOLDERS = ("/run", "/var/tmp", "/tmp")
 
 
-class Prepared:
-    """Starts CRIU; `arrives` says whether it waits.
+class WaitingCriu:
+    """Starts CRIU; `arrives` tells whether it waits.
 
     Args:
         command: ``{pages}``, ``{status}`` and ``{hold}`` (CRIU's action script) are replaced.
-        pages: CRIU's end of the page-server connection; from now on this object's.
-        devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`); from now
-            on this object's. None: there are none.
+        pages: CRIU's end of the page-server connection. This object takes it over.
+        devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`), taken over
+            too. None: no GPU processes.
         life: Writing end of a pipe, which CRIU and the script inherit.
-        lock: Says that the working directory is in use; CRIU inherits it. -1: there is none.
-        hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.criu.hidden`);
-            None: it sees everything.
+        lock: Lock of the working directory, which CRIU inherits. -1: none.
+        hidden: File in which CRIU notes what it was kept from seeing
+            (`icecore.host.criu.hidden`). None: it sees everything.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: CRIU cannot be started.
     """
 
     def __init__(
@@ -68,8 +67,7 @@ class Prepared:
         try:
             self._arrived, arrived = self._pipe()
             go, self._go = self._pipe()
-            #: One zero byte comes through it once the tree stands still and CRIU serves; it ends
-            #: with CRIU.
+            #: Carries one zero byte once the tree stands still and CRIU serves; ends with CRIU.
             self.status, status = self._pipe()
             script = _executable(
                 _SCRIPT.format(life=_path(life), arrived=_path(arrived), go=_path(go))
@@ -114,8 +112,10 @@ class Prepared:
             self.pages.close()
 
     def arrives(self, control: socket.socket) -> bool:
-        """Wait until CRIU waits. False: it ended, or went on unasked, or nobody is at the other end
-        of ``control``.
+        """Wait until CRIU waits.
+
+        Returns:
+            False if CRIU ended or went on without `go`, or if the peer of ``control`` is gone.
         """
         poll = select.poll()
         poll.register(self._arrived, select.POLLIN)
@@ -124,32 +124,32 @@ class Prepared:
         return self._arrived in {number for number, _ in poll.poll()}
 
     def go(self) -> None:
-        """Let it go on: it stops the tree."""
+        """Let CRIU go on: it stops the tree."""
         os.write(self._go, b"go\n")
 
     def hang_up(self) -> None:
-        """Shut down the page-server connection, of which this end is CRIU's too: a tree that it has
-        stopped, or will, it lets go.
+        """Shut down the page-server connection, whose end here is CRIU's own. CRIU then lets go of a
+        tree that it has stopped or is about to stop.
         """
         with contextlib.suppress(OSError):  # CRIU may be gone already
             self.pages.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
-        """Wait for CRIU's end. There is no time-out: killing it while the parasite is in the job
+        """Wait for CRIU's end, without a time-out: killing CRIU while its parasite is in the job
         would lose the job.
 
         Returns:
-            Its exit status.
+            CRIU's exit status.
         """
         status = self.criu.wait()
         self._close()
         return status
 
     def drop(self) -> int:
-        """Not let it go: it ends without having touched anything.
+        """End CRIU before it touches anything.
 
         Returns:
-            Its exit status.
+            CRIU's exit status.
         """
         self._close(self._go)
         self.hang_up()
@@ -157,13 +157,13 @@ class Prepared:
 
 
 def _path(descriptor: int) -> str:
-    """Where others find a descriptor of this process."""
+    """Return the path by which other processes open a descriptor of this one."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _executable(text: str) -> int:
-    """A script as a descriptor: in memory, or where the kernel forbids that (vm.memfd_noexec=2), a
-    file without a name.
+    """Return a descriptor of an executable script: a file in memory, or, where the kernel forbids
+    that (vm.memfd_noexec=2), an unlinked file.
     """
     try:
         descriptor = os.memfd_create("icecore-hold", os.MFD_CLOEXEC | _MFD_EXEC)
@@ -190,6 +190,6 @@ def _file(text: str, why: OSError) -> int:
             os.fchmod(writing, 0o700)
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            os.close(writing)  # what is open for writing cannot be executed
+            os.close(writing)  # a file that is open for writing cannot be executed
             os.unlink(path)
     raise why

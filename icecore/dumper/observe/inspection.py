@@ -1,5 +1,5 @@
-"""The look at a running tree before a dump: everything that preflight judges, read once; nothing is
-stopped or changed.
+"""The inspection of a running tree before a dump: read everything that preflight judges, once,
+without stopping or changing anything.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from icecore.dumper.observe.files import FoundFile, find_files
-from icecore.dumper.observe.gpus import GpuLook, look_at_gpus
-from icecore.dumper.observe.resident_look import ResidentLook, look_at_resident
+from icecore.dumper.observe.gpus import GpuInspection, inspect_gpus
+from icecore.dumper.observe.resident_inspection import ResidentInspection, inspect_resident
 from icecore.dumper.observe.sockets import Socket, sockets_of
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
@@ -21,18 +21,18 @@ from icecore.host.gpu.backend import find_backend
 from icecore.host.kernel import limits, procfs
 
 _SIZES = ("RssAnon", "VmLck", "HugetlbPages")
-#: Names of memory that CRIU writes into its images: shared anonymous memory, memfds, System V
-#: shared memory.
+#: How /proc names memory that CRIU writes into its images: shared anonymous memory, memfds, System
+#: V shared memory.
 SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV")
 
 
 @dataclass(frozen=True)
-class ProcessLook:
-    """What was read about one process of the tree. Memory in bytes.
+class ProcessInspection:
+    """What was read about one process of the tree. Memory is in bytes.
 
     Attributes:
-        private_bytes: Resident private anonymous memory (RssAnon).
-        copied_bytes: Private memory that CRIU has to copy, because it is locked or on huge pages of
+        private_bytes: Private anonymous memory in RAM (RssAnon).
+        copied_bytes: Private memory that CRIU must copy, because it is locked or on huge pages of
             hugetlbfs.
         devices: Descriptor → (major, minor) of devices.
         mounts: Descriptor, "exe" or "cwd" → mount id.
@@ -52,24 +52,25 @@ class ProcessLook:
 
 
 @dataclass(frozen=True)
-class Look:
-    """All that the checks judge.
+class Inspection:
+    """Everything that the checks judge.
 
     Attributes:
         root: Host pid of the tree's root.
         processes: Root first.
         files: Regular files that the tree has open or mapped.
-        private_bytes: Resident private anonymous bytes, which stay in place during the window.
-        copied_bytes: Resident bytes that CRIU copies while the tree stands still: shared, locked
-            and hugetlb memory.
+        private_bytes: Bytes of private anonymous memory in RAM, which stay in place during the
+            window.
+        copied_bytes: Bytes that CRIU copies while the tree stands still: shared, locked and hugetlb
+            memory.
         workdir_free: Bytes free where CRIU's images go.
-        namespaces: This process's, by kind.
-        gpus: Its processes that use an NVIDIA GPU; None: there are none.
-        resident: Those of them whose device memory stays where it is; None: there are none.
+        namespaces: This process's namespaces, by kind.
+        gpus: The tree's processes that use an NVIDIA GPU; None: none.
+        resident: Those of them with resident device memory; None: none.
     """
 
     root: int
-    processes: list[ProcessLook]
+    processes: list[ProcessInspection]
     files: list[FoundFile]
     private_bytes: int
     copied_bytes: int
@@ -77,8 +78,8 @@ class Look:
     namespaces: dict[str, int]
     criu: Criu
     options: DumpOptions
-    gpus: GpuLook | None = None
-    resident: ResidentLook | None = None
+    gpus: GpuInspection | None = None
+    resident: ResidentInspection | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -86,16 +87,16 @@ class Look:
         return [p.pid for p in self.processes]
 
     @property
-    def living(self) -> list[ProcessLook]:
-        """Without zombies."""
+    def living(self) -> list[ProcessInspection]:
+        """All processes except zombies."""
         return [p for p in self.processes if not p.status.zombie]
 
 
-def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
-    """Read all that the checks need.
+def inspect_tree(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Inspection:
+    """Read everything that the checks need.
 
     Raises:
-        NotFound: The process is gone.
+        NotFound: The process has ended.
     """
     processes = []
     for member in procfs.tree(pid):
@@ -104,14 +105,14 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
         except (NotFound, FileNotFoundError, ProcessLookupError):
             if member == pid:
                 raise NotFound(f"there is no process {pid}") from None
-            continue  # it ended meanwhile
-    gpus = look_at_gpus(
+            continue  # it has ended
+    gpus = inspect_gpus(
         find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes]
     )
     resident = None
     if gpus is not None:
-        gpus, resident = look_at_resident(gpus, options.staging_bytes)
-    return Look(
+        gpus, resident = inspect_resident(gpus, options.staging_bytes)
+    return Inspection(
         root=pid,
         processes=processes,
         files=find_files([p.pid for p in processes if not p.status.zombie], options),
@@ -126,17 +127,17 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
     )
 
 
-def _process(pid: int) -> ProcessLook:
+def _process(pid: int) -> ProcessInspection:
     status = procfs.status(pid)
     if status.zombie:
-        return ProcessLook(pid, status, [], [])
+        return ProcessInspection(pid, status, [], [])
     descriptors = procfs.descriptors(pid)
     sizes = {
         name: int(words[0]) * 1024
         for name, words in procfs.status_fields(pid).items()
         if name in _SIZES
     }
-    return ProcessLook(
+    return ProcessInspection(
         pid,
         status,
         procfs.read_maps(pid),
@@ -158,13 +159,13 @@ def _devices(
             try:
                 device = os.stat(f"/proc/{pid}/fd/{descriptor.number}").st_rdev
             except FileNotFoundError:
-                continue  # closed meanwhile
+                continue  # closed since
             yield descriptor.number, (os.major(device), os.minor(device))
 
 
 def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[str, int]]:
-    """Mount ids of what has a path, also of the program and the working directory; memory that only
-    looks like a file has none.
+    """Yield the mount id of everything that has a path, including the program and the working
+    directory. Memory that only looks like a file has none.
     """
     for descriptor in descriptors:
         if descriptor.target.startswith("/") and not descriptor.target.startswith(SHARED_MEMORY):
@@ -184,8 +185,8 @@ def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tupl
             os.close(own)
 
 
-def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
-    """Bytes of shared memory, each object once however many map it. Files on tmpfs (/dev/shm) are
+def _shared_bytes(processes: Sequence[ProcessInspection]) -> int:
+    """Return the bytes of shared memory, each object counted once. Files on tmpfs (/dev/shm) are
     files, not memory.
     """
     reach: dict[tuple[int, int], str] = {}
@@ -207,10 +208,10 @@ def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
         try:
             total += os.stat(path).st_blocks * 512
         except OSError:
-            continue  # closed or unmapped meanwhile
+            continue  # closed or unmapped since
     return total
 
 
 def mount_ids(pid: int) -> set[int]:
-    """The mounts that a process sees."""
+    """Return the ids of the mounts that a process sees."""
     return {mount.id for mount in procfs.mounts(pid)}

@@ -1,5 +1,5 @@
-"""Explains a failed dump by processes that ended meanwhile; the rule: the error names their end as
-the cause, not what failed because of it.
+"""Explain a failed dump by processes that ended during it: the error names their end as the cause,
+not what failed because of it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from icecore.errors import DumpFailed, HookFailed, IcecoreError, NotFound, StoreError, UsageError
 from icecore.host.kernel import procfs
 
-#: Failures that no end of a process causes.
+#: Failures that the end of a process does not cause.
 _OTHERS = (HookFailed, StoreError, UsageError)
 
 
-class Lives:
+class DeathWatch:
     """The processes without which a dump fails.
 
     Args:
-        root: The job's first process.
+        root: Host pid of the job's first process.
         job: The job's name.
     """
 
@@ -34,15 +34,15 @@ class Lives:
                 self._began.setdefault(pid, procfs.start_time(pid))
 
     def forget(self) -> None:
-        """Stop watching: from now on this dump itself ends the processes."""
+        """Stop watching: from now on the dump itself ends the processes."""
         self._began.clear()
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise `DumpFailed` with the end of a process if something fails because of it."""
+        """Turn a failure into a `DumpFailed` that names the process whose end caused it."""
         try:
             yield
-        except (IcecoreError, OSError) as error:  # files below its /proc are missing then
+        except (IcecoreError, OSError) as error:  # OSError: its files in /proc are missing
             ended = [pid for pid, began in self._began.items() if _ended(pid, began)]
             if not ended or isinstance(error, _OTHERS):
                 raise

@@ -1,5 +1,5 @@
-"""The look at a tree's resident device memory before a dump: what a window need not move; rule: the
-processes' agents are asked, nobody is stopped.
+"""The inspection of a tree's resident device memory before a dump: what a window need not move. It
+asks the processes' agents and stops no process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from icecore.dumper.observe.gpus import GpuLook
+from icecore.dumper.observe.gpus import GpuInspection
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host.kernel import limits, procfs
 from icecore.host.kernel.trusted import open_directory, require_private
@@ -23,32 +23,32 @@ from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
 
-#: Bytes a second at which what changed is copied aside on its GPU (docs/resident.md: 0.4–0.9 TB/s),
-#: and through its bus into pinned memory (its target there).
+#: Rates, in bytes a second, at which changed memory is copied aside on its GPU (docs/resident.md:
+#: 0.4–0.9 TB/s) and over the bus into pinned memory (its target there).
 DEVICE_RATE, HOST_RATE = 400e9, 45e9
-#: At which the window stores that for which there is no room: a first snapshot of 112 GiB took 9.9
-#: s, for 41 of them (docs/resident.md).
+#: Rate at which the window stores memory that has no room for a copy: a first snapshot of 112 GiB
+#: took 9.9 s, for 41 of them (docs/resident.md).
 STORE_RATE = 5e9
-#: Seconds of the driver's checkpoint and of CRIU beside which that goes on (docs/resident.md: what
+#: Seconds of the driver's checkpoint and of CRIU that run beside the copying (docs/resident.md: what
 #: a window of 0.54 s consists of).
 BESIDE_SECONDS = 0.3
 #: What the worker's own context takes of each GPU's free memory (docs/resident.md).
 _WORKER_BYTES = 500 << 20
-#: For how long an agent that does not answer is asked again.
+#: How long to ask an agent again that does not answer.
 _REPORT_SECONDS, _POLL_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
-class ResidentLook:
+class ResidentInspection:
     """The processes of a tree that have resident memory.
 
     Attributes:
-        directory: ``ICECORE_RESIDENT`` as they have it.
-        pids: Each, as this machine sees it → as it sees itself.
-        reports: How each is.
-        outsiders: Processes that are not in the tree, as the keeper sees them, and have memory of
-            it.
-        copies: Where copies will go if all of it changes, and that is seen before the window.
+        directory: ``ICECORE_RESIDENT`` in their environment.
+        pids: Host pid → pid in the process's own namespace.
+        reports: What each agent reports, by host pid.
+        outsiders: Processes outside the tree that have memory of it, by the keeper's pids.
+        copies: Where copies will go if all of the memory changes and that is found before the
+            window.
     """
 
     directory: str
@@ -59,12 +59,12 @@ class ResidentLook:
 
     @property
     def bytes(self) -> int:
-        """What stays where it is."""
+        """Bytes that stay in place."""
         return sum(report.counts.resident_bytes for report in self.reports.values())
 
     @property
     def left(self) -> dict[str, int]:
-        """What their preloads left to the driver: `Counts.left` of all."""
+        """What the preloads left to the driver: the sum of `Counts.left`."""
         total: Counter[str] = Counter()
         for report in self.reports.values():
             total.update(report.counts.left)
@@ -72,8 +72,8 @@ class ResidentLook:
 
     @property
     def most_window_seconds(self) -> float:
-        """How much longer a window will take if all of it has changed: GPUs copy at the same time,
-        and what has no room is stored.
+        """How much longer a window takes if all of the memory has changed. GPUs copy at the same
+        time, and memory without room for a copy is stored.
         """
         device, host, left = self.copies
         aside = (
@@ -83,18 +83,23 @@ class ResidentLook:
         return max(0.0, max(aside, default=0.0) + left / STORE_RATE - BESIDE_SECONDS)
 
     def seen_from(self, pid: int) -> Path:
-        """The directory through a process, as long as that lives."""
+        """Return the path of the directory through a process, valid while the process lives."""
         return Path(f"/proc/{pid}/root{self.directory}")
 
 
-def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, ResidentLook | None]:
-    """Which of the GPU processes have resident memory, and the look at GPUs with that taken off.
+def inspect_resident(
+    gpus: GpuInspection, staging_bytes: int
+) -> tuple[GpuInspection, ResidentInspection | None]:
+    """Find the GPU processes with resident memory.
 
     Args:
         staging_bytes: What is pinned for copies in any case.
 
+    Returns:
+        ``gpus`` with resident memory deducted, and what was found; None: no process has any.
+
     Raises:
-        PreflightRefused: A process that may have some does not tell.
+        PreflightRefused: A process that may have resident memory gives no answer.
     """
     directory, pids, reports = "", {}, {}
     sizes: Counter[str] = Counter()
@@ -105,16 +110,15 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
             agent = _agent_of(process.pid, named)
             report = None if agent is None else _report(agent)
             if agent is not None and report is None and _kept(process.pid, agent.directory):
-                raise ResidentFailed("no agent of its listens", errno.ENOTCONN)
+                raise ResidentFailed("its agent does not listen", errno.ENOTCONN)
         except NotFound:
             continue  # the process has ended
         except ResidentFailed as error:
-            # Through the driver it would be lost: that restores into other memory than the keeper
-            # holds.
+            # The driver would lose this memory: it restores into other memory than the keeper's.
             refused.append(
                 (
                     "gpu-resident",
-                    f"process {process.pid} does not tell of its resident device memory: {error.message}",
+                    f"process {process.pid} does not report its resident device memory: {error.message}",
                     "try again",
                 )
             )
@@ -122,7 +126,7 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
         if agent is None or report is None:
             continue
         if not _is_private(agent.directory):
-            what = f"process {process.pid} names {named} for its device memory, which others can write to"
+            what = f"process {process.pid} names {named} for its device memory, a directory that other users can write to"
             refused.append(
                 (
                     "gpu-resident",
@@ -132,9 +136,9 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
             )
             continue
         if directory and named != directory:
-            what = f"the device memory of the tree's processes stays with two keepers: {directory} and {named}"
+            what = f"the tree's processes use two keepers for their device memory: {directory} and {named}"
             refused.append(
-                ("gpu-resident", what, "start all processes of a job by one icecore run")
+                ("gpu-resident", what, "start all processes of a job with one icecore run")
             )
             continue
         directory, pids[process.pid], reports[process.pid] = named, agent.pid, report
@@ -143,7 +147,7 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
         raise PreflightRefused(refused)
     if not pids:
         return gpus, None
-    limits.raise_descriptor_limit()  # one for each allocation, to compare with others'
+    limits.raise_descriptor_limit()  # one for each allocation, to compare with other processes'
     less = [
         replace(process, resident=reports[process.pid].counts.resident_bytes)
         if process.pid in reports
@@ -152,12 +156,14 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
     ]
     without = replace(gpus, processes=less)
     copies = _foreseen(without, sizes, staging_bytes)
-    return without, ResidentLook(directory, pids, reports, _outsiders(directory, reports), copies)
+    return without, ResidentInspection(
+        directory, pids, reports, _outsiders(directory, reports), copies
+    )
 
 
 def _is_private(directory: Path) -> bool:
-    """Whether a directory that a process names is one in which nobody but root, or this user, can
-    put anything. A keeper may be started there.
+    """Return whether only root or this user can create files in a directory that a process names. A
+    keeper may be started there.
     """
     try:
         found = open_directory(directory)
@@ -173,7 +179,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def _sizes(agent: Agent, report: Report) -> Counter[str]:
-    """Bytes by GPU; where the process does not tell, of none."""
+    """Return the process's bytes by GPU; all under no GPU if its agent gives no answer."""
     try:
         sizes: Counter[str] = Counter()
         for one in agent.allocations():
@@ -183,9 +189,9 @@ def _sizes(agent: Agent, report: Report) -> Counter[str]:
         return Counter({"": report.counts.resident_bytes})
 
 
-def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
-    """By the rule of `icecore.dumper.gpu.resident.Resident.prepare` for a first snapshot, with what
-    NVML says is free.
+def _foreseen(gpus: GpuInspection, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
+    """Predict where copies go as `icecore.dumper.gpu.resident.Resident.prepare` plans them for a
+    first snapshot, with the free memory that NVML reports.
     """
     known = {gpu.uuid: gpu for gpu in gpus.inventory.gpus} if gpus.inventory is not None else {}
     spare = {
@@ -206,18 +212,17 @@ def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Fo
 
 
 def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
-    """Of the processes with the same keeper, those that have memory of the tree's and are not in
-    it.
+    """Find processes of the same keeper that are outside the tree and have memory of it.
 
     Raises:
-        PreflightRefused: The keeper does not tell.
+        PreflightRefused: The keeper gives no answer.
     """
     tokens = {report.token for report in reports.values()}
     keeper, found = Keeper(Path(f"/proc/{next(iter(reports))}/root{directory}")), []
     with (
         suppress(NotFound),
         ExitStack() as stack,
-    ):  # a keeper that has died is replaced, and given everything
+    ):  # NotFound: a keeper that has died is replaced and receives everything again
 
         def take(token: bytes) -> list[Taken]:
             pairs = keeper.take(token)
@@ -234,18 +239,18 @@ def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
             own = [pair for token in tokens for pair in take(token)] if others else []
             found = [one.pid for one in others if share_any(own, take(one.token))]
         except ResidentFailed as error:
-            what = f"who else has device memory of the tree's cannot be told: {error.message}"
+            what = f"the keeper does not report which other processes have device memory of the tree: {error.message}"
             raise PreflightRefused([("gpu-outside", what, error.cure or "try again")]) from error
     return found
 
 
 def has_mapped(pid: int) -> bool:
-    """Whether a process has resident memory that was not taken away, or is about to have some: an
-    agent it has before that.
+    """Return whether a process has resident memory that was not taken away, or may soon have some
+    because it has an agent.
 
     Raises:
-        NotFound: It has ended.
-        ResidentFailed: It does not tell.
+        NotFound: The process has ended.
+        ResidentFailed: Its agent gives no answer.
     """
     agent = _agent_of(pid, resident_directory(pid))
     if agent is None:
@@ -255,7 +260,7 @@ def has_mapped(pid: int) -> bool:
 
 
 def _kept(pid: int, directory: Path) -> bool:
-    """Whether a keeper has memory of a process that is not heard."""
+    """Return whether a keeper has memory of a process whose agent gives no answer."""
     try:
         return any(
             one.alive and one.allocations and one.pid == pid
@@ -266,10 +271,10 @@ def _kept(pid: int, directory: Path) -> bool:
 
 
 def _agent_of(pid: int, named: str) -> Agent | None:
-    """The agent that a process may have; None: it was started without the preload.
+    """Return the agent that a process may have; None: it was started without the preload.
 
     Raises:
-        NotFound: It has ended.
+        NotFound: The process has ended.
     """
     if not named:
         return None
@@ -277,18 +282,18 @@ def _agent_of(pid: int, named: str) -> Agent | None:
 
 
 def _report(agent: Agent) -> Report | None:
-    """What an agent says; None: there is none.
+    """Return an agent's report; None: there is no agent.
 
     Raises:
-        ResidentFailed: It does not say anything.
+        ResidentFailed: The agent gives no answer.
     """
     end = time.monotonic() + _REPORT_SECONDS
     while True:
         try:
             return agent.report()
         except NotFound:
-            # Where it has a socket, it may be about to listen again; or the socket is of an earlier
-            # process with this pid.
+            # If there is a socket, the agent may soon listen again, or the socket belongs to an
+            # earlier process with this pid.
             if time.monotonic() > end or not agent.exists:
                 return None
         except ResidentFailed:
@@ -298,7 +303,7 @@ def _report(agent: Agent) -> Report | None:
 
 
 def resident_directory(pid: int) -> str:
-    """What a process was started with; "": nothing."""
+    """Return the keeper's directory that a process was started with; "": none."""
     try:
         words: Sequence[bytes] = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

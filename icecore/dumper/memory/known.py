@@ -1,5 +1,5 @@
-"""Fingerprints of cells, the cheap answer to "did this cell change?": XXH3-128 with a secret seed
-over page bitmap and bytes, looked up by address.
+"""What is already known of a space's cells, looked up by address: a fingerprint that tells cheaply
+whether a cell changed, and where the cell is stored.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.store.format.cell import CELL
-from icecore.store.format.fingerprints import FINGERPRINT as FINGERPRINT
-from icecore.store.format.fingerprints import NO_FINGERPRINTS as NO_FINGERPRINTS
-from icecore.store.format.fingerprints import Fingerprints as Fingerprints
-from icecore.store.format.fingerprints import decode_fingerprints as decode_fingerprints
-from icecore.store.format.fingerprints import encode_fingerprints as encode_fingerprints
+from icecore.store.format.fingerprints import FINGERPRINT
 
 
 @dataclass(frozen=True)
 class KnownCells:
-    """What is already known of a space's cells, sorted by address; n rows.
+    """What is known of a space's cells, sorted by address; n rows.
 
     Attributes:
         key: u8[n], address of the cell's first byte in its region (``CellPlan.key``).
@@ -33,11 +29,11 @@ class KnownCells:
 
     @classmethod
     def none(cls) -> KnownCells:
-        """Nothing known."""
+        """Return no known cells."""
         return cls(np.empty(0, np.uint64), np.empty(0, FINGERPRINT), np.empty(0, CELL))
 
     def find(self, key: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """For each address the row that describes it, or -1."""
+        """Return for each address the row that describes it, or -1."""
         if not len(self.key):
             return np.full(len(key), -1, np.int64)
         row = np.searchsorted(self.key, key)
@@ -47,7 +43,9 @@ class KnownCells:
     def differ(
         self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void]
     ) -> npt.NDArray[np.bool_]:
-        """For each address whether its fingerprint is another one than is known, or none is."""
+        """Return for each address whether its fingerprint differs from the known one, or none is
+        known.
+        """
         row = self.find(key)
         if not len(self.key):
             return row < 0
@@ -63,7 +61,7 @@ class KnownCells:
         fingerprint: npt.NDArray[np.void],
         record: npt.NDArray[np.void],
     ) -> KnownCells:
-        """These rows laid over the present ones."""
+        """Return the cells with these rows added, in place of present rows of the same address."""
         all_key = np.concatenate([key, self.key])
         unique, first = np.unique(all_key, return_index=True)
         return KnownCells(

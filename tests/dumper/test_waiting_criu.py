@@ -1,4 +1,4 @@
-"""The script in which CRIU waits, on machines that execute nothing in memory."""
+"""The script in which CRIU waits, on machines that forbid executing files in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from icecore.dumper.freeze import prepared
+from icecore.dumper.freeze import waiting_criu
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
@@ -18,7 +18,7 @@ def test_a_script_that_can_be_executed(forbidden: bool, monkeypatch: pytest.Monk
 
     if forbidden:
         monkeypatch.setattr(os, "memfd_create", refuse)
-    script = prepared._executable("#!/bin/sh\necho executed\n")
+    script = waiting_criu._executable("#!/bin/sh\necho executed\n")
     try:
         done = subprocess.run(
             [f"/proc/{os.getpid()}/fd/{script}"],
@@ -31,6 +31,6 @@ def test_a_script_that_can_be_executed(forbidden: bool, monkeypatch: pytest.Monk
         os.close(script)
     assert done.stdout == "executed\n"
     if forbidden:
-        monkeypatch.setattr(prepared, "_FOLDERS", ())
+        monkeypatch.setattr(waiting_criu, "_FOLDERS", ())
         with pytest.raises(OSError, match="noexec"):
-            prepared._executable("")
+            waiting_criu._executable("")

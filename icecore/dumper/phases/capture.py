@@ -1,0 +1,78 @@
+"""The capture phase: read the stopped tree, then let it run again, unless the caller ends the job."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from icecore.dumper.capture import Capture, Captured
+from icecore.dumper.phases.freeze import Frozen
+from icecore.dumper.phases.prepare import Ready
+from icecore.dumper.phases.request import Request
+from icecore.events import Phase
+
+
+@dataclass(frozen=True)
+class CaptureResult:
+    """A tree that was read, not yet stored.
+
+    Attributes:
+        capture: Reads, after the window, what CRIU wrote.
+        tree: What has been read.
+        window_seconds: How long the job stood still; with ``stop``, until here.
+    """
+
+    capture: Capture
+    tree: Captured
+    window_seconds: float
+
+
+def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> CaptureResult:
+    """Read what the running job would change, then let it run.
+
+    Args:
+        running: The phase ``dump.window``.
+
+    Raises:
+        WindowExceeded: It took too long.
+        DumpFailed: The tree could not be read, or CRIU or the driver failed to let it go.
+    """
+    window, devices = ready.window, ready.devices
+    reading = Capture(
+        request.options,
+        ready.images,
+        request.criu.version,
+        ready.storing.parent,
+        ready.copied,
+        ready.storing.context,
+        request.emit,
+    )
+    tree = reading.in_window(request.target.pid, frozen.device, frozen.early)
+    running.bytes = tree.scanned
+    running.fields["hidden"] = tree.hidden
+    if devices is not None:
+        devices.wait_copied(window.check)
+    if request.options.stop:
+        window.seconds = time.monotonic() - window.started
+    else:
+        _let_run(ready, tree, running)
+    return CaptureResult(reading, tree, window.seconds)
+
+
+def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:
+    """End the window. The driver brings device memory back before CRIU lets go of the tree.
+
+    Args:
+        running: The phase ``dump.window``.
+    """
+    window, devices = ready.window, ready.devices
+    window.thaw()
+    if devices is not None:
+        devices.go()
+    window.thawed(list(tree.pids))
+    if devices is not None:
+        devices.give_back()
+        window.over()
+    window.end()
+    ready.claim.release()
+    running.fields["window_seconds"] = window.seconds

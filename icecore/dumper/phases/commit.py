@@ -1,0 +1,147 @@
+"""The commit phase: store what was read and commit the snapshot. Only then may the job be ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.dumper.capture import Captured
+from icecore.dumper.freeze.window import wait_running
+from icecore.dumper.observe.deaths import DeathWatch
+from icecore.dumper.observe.facts import describe_requirements
+from icecore.dumper.phases.capture import CaptureResult
+from icecore.dumper.phases.preflight import Accepted
+from icecore.dumper.phases.prepare import Ready
+from icecore.dumper.phases.request import Request
+from icecore.dumper.storing import Stored
+from icecore.errors import DumpFailed
+from icecore.events import phase
+from icecore.store.format.manifest import MANIFEST_FORMAT, Manifest
+from icecore.store.format.names import new_snapshot_id
+from icecore.text import host_name
+
+_RUNNING_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed snapshot.
+
+    Attributes:
+        pre_copied: Bytes that were stored before the window.
+        spilled: Staging ran full in the window.
+    """
+
+    snapshot: str
+    manifest: Manifest
+    pre_copied: int
+    spilled: bool
+
+
+def commit(
+    request: Request, accepted: Accepted, ready: Ready, result: CaptureResult, deaths: DeathWatch
+) -> Committed:
+    """Store everything and commit it; with ``stop``, end the job then.
+
+    Args:
+        deaths: Stops watching the processes before they are killed.
+
+    Raises:
+        DumpFailed: A process does not run again, or, with ``stop``, does not end.
+        StoreError: The snapshot could not be stored.
+    """
+    options, target, devices = request.options, request.target, ready.devices
+    if not options.stop:
+        _require_running(result.tree)
+    stored = _store(request, ready, result)
+    manifest = _manifest(request, accepted, ready, result, stored)
+    snapshot = ready.storing.writer.commit(manifest)
+    if devices is not None and target.status and not options.stop:
+        devices.outlive(target.pid, Path(target.status))
+    if options.stop:
+        if devices is not None:
+            devices.leave()
+        deaths.forget()
+        ready.window.kill(list(result.tree.pids))
+        if devices is not None:
+            devices.gone(keep_resident=options.keep_resident)
+    pre_copied = sum(c.stored for c in ready.copied.values()) + (
+        devices.pre_copied if devices is not None else 0
+    )
+    return Committed(snapshot, manifest, pre_copied, ready.storing.pipeline.spilled)
+
+
+def _require_running(tree: Captured) -> None:
+    """Require that every process runs; CRIU's word for it is not enough."""
+    stuck = wait_running(list(tree.pids), _RUNNING_SECONDS)
+    if stuck:
+        raise DumpFailed(
+            f"{len(stuck)} processes still stand still after the window: {stuck[:5]}",
+            cure="find what traces them ('grep TracerPid /proc/PID/status')",
+        )
+
+
+def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
+    """Store what was read in the window, then what CRIU wrote."""
+    storing, devices, tree = ready.storing, ready.devices, result.tree
+    if devices is not None:
+        devices.let_go()
+        devices.warn()
+    with phase(request.emit, "dump.store") as running:
+        storing.pipeline.open_gate(running.counter(sum(space.queued for space in tree.spaces)))
+        result.capture.after_window(tree)
+        if devices is not None:
+            tree.spaces += devices.store(storing.context)
+        stored = storing.finish(tree.spaces, tree.reused)
+        running.bytes = stored.sizes.logical
+        running.fields |= {
+            "stored": stored.sizes.stored,
+            "chunks": stored.chunks,
+            "deltas": stored.deltas,
+            "by_codec": dict(stored.sizes.by_codec),
+        }
+    return stored
+
+
+def _manifest(
+    request: Request, accepted: Accepted, ready: Ready, result: CaptureResult, stored: Stored
+) -> Manifest:
+    target, options, devices, tree = request.target, request.options, ready.devices, result.tree
+    return Manifest(
+        format=MANIFEST_FORMAT,
+        snapshot=new_snapshot_id(),
+        job=target.job,
+        lineage=ready.storing.lineage,
+        parent=ready.storing.parent_id,
+        created_ns=tree.at_ns,
+        host=host_name(),
+        writer=f"icecore dump, criu {'.'.join(map(str, request.criu.version))}",
+        root_pid=tree.pids[target.pid],
+        processes=tree.processes,
+        spaces=stored.spaces,
+        files=tree.files,
+        requirements=describe_requirements(
+            request.criu.version,
+            tree.ids,
+            tree.ports,
+            devices.requirements() if devices else [],
+        ),
+        namespaces=tree.namespaces,
+        criu_options=_restore_options(request, accepted),
+        tags=list(options.tags),
+        pinned=options.pinned,
+        sizes=stored.sizes,
+        window_seconds=result.window_seconds,
+        hints=stored.hints,
+        hints_digest=stored.hints_digest,
+        extra={
+            **({"run": target.record.encode()} if target.record else {}),
+            **(devices.describe(tree.pids) if devices else {}),
+        },
+    )
+
+
+def _restore_options(request: Request, accepted: Accepted) -> list[str]:
+    """Return the options that a restore of this dump must give to CRIU."""
+    options = ["--shell-job"] if accepted.shell_job else []
+    return [*options, "--tcp-close"] if request.options.tcp == "close" else options

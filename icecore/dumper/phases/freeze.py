@@ -1,0 +1,186 @@
+"""The freeze phase: start CRIU as far as it gets without touching the tree, then stop the tree."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+
+from icecore.dumper.capture import HIDDEN_FILE
+from icecore.dumper.freeze.guard import WINDOW_PRIORITY
+from icecore.dumper.freeze.streamed import receive
+from icecore.dumper.gpu.devices import Devices
+from icecore.dumper.memory.early import Early, EarlyScan
+from icecore.dumper.phases.preflight import Accepted
+from icecore.dumper.phases.prepare import Ready
+from icecore.dumper.phases.request import Request
+from icecore.errors import DumpFailed
+from icecore.events import Event, Phase, phase
+from icecore.host.criu.hidden import hides
+from icecore.host.criu.program import DumpArguments, lazy_dump_command, stream_dump_command
+from icecore.host.cuda.holder import plugin_folder
+from icecore.host.jobs.namespaces import dump_options, dump_prefix
+
+_STREAM_SECONDS = 60.0
+_FREEZE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A tree that stands still.
+
+    Attributes:
+        device: Host pid → where device memory lies in the process's memory, (start, end),
+            ascending.
+        early: What was read while CRIU was at work; None: nothing.
+    """
+
+    device: Mapping[int, Sequence[tuple[int, int]]]
+    early: Early | None
+
+
+def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
+    """Start CRIU; it waits before it touches the tree.
+
+    Raises:
+        DumpFailed: It failed.
+    """
+    with phase(request.emit, "dump.criu"):
+        hidden = ready.images / HIDDEN_FILE
+        hidden.touch()
+        # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
+        hiding = request.options.memory != "streamed" and hides(request.criu)
+        command = _criu_command(request, accepted, ready)
+        with ready.devices.holder() if ready.devices is not None else nullcontext() as holder:
+            ready.window.prepare(command, hidden if hiding else None, holder)
+
+
+def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -> Frozen:
+    """Begin the window and stop the tree.
+
+    Args:
+        running: The phase ``dump.window``.
+
+    Raises:
+        WindowExceeded: It took too long.
+        DumpFailed: The tree could not be frozen, or its device memory not moved.
+    """
+    window = ready.window
+    window.begin()
+    if ready.devices is None:
+        window.go()
+    else:
+        _checkpoint(accepted, ready, ready.devices)
+    device = ready.devices.ranges if ready.devices is not None else {}
+    if request.options.memory == "streamed":
+        window.freeze(streamed=True)
+        running.fields["streamed"] = receive(
+            ready.guard.pages(), request.criu.version, ready.images, _STREAM_SECONDS
+        )
+        return Frozen(device, None)
+    with EarlyScan(
+        request.target.pid,
+        ready.images,
+        ready.storing.parent,
+        ready.copied,
+        device,
+        ready.storing.context,
+        request.emit,
+    ) as early:
+        window.freeze()
+        running.fields["freeze_seconds"] = time.monotonic() - window.started
+        return Frozen(device, early.finish())
+
+
+def _checkpoint(accepted: Accepted, ready: Ready, devices: Devices) -> None:
+    """Lock the GPU processes, let CRIU go on, and move device memory out once it holds the tree."""
+    window, storing, gpus = ready.window, ready.storing, accepted.found.gpus
+    # The parent may mislead about how much changes. The driver copies for so long that staging for
+    # all of it can be faulted in meanwhile.
+    with storing.staging.growing(gpus.most_bytes >> 20 if gpus else 0):
+        devices.lock(window.left, storing.context, storing.parent)
+        window.go()
+        left = _FREEZE_SECONDS if window.left is None else min(_FREEZE_SECONDS, window.left)
+        if not devices.checkpoint(left):
+            window.freeze()  # raises what CRIU says
+            raise DumpFailed(f"CRIU did not freeze the tree within {left:.0f} s")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep the window short: no cyclic garbage collection, which stops every thread, and precedence
+    over other work of the machine.
+
+    Threads that are started meanwhile inherit the precedence, which Linux keeps for each thread.
+    Without the right to raise it, it stays as it is.
+    """
+    enabled, thread = gc.isenabled(), threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    gc.disable()
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, thread, WINDOW_PRIORITY)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+        if enabled:
+            gc.enable()
+
+
+def _criu_command(request: Request, accepted: Accepted, ready: Ready) -> list[str]:
+    """Return CRIU's arguments; the guard replaces the words in braces."""
+    target, options = request.target, request.options
+    record = target.record
+    own = dump_options(target.pid, record) if record else []
+    prefix = dump_prefix(target.pid, record) if record else []
+    arguments = DumpArguments(
+        connections=options.tcp,
+        network_lock="skip",
+        file_locks=True,
+        external_unix=True,
+        shell_job=accepted.shell_job,
+        ghost_limit=options.ghost_limit,
+        verbosity=2,
+        # Connections that are not accepted yet are lost at a restore; with ``close`` all are.
+        extra=(
+            "--link-remap",
+            *("--action-script", "{hold}"),
+            *(["--skip-in-flight"] if options.tcp == "close" else []),
+            *_plugins(request, ready),
+            *own,
+        ),
+    )
+    if options.memory == "streamed":
+        request.emit(
+            Event(
+                "dump.fallback",
+                {"memory": "streamed", "why": "CRIU sends all memory in the window"},
+            )
+        )
+        return [
+            *prefix,
+            *stream_dump_command(
+                request.criu, target.pid, ready.images, arguments, pages="{pages}"
+            ),
+        ]
+    return [
+        *prefix,
+        *lazy_dump_command(
+            request.criu, target.pid, ready.images, arguments, pages="{pages}", status="{status}"
+        ),
+    ]
+
+
+def _plugins(request: Request, ready: Ready) -> list[str]:
+    """Name the directory of CRIU's plugins. CRIU must not use its default directory: its plugin for
+    CUDA would make the driver's calls a second time.
+    """
+    folder = request.options.criu_plugins
+    if ready.devices is not None:
+        folder = str(plugin_folder(ready.images / "plugins", folder))
+    return ["--libdir", folder] if folder else []

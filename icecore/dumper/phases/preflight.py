@@ -1,0 +1,86 @@
+"""The preflight phase: inspect the running tree and refuse what would lose or hang the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from icecore.dumper.observe.deaths import DeathWatch
+from icecore.dumper.observe.inspection import Inspection, inspect_tree
+from icecore.dumper.phases.request import Request
+from icecore.dumper.preflight.judge import check_target, require, warn
+from icecore.dumper.preflight.prediction import predict
+from icecore.errors import PreflightRefused
+from icecore.events import Event, phase
+from icecore.host.kernel import procfs
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A tree that can be dumped.
+
+    Attributes:
+        found: What was read about the tree.
+        shell_job: Its session leader is outside the tree, which CRIU must be told.
+    """
+
+    found: Inspection
+    shell_job: bool
+
+
+def preflight(request: Request, deaths: DeathWatch) -> Accepted:
+    """Inspect the tree and judge it. Nothing is stopped.
+
+    Args:
+        deaths: Is told to watch the tree's processes.
+
+    Raises:
+        PreflightRefused: Something would lose or hang the job.
+    """
+    with phase(request.emit, "dump.preflight", pid=request.target.pid) as running:
+        accepted = _preflight(request, deaths)
+        running.fields |= {
+            "processes": len(accepted.found.processes),
+            "private_bytes": accepted.found.private_bytes,
+        }
+        running.fields |= predict(accepted.found)
+    return accepted
+
+
+def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
+    target = request.target
+    refusals = check_target(target.pid)
+    if refusals:
+        raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
+    deaths.watch([target.pid])
+    found = inspect_tree(target.pid, request.criu, request.workdir, request.options)
+    deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
+    require(found)
+    _require_one_mount_namespace(request, found)
+    for warning in warn(found):
+        fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
+        request.emit(Event("dump.warning", {**fields}))
+    shell_job = procfs.status(target.pid).session not in {p.status.group for p in found.processes}
+    return Accepted(found, shell_job)
+
+
+def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
+    """Refuse a job with copies of files whose processes have mount namespaces of their own.
+
+    CRIU then works in the root's mount namespace, and would take any other for one of its own to
+    restore.
+    """
+    record = request.target.record
+    if record is None or not record.copies or record.isolation.root:
+        return
+    own = {(process.namespaces or {}).get("mnt") for process in found.living}
+    if len(own) > 1:
+        cure = "snapshot it before it makes them, or restore it without --files-to"
+        raise PreflightRefused(
+            [
+                (
+                    "namespaces",
+                    "the job has copies of files (--files-to), and processes with mount namespaces of their own",
+                    cure,
+                )
+            ]
+        )

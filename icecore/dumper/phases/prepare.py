@@ -1,0 +1,296 @@
+"""The prepare phase: set up everything that can be set up while the job runs, pre-copy included,
+so that the window has only the rest to do.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from icecore.dumper.freeze.claim import Claim
+from icecore.dumper.freeze.guard import DumpGuard
+from icecore.dumper.freeze.window import Window
+from icecore.dumper.gpu.devices import Devices
+from icecore.dumper.gpu.resident import Resident
+from icecore.dumper.memory.precopy import PreCopied, pre_copy
+from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.phases.preflight import Accepted
+from icecore.dumper.phases.request import Request
+from icecore.dumper.preflight.prediction import predict
+from icecore.dumper.storing import Storing
+from icecore.errors import DumpFailed
+from icecore.events import Event, phase
+from icecore.host.criu.program import explain
+from icecore.host.kernel import limits, oom, procfs
+from icecore.host.kernel.scanning import native_scan_lacks
+from icecore.host.workdir import make_work_directory
+from icecore.store.format.manifest import Manifest
+
+_PRE_COPY_BYTES = 256 << 20
+_PRE_COPY_STAGING = 128 << 20
+#: Resident memory without room on its GPU goes into the host's memory at a rate at which this many
+#: bytes take a tenth of a second of the window.
+_PRE_COPY_RESIDENT = 4 << 30
+#: How long to wait for another dump of the same job; one with device memory may store some of it
+#: first.
+_CLAIM_SECONDS, _CLAIM_DEVICES_SECONDS = 60.0, 300.0
+#: Each shard stream holds a shard buffer.
+_MAX_STREAMS = 16
+#: Upper bound on scan threads unless the options name another number; with more, a scan takes
+#: longer (measured on 16 cores).
+SCAN_THREADS = 8
+#: The same where the threads do not need the interpreter between cells
+#: (`icecore.host.kernel.scanning`). There, process_vm_readv alone gains a third from 8 to 12
+#: threads and an eighth from 12 to 16; the scan as a whole was not measured so.
+NATIVE_SCAN_THREADS = 12
+ENCODE_THREADS = 4
+#: Share of the private memory to prefault as staging when the parent does not tell how much
+#: changes.
+_GUESS = 0.125
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Everything a window needs. The exit stack that `prepare` was given undoes all of it.
+
+    Attributes:
+        images: CRIU's image directory.
+        guard: The process that runs CRIU.
+        devices: The tree's GPU processes; None: it has none.
+        storing: Where cells go.
+        copied: What pre-copy learnt, by image id.
+        claim: Keeps other dumps from stopping the same processes.
+        window: Not begun.
+    """
+
+    images: Path
+    guard: DumpGuard
+    devices: Devices | None
+    storing: Storing
+    copied: Mapping[int, PreCopied]
+    claim: Claim
+    window: Window
+
+
+def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
+    """Set up the window.
+
+    Args:
+        stack: Undoes, in reverse, everything that is begun here.
+
+    Raises:
+        PreflightRefused: A GPU process is in a state in which it cannot be dumped.
+        DumpFailed: Something could not be set up, or another dump has the job.
+        StoreError: The storage failed.
+    """
+    found, options = accepted.found, request.options
+    images, lock = _make_workdir(request, stack)
+    guard = _start_guard(request, images, lock, stack)
+    devices = _devices(request, found, guard, images, stack)
+    threads = options.scan_threads or limits.threads_for(
+        SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS
+    )
+    storing = Storing(
+        request.repository,
+        request.loop,
+        stack,
+        job=request.target.job,
+        parent=request.target.parent,
+        purpose="dump",
+        streams=min(_MAX_STREAMS, len(found.processes)),
+        staging_bytes=_staging_bytes(request, found),
+        threads=threads,
+        encoders=options.scan_threads or limits.threads_for(ENCODE_THREADS),
+        link_rate=options.link_rate,
+        emit=request.emit,
+    )
+    if storing.parent is not None:
+        _warn_of_another_program(request, storing.parent.manifest)
+        storing.parent.prepare()
+    copied = _pre_copy(request, found, storing)
+    _reserve(found, storing, copied, threads)
+    claim = _claim(request, found)
+    stack.callback(claim.release)
+    if devices is not None:
+        _prepare_devices(request, found, devices, storing)
+    storing.pipeline.close_gate()
+    window = Window(
+        guard,
+        request.criu.version,
+        limit=None if options.stop else options.max_window,
+        explain=lambda status: _explain(request, images, status),
+        abandon=storing.abandon,
+    )
+    return Ready(images, guard, devices, storing, copied, claim, window)
+
+
+def _make_workdir(request: Request, stack: ExitStack) -> tuple[Path, int]:
+    """Make CRIU's image directory; its lock says that it is in use."""
+    images, lock = make_work_directory("icecore-dump-", request.workdir, request.emit)
+    stack.callback(os.close, lock)
+    stack.callback(shutil.rmtree, images, ignore_errors=True)
+    return images, lock
+
+
+def _start_guard(request: Request, images: Path, lock: int, stack: ExitStack) -> DumpGuard:
+    guard = DumpGuard(str(images), lock=lock)
+    stack.callback(guard.release)
+    if guard.oom_score > oom.PROTECTED:
+        request.emit(
+            Event(
+                "dump.unprotected",
+                {"oom_score": guard.oom_score, "wanted": oom.PROTECTED, "cure": oom.CURE},
+            )
+        )
+    return guard
+
+
+def _devices(
+    request: Request, found: Inspection, guard: DumpGuard, images: Path, stack: ExitStack
+) -> Devices | None:
+    """Start what makes the driver's calls, if the tree uses GPUs. It initialises CUDA in the
+    background, which takes a while.
+    """
+    if found.gpus is None:
+        return None
+    resident = None
+    if found.resident is not None:
+        resident = Resident(
+            found.resident, str(images), request.emit, outlives=bool(request.target.status)
+        )
+        stack.callback(resident.close)
+    devices = Devices(
+        found.root,
+        found.gpus,
+        guard,
+        str(images),
+        request.options.gpu_lock,
+        request.emit,
+        resident,
+        request.options.populate,
+    )
+    stack.callback(devices.close)
+    return devices
+
+
+def _staging_bytes(request: Request, found: Inspection) -> int:
+    """Return the bound on staging. A checkpoint copies device memory into the host's; staging for
+    it comes out of what is left then.
+    """
+    device = found.gpus.most_bytes if found.gpus is not None else 0
+    if not device:
+        return request.options.staging_bytes
+    return min(
+        request.options.staging_bytes + device, max(0, limits.memory_available() - device) // 2
+    )
+
+
+def _warn_of_another_program(request: Request, parent: Manifest) -> None:
+    """Warn if the job's newest snapshot is of another command. Two processes that run the same
+    interpreter are not the same job: policies would forget the snapshots of one for the other's.
+    """
+    target = request.target
+    before = parent.processes[0].command if parent.processes else []
+    if target.guessed and procfs.command_line(target.pid) != before:
+        message = f"the newest snapshot of job {target.job} is of another command, {shlex.join(before)}: they count as one job's"
+        request.emit(
+            Event(
+                "dump.warning",
+                {"name": "job", "message": message, "cure": "name the job with --job"},
+            )
+        )
+
+
+def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int, PreCopied]:
+    """Pre-copy every process that is large enough.
+
+    Returns:
+        What was learnt, by pid in the tree's own namespace (the image id).
+    """
+    mode = request.options.pre_copy
+    if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
+        return {}
+    out = {}
+    parent, context = storing.parent, storing.context
+    with (
+        phase(request.emit, "dump.precopy") as running,
+        context.staging.limited(_PRE_COPY_STAGING),
+    ):
+        advance = running.counter(found.private_bytes)
+        for number, process in enumerate(found.processes):
+            if process.status.zombie or process.private_bytes < (1 << 20):
+                continue
+            image = process.status.own_pid
+            before = parent.space("process", str(image)) if parent else None
+            learnt = pre_copy(
+                process.pid, number % context.streams, before, context, advance=advance
+            )
+            if learnt is not None:
+                out[image] = learnt
+                running.bytes += learnt.scanned
+        running.fields |= {
+            "changed": sum(c.changed for c in out.values()),
+            "stored": sum(c.stored for c in out.values()),
+        }
+    return out
+
+
+def _reserve(
+    found: Inspection, storing: Storing, copied: Mapping[int, PreCopied], threads: int
+) -> None:
+    """Prefault as much staging as the window will probably fill, judged by what changed since the
+    parent. Without pre-copy nothing is known, so all of the private memory counts.
+    """
+    if copied and storing.parent_id:
+        guess = sum(c.changed for c in copied.values())
+    elif copied:
+        guess = int(found.private_bytes * _GUESS)
+    else:
+        guess = found.private_bytes
+    if found.gpus is not None:
+        # Pre-copy does not see device memory: assume that as much changes as did in the parent.
+        parent = storing.parent
+        guess += min(
+            found.gpus.most_bytes,
+            parent.manifest.sizes.changed if parent else found.gpus.most_bytes,
+        )
+    staging = storing.staging
+    staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * threads))
+
+
+def _claim(request: Request, found: Inspection) -> Claim:
+    """Claim the tree's window, and those of its GPU processes. Two dumps that inspect device memory
+    at once would take the room on the GPU from each other's window, and each would end the other's
+    inspection.
+    """
+    with_devices = (
+        [process.pid for process in found.gpus.processes] if found.gpus is not None else []
+    )
+    return Claim(
+        {request.target.pid, *with_devices},
+        _CLAIM_DEVICES_SECONDS if with_devices else _CLAIM_SECONDS,
+    )
+
+
+def _prepare_devices(
+    request: Request, found: Inspection, devices: Devices, storing: Storing
+) -> None:
+    least = {"off": None, "on": 0}.get(request.options.pre_copy, _PRE_COPY_RESIDENT)
+    with storing.staging.limited(_PRE_COPY_STAGING):
+        devices.require(
+            request.options.staging_bytes, storing.context, storing.parent, pre_copy=least
+        )
+    if found.resident is not None and devices.foreseen is not None:
+        # Preflight took all resident memory for changed; by now it is known how much is.
+        foreseen = replace(found, resident=replace(found.resident, copies=devices.foreseen))
+        request.emit(Event("dump.predicted", predict(foreseen)))
+
+
+def _explain(request: Request, images: Path, status: int) -> DumpFailed:
+    message, cure = explain(images).sentence(f"the dump of process {request.target.pid}")
+    return DumpFailed(f"{message} (criu's exit status {status})", cure=cure)

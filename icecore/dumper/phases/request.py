@@ -1,0 +1,25 @@
+"""What a caller asks of one dump."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.events import Sink
+from icecore.host.criu.program import Criu
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+
+
+@dataclass(frozen=True)
+class Request:
+    """One dump as its caller wants it; see `icecore.dumper.dump.dump`."""
+
+    repository: Repository
+    loop: LoopThread
+    target: Target
+    options: DumpOptions
+    criu: Criu
+    workdir: str
+    emit: Sink
