@@ -23,7 +23,8 @@ from icecore.host.resident.protocol import Allocation
 from icecore.restorer.fetch.fetcher import PLACE_THREADS
 from icecore.restorer.gpu.resident_filling import Filling
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, restore
+from icecore.restorer.restore import restore
+from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store

@@ -29,10 +29,10 @@ from icecore.events import Event
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.restorer import requirements
-from icecore.restorer import restore as restorer
 from icecore.restorer.fill.filling import Filling
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.phases import planning
 from icecore.restorer.restore import check
 from icecore.restorer.tree import Tree
 from icecore.store.format.cell import PAGE
@@ -233,7 +233,7 @@ def test_breaking_off_when_the_tree_lives_by_itself_is_no_failure_of_its_restore
             raise KeyboardInterrupt
         leave(self, *arguments)
 
-    owner, name = (Tree, "leave") if where == "guard" else (restorer._Run, "_end_session")
+    owner, name = (Tree, "leave") if where == "guard" else (planning, "_end_session")
     leave = getattr(owner, name)
     monkeypatch.setattr(owner, name, interrupt)
     with dumped("training", tmp_path, cache) as it:

@@ -24,7 +24,8 @@ from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, check, restore
+from icecore.restorer.restore import check, restore
+from icecore.restorer.restored import Restored
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 

@@ -39,8 +39,8 @@ from icecore.restorer import workingset
 from icecore.restorer.files.exporter import export
 from icecore.restorer.gpu import gpus, resident_record
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.phases.planning import run_record
 from icecore.restorer.requirements import check_requirements
-from icecore.restorer.restore import _run_record
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Records
@@ -336,7 +336,7 @@ def _export(it: Reading) -> None:
 
 
 def _restore_plan(it: Reading) -> None:
-    _run_record(it.manifest)
+    run_record(it.manifest)
     reader = it.reader(it.world.snapshots[1])
     check_requirements(
         it.manifest,

@@ -100,6 +100,12 @@ class Spent:
         for name in ("stored", "produced", "cells", "read", "decode", "sink", "redone"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def thread_seconds(self) -> dict[str, float]:
+        """Return the seconds of each stage as fields of an event."""
+        return {
+            f"{name}_thread_seconds": getattr(self, name) for name in ("read", "decode", "sink")
+        }
+
 
 @dataclass(frozen=True)
 class Limits:
