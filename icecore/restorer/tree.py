@@ -15,7 +15,8 @@ from pathlib import Path
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host.criu.program import Criu, RestoreArguments, explain, restore_command
 from icecore.host.kernel import procfs
-from icecore.restorer.fetch.fetcher import Decoder, Limits
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile

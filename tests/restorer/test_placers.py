@@ -20,7 +20,9 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed
 from icecore.events import Event
-from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.place.locks import SharedLock
@@ -358,9 +360,10 @@ def test_who_works_while_placers_load() -> None:
             os.kill(placers._process.pid, signal.SIGSTOP)
             themselves, through, enough = set[int](), [], threading.Event()
 
-            def sink(row: int, data: memoryview) -> None:
-                themselves.add(threading.get_ident())
-                enough.wait(10)
+            class Slow(CellSink):
+                def place(self, row: int, data: memoryview) -> None:
+                    themselves.add(threading.get_ident())
+                    enough.wait(10)
 
             def ask(placer: Placer, batches: Sequence[Batch]) -> list[int]:
                 through.append(placer)
@@ -372,7 +375,7 @@ def test_who_works_while_placers_load() -> None:
                 LocalBackend(place.root),
                 reader,
                 records,
-                sink,
+                Slow(),
                 Limits(2, 64 << 20, 2, 5.0),
                 place.loop,
             )

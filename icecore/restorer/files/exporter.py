@@ -16,7 +16,8 @@ from pathlib import Path
 from icecore.errors import IcecoreError, StoreError, UsageError
 from icecore.events import Event, Progress, Sink, discard, phase
 from icecore.host.kernel.limits import threads_for
-from icecore.restorer.fetch.fetcher import PLACE_THREADS, Limits
+from icecore.restorer.fetch.fetcher import PLACE_THREADS
+from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.files.filewriter import FileTarget, write_files
 from icecore.restorer.files.images import image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.files.jobfiles import JobFiles, Owner

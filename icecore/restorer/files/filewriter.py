@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from icecore.events import Progress
-from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.plan.cells import FileLayout, SpaceCells, page_pieces
 from icecore.restorer.plan.memory import interleave
 from icecore.store.backend.base import Backend
@@ -50,7 +53,7 @@ class FileTarget:
     descriptor: int | None = None
 
 
-class FileWriter:
+class FileWriter(CellSink):
     """The targets of one run of a `icecore.restorer.fetch.fetcher.Fetcher`.
 
     Attributes:
@@ -106,8 +109,8 @@ class FileWriter:
             first += count
         return interleave([part for part in parts if part])
 
-    def write(self, row: int, data: memoryview) -> None:
-        """The sink of the fetcher: put the bytes of one row where they belong."""
+    def place(self, row: int, data: memoryview) -> None:
+        """Write the bytes of one row; see `CellSink.place`."""
         target = self._targets[self._target_of[row]]
         cell = self._cell_of[row]
         base = int(target.cells.base[cell])
@@ -163,7 +166,7 @@ def write_files(
     writer = FileWriter(targets)
     writer.create()
     if len(writer.records):
-        fetcher = Fetcher(backend, decoder, writer.records, writer.write, limits, loop)
+        fetcher = Fetcher(backend, decoder, writer.records, writer, limits, loop)
         if progress is not None:
             fetcher.progress = progress
         fetcher.start(writer.order())

@@ -26,7 +26,10 @@ from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Progress
 from icecore.host.kernel import huge_file, procfs, userfaultfd
 from icecore.host.kernel.memory import HUGE_PAGE, address_of
-from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits, Spent
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits, Spent
+from icecore.restorer.fetch.sink import CellSink
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.fetch.spans import hand_out
 from icecore.restorer.files.images import FiledMemory, gaps, huge_pages
 from icecore.restorer.place.file_table import FileTable
@@ -135,7 +138,7 @@ def _give_back(descriptor: int, start: int, length: int) -> None:
             raise
 
 
-class DeviceFile:
+class DeviceFile(CellSink):
     """Fills the file of a restore.
 
     Args:
@@ -210,9 +213,7 @@ class DeviceFile:
         self._mapped.madvise(mmap.MADV_DONTDUMP)
         with memoryview(self._mapped) as view:
             self._address = address_of(view)
-        self._fetcher = Fetcher(
-            backend, decoder, records, self._store, limits, loop, failed=self._fail
-        )
+        self._fetcher = Fetcher(backend, decoder, records, self, limits, loop)
         self._handed = Spent()
         self._running, self._ended = threading.Lock(), threading.Event()
         try:
@@ -351,7 +352,7 @@ class DeviceFile:
     def never(self, error: BaseException) -> None:
         """Whoever was to `run` it does not: whoever waits for it is told, unless all is there."""
         if not self.ended:
-            self._fail(error)
+            self.failed(error)
 
     def fail(self, error: BaseException) -> None:
         """Stop filling because of an error from elsewhere."""
@@ -372,7 +373,8 @@ class DeviceFile:
             os.ftruncate(self.descriptor, 0)  # CRIU has a descriptor of it until it ends
             os.close(self.descriptor)
 
-    def _fail(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
+        """See `CellSink.failed`."""
         with self._lock:
             self._failure, failed = error, self._failed
         self._ended.set()
@@ -384,8 +386,8 @@ class DeviceFile:
         for number, some in groupby(rows, self._owner.__getitem__):
             self._processes[number].add([self._own[row] for row in some])
 
-    def _store(self, row: int, data: memoryview) -> None:
-        """Put a cell's wanted pages into the file; called by the fetcher's threads."""
+    def place(self, row: int, data: memoryview) -> None:
+        """Put a cell's wanted pages into the file; see `CellSink.place`."""
         source, to, bits = (
             address_of(data),
             self._address + self._position[row],

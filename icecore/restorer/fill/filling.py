@@ -14,7 +14,10 @@ import numpy as np
 from icecore.errors import RestoreFailed
 from icecore.events import Progress
 from icecore.host.kernel.memory import address_of
-from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits, Spent
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits, Spent
+from icecore.restorer.fetch.sink import CellSink
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile
@@ -33,7 +36,7 @@ _LITTLE = 0.125
 _NO_USERFAULTFD = "CRIU handed over no userfaultfd of process {}"
 
 
-class Filling:
+class Filling(CellSink):
     """Fills a tree.
 
     Args:
@@ -90,9 +93,7 @@ class Filling:
         self._looking = threading.Lock()
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
-        self._fetcher = Fetcher(
-            backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
-        )
+        self._fetcher = Fetcher(backend, decoder, records, self, limits, loop)
         if placers is not None and self._families:
             self._records = records
             shared = SharedLock(placers.lock, len(self._families))
@@ -202,7 +203,7 @@ class Filling:
         Thread-safe.
         """
         with self._looking:
-            while self._device_left and not self._needed(self._device_left[-1]):
+            while self._device_left and not self.needs(self._device_left[-1]):
                 self._device_left.pop()
             return not self._device_left and (self._device_file is None or self._device_file.ended)
 
@@ -253,7 +254,8 @@ class Filling:
     def _urgent(self, family: Family, row: int) -> None:
         self._fetcher.urgent(self._first[family.process] + row)
 
-    def _place(self, row: int, data: memoryview) -> None:
+    def place(self, row: int, data: memoryview) -> None:
+        """See `CellSink.place`."""
         number = self._family_of[row]
         self._families[number].fill(row - self._rows[number][0], address_of(data))
 
@@ -293,6 +295,11 @@ class Filling:
             if self._families[number].misses(own)
         ]
 
-    def _needed(self, row: int) -> bool:
+    def failed(self, error: BaseException) -> None:
+        """See `CellSink.failed`."""
+        self._failed(error)
+
+    def needs(self, row: int) -> bool:
+        """See `CellSink.needs`."""
         number = self._family_of[row]
         return self._families[number].misses(row - self._rows[number][0])

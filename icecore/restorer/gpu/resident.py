@@ -43,7 +43,9 @@ from icecore.host.resident.client import Agent, Keeper, ResidentFailed
 from icecore.host.resident.keeper import make_place, start_keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
-from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident_filling import Filling, Wanted, region_for
 from icecore.restorer.gpu.resident_record import Recorded, recorded
@@ -322,9 +324,7 @@ class Resident:
                     redone=spent.redone,
                     placers=filling.placers,
                     digested=filling.digested,
-                    read_thread_seconds=spent.read,
-                    decode_thread_seconds=spent.decode,
-                    sink_thread_seconds=spent.sink,
+                    **spent.thread_seconds(),
                 )
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self._failure = error
@@ -362,15 +362,14 @@ class Resident:
         self._region = region_for(self._placers)
         return self._region
 
-    def _fetcher(self, wanted: Wanted, place: Callable[[int, memoryview], None]) -> Fetcher:
+    def _fetcher(self, wanted: Wanted, sink: CellSink) -> Fetcher:
         return Fetcher(
             self._repository.backend,
             self._reader,
             wanted.records,
-            place,
+            sink,
             self._limits,
             self._loop,
-            failed=lambda _: None,
         )
 
     def _have(self, device: str, pieces: Sequence[_Piece]) -> None:

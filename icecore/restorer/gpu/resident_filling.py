@@ -21,7 +21,9 @@ from icecore.errors import RestoreFailed
 from icecore.events import Progress
 from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
 from icecore.host.kernel.memory import address_of
-from icecore.restorer.fetch.fetcher import Fetcher, Spent, Through
+from icecore.restorer.fetch.fetcher import Fetcher, Through
+from icecore.restorer.fetch.limits import Spent
+from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.place.placers import Placer, PlacerLost, Placers
 from icecore.restorer.place.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, Region
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
@@ -58,14 +60,14 @@ def region_for(placers: Placers | None) -> HostRegion:
     return region
 
 
-class Filling:
+class Filling(CellSink):
     """Brings cells to GPUs.
 
     Args:
         wanted: What goes where.
         worker: Has the allocations, and the region.
         region: `region_for` the placers.
-        fetcher: Makes the one that reads, given whoever places a cell's data pages.
+        fetcher: Makes the fetcher for this sink.
 
     Attributes:
         spent: What it did, once `run` has ended.
@@ -78,10 +80,10 @@ class Filling:
         wanted: Wanted,
         worker: Worker,
         region: HostRegion,
-        fetcher: Callable[[Callable[[int, memoryview], None]], Fetcher],
+        fetcher: Callable[[CellSink], Fetcher],
     ) -> None:
         self._wanted, self._worker, self._region = wanted, worker, region
-        self._fetcher = fetcher(self._place)
+        self._fetcher = fetcher(self)
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._ended = False
@@ -109,7 +111,7 @@ class Filling:
         for row in np.flatnonzero(
             empty
         ).tolist():  # memory that is still held, where it is not zeros any more
-            self._place(row, memoryview(b""))
+            self.place(row, memoryview(b""))
         self._fetcher.progress = progress
         self._fetcher.start(np.flatnonzero(~np.array(empty, np.bool_)).tolist())
         self._fetcher.wait()
@@ -241,8 +243,8 @@ class Filling:
                 if self._ended:
                     raise RestoreFailed("the restore was given up") from None
 
-    def _place(self, row: int, data: memoryview) -> None:
-        """Put a cell on its GPU; called by the fetcher's threads."""
+    def place(self, row: int, data: memoryview) -> None:
+        """Put a cell on its GPU; see `CellSink.place`."""
         bitmap = self._bitmaps[row]
         slot = self._slot()
         to = self._region.address + slot * CELL_BYTES

@@ -15,7 +15,8 @@ from icecore.host.criu.program import Criu, find_criu
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.host.kernel.limits import raise_descriptor_limit, require_directory, threads_for
 from icecore.host.workdir import make_work_directory
-from icecore.restorer.fetch.fetcher import PLACE_THREADS, Limits
+from icecore.restorer.fetch.fetcher import PLACE_THREADS
+from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.files.copies import require_copies_possible
 from icecore.restorer.files.file_recovery import recover
 from icecore.restorer.files.images import spaces_of
