@@ -24,7 +24,7 @@ from icecore.restorer.fill.filling import Filling
 from icecore.restorer.gpu.devices import Devices, host_pids
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident import Resident
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.place.placers import Placers
@@ -89,7 +89,7 @@ class Tree:
     def __init__(
         self,
         what: str,
-        guard: Guard,
+        guard: RestoreGuard,
         work: Path,
         memory: Sequence[LazyMemory],
         backend: Backend,

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host.kernel import procfs
 from icecore.host.kernel.userfaultfd import Event, Fault, Fork, Remap, Remove, Unmap
-from icecore.restorer.guard.client import MORE_DESCRIPTORS, Guard, GuardLost, Message
+from icecore.restorer.guard.client import MORE_DESCRIPTORS, GuardLost, Message, RestoreGuard
 from icecore.restorer.guard.guard_process import EVENT_BYTES, descendants
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
@@ -75,7 +75,7 @@ class Daemon:
 
     def __init__(
         self,
-        guard: Guard,
+        guard: RestoreGuard,
         families: Mapping[int, Family],
         urgent: Callable[[Family, int], None],
         failed: Callable[[BaseException], None],

@@ -21,7 +21,7 @@ from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
 from icecore.restorer.place.placers import Placer, Placers
@@ -53,7 +53,7 @@ class Filling(CellSink):
 
     def __init__(
         self,
-        guard: Guard,
+        guard: RestoreGuard,
         memory: Sequence[LazyMemory],
         backend: Backend,
         decoder: Decoder,

@@ -52,7 +52,7 @@ class Message:
         return value
 
 
-class Guard:
+class RestoreGuard:
     """A running guard process.
 
     Args:

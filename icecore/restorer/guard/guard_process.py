@@ -110,7 +110,7 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-class Guard:
+class GuardProcess:
     """The guard's loop and state."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -390,7 +390,7 @@ def main() -> None:
         os.set_inheritable(int(sys.argv[4]), False)
     temporary = os.path.abspath(sys.argv[3])
     os.chdir(sys.argv[2])
-    guard = Guard(control)
+    guard = GuardProcess(control)
     try:
         guard.serve()
     finally:

@@ -20,7 +20,7 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.files.copies import require_copies_possible
 from icecore.restorer.files.file_recovery import recover
 from icecore.restorer.files.images import spaces_of
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
@@ -51,7 +51,7 @@ class Workspace:
     top: Path
     images: Path
     work: Path
-    guard: Guard
+    guard: RestoreGuard
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def make_workspace(attempt: Attempt, undo: Undo) -> Workspace:
     images, work = top / "images", top / "work"
     images.mkdir(mode=0o700)
     work.mkdir(mode=0o700)
-    undo.guard = guard = Guard(str(work), str(top), lock=lock)
+    undo.guard = guard = RestoreGuard(str(work), str(top), lock=lock)
     # One descriptor for each process and child. After the guard, because CRIU inherits its limit.
     raise_descriptor_limit()
     return Workspace(top, images, work, guard)

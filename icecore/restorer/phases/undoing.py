@@ -10,7 +10,7 @@ from icecore.errors import RestoreFailed
 from icecore.events import Event
 from icecore.restorer.files.put_back import PutBack
 from icecore.restorer.fill.device_file import FileUnusable
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.tree import Tree
 
@@ -30,7 +30,7 @@ class Undo:
     def __init__(self, attempt: Attempt) -> None:
         self._request = attempt
         self.stack = ExitStack()
-        self.guard: Guard | None = None
+        self.guard: RestoreGuard | None = None
         self.put_back: PutBack | None = None
         self.tree: Tree | None = None
 
@@ -73,6 +73,6 @@ class Undo:
         self._request.tell_left(put_back.abandon(went=went, ran=ran))
 
 
-def _end_guard(guard: Guard) -> None:
+def _end_guard(guard: RestoreGuard) -> None:
     with suppress(RestoreFailed):
         guard.end(_GUARD_SECONDS)
