@@ -20,7 +20,7 @@ from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.devices import Devices, host_pids
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident import Resident
@@ -104,7 +104,7 @@ class Tree:
         self._guard = guard
         self._work = work
         self._pid_file = work / "restored.pid"
-        self.filling = Filling(
+        self.fill = TreeFill(
             guard,
             memory,
             backend,
@@ -115,7 +115,7 @@ class Tree:
             placers=placers,
             device_file=device_file,
         )
-        self.daemon = self.filling.daemon
+        self.daemon = self.fill.daemon
         self.failure: BaseException | None = None
         self._held = False
         self.daemon.ended = self._criu_ended
@@ -184,7 +184,7 @@ class Tree:
         self._guard.run([*prefix, *command], descriptors, environment)
         # CRIU has enough to do before any memory is asked for; so many threads take a while to
         # start.
-        self.filling.start(self.filling.rows_at(first))
+        self.fill.start(self.fill.rows_at(first))
         self._await(
             lambda d: d.restored or d.criu_status is not None,
             seconds,
@@ -192,7 +192,7 @@ class Tree:
         )
         if not self.daemon.restored:
             raise self._explain()
-        self.filling.open()
+        self.fill.open()
 
     def resume(self, seconds: float) -> int:
         """Let a held tree go; the root's pid."""
@@ -284,7 +284,7 @@ class Tree:
             False,
         )  # CRIU may end because of what the driver or its helper did, which says more
         if not devices.bring_back(
-            self.root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds
+            self.root, sizes, self.fill, lambda: self.failure, self._end_of_criu, seconds
         ):
             self.running(seconds)  # says why CRIU ended
             raise RestoreFailed(
@@ -365,7 +365,7 @@ class Tree:
                 return
             self.failure = self.failure or error
         self._kill()
-        self.filling.fail(error)
+        self.fill.fail(error)
 
     def _kill(self) -> None:
         with self._lock:
@@ -404,14 +404,14 @@ class Tree:
         """
         self.failure = self.failure or error  # that CRIU is killed for it explains nothing
         self._kill()
-        self.filling.fail(error)
-        self.filling.kill_placers()
+        self.fill.fail(error)
+        self.fill.kill_placers()
         if (
             self.daemon.started
         ):  # else nobody hears of it; there is no more than the guard then, whose end is waited for
             with suppress(BaseException):
                 self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
-        self.filling.stop()
+        self.fill.stop()
         self.daemon.stop()
         with suppress(RestoreFailed):
             self._guard.end(_KILL_SECONDS)

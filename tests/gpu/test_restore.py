@@ -34,7 +34,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
 from icecore.restorer.files import images
 from icecore.restorer.fill import device_file
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu import devices
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
@@ -261,15 +261,15 @@ def test_whether_all_device_memory_is_there(
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
     seen: list[bool] = []
-    fillings: list[Filling] = []
+    fillings: list[TreeFill] = []
 
-    def opened(self: Filling) -> None:
+    def opened(self: TreeFill) -> None:
         fillings.append(self)
         seen.append(self.has_device_memory())
         begin(self)
 
-    begin = Filling.open
-    monkeypatch.setattr(Filling, "open", opened)
+    begin = TreeFill.open
+    monkeypatch.setattr(TreeFill, "open", opened)
     bring_back(store, snapshot, placers=placers)
     goes_on(target)
     assert any(fillings[0]._device) and seen == [False] and fillings[0].has_device_memory()

@@ -21,7 +21,7 @@ from icecore.host.cuda.api import DeviceError
 from icecore.host.gpu.client import CALL_SECONDS, Helper, start_here
 from icecore.host.gpu.helper import in_parallel
 from icecore.host.kernel import procfs
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.guard.guard_process import descendants
 
@@ -60,7 +60,7 @@ class Devices:
         self,
         root: Callable[[], int],
         sizes: Mapping[int, int],
-        filling: Filling,
+        fill: TreeFill,
         failure: Callable[[], BaseException | None],
         end_of_criu: Callable[[], BaseException | None],
         seconds: float,
@@ -92,7 +92,7 @@ class Devices:
             self._helper.bind([first, *descendants(first)])
         except DeviceError as error:
             _check([error], failure, end_of_criu)
-        filling.attach_device_file()
+        fill.attach_device_file()
         failed: list[BaseException] = []
         lost: list[int] = []
 
@@ -107,7 +107,7 @@ class Devices:
                     future.result(_POLL_SECONDS)
                     return
                 if (
-                    not filling.has_device_memory()
+                    not fill.has_device_memory()
                 ):  # it waits for the store, which has limits of its own
                     until = time.monotonic() + CALL_SECONDS
                 elif time.monotonic() > until:
@@ -133,7 +133,7 @@ class Devices:
             _check(failed, failure, end_of_criu)
         if lost:
             return False
-        filling.check_device_file(pids.values())
+        fill.check_device_file(pids.values())
         with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
             _check(list(self._helper.unlock(pids.values()).values()), failure, end_of_criu)
         try:

@@ -2,7 +2,7 @@
 processes up, then mapped by them; the rule: a process runs once all of its memory is there and
 verified, or it does not run.
 
-It comes through `icecore.restorer.gpu.resident_filling`, with placers where the repository is a
+It comes through `icecore.restorer.gpu.resident_fill`, with placers where the repository is a
 directory and there are cores for them.
 
 With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended:
@@ -47,7 +47,7 @@ from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
-from icecore.restorer.gpu.resident_filling import Filling, Wanted, region_for
+from icecore.restorer.gpu.resident_fill import ResidentFill, Wanted, region_for
 from icecore.restorer.gpu.resident_record import Recorded, recorded
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
@@ -135,19 +135,19 @@ class Resident:
         self._start_placers = placers
         self._placers: Placers | None = None
         self._region: HostRegion | None = None
-        self._filling: Filling | None = None
+        self._fill: ResidentFill | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._bring, name="resident", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the worker, which lets go of what nobody has mapped. May be called twice."""
-        if self._filling is not None:
-            self._filling.give_up()
+        if self._fill is not None:
+            self._fill.give_up()
         self._worker.close()
         self._thread.join()
-        if self._filling is not None:
-            self._filling.stop()
+        if self._fill is not None:
+            self._fill.stop()
         if self._placers is not None:
             with suppress(
                 RestoreFailed
@@ -312,24 +312,24 @@ class Resident:
             if not by_device:
                 return
             with phase(self._emit, "restore.resident.prepare"):
-                filling = self._filling_of(by_device)
+                fill = self._fill_of(by_device)
             with phase(self._emit, "restore.resident.memory") as running:
-                filling.run(running.progress)
+                fill.run(running.progress)
                 if self._placers is not None:
                     self._placers.close()
-                spent = filling.spent
+                spent = fill.spent
                 running.bytes = spent.produced
                 running.fields.update(
                     fetched=spent.cells,
                     redone=spent.redone,
-                    placers=filling.placers,
-                    digested=filling.digested,
+                    placers=fill.placers,
+                    digested=fill.digested,
                     **spent.thread_seconds(),
                 )
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self._failure = error
 
-    def _filling_of(self, by_device: Mapping[str, list[_Piece]]) -> Filling:
+    def _fill_of(self, by_device: Mapping[str, list[_Piece]]) -> ResidentFill:
         """Have memory on the GPUs, and all ready to fill it."""
         devices, digests = list(by_device), list[Future[Any]]()
         with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
@@ -347,16 +347,16 @@ class Resident:
                     digests = self._worker.prepare_digests(devices)
                 region = pool.submit(self._have_region)
             self._worker.take_host(region.result(), devices[0])
-            filling = Filling(
+            fill = ResidentFill(
                 wanted.result(),
                 self._worker,
                 region.result(),
                 partial(self._fetcher, wanted.result()),
             )
         if self._placers is not None:
-            filling.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
-        self._filling = filling
-        return filling
+            fill.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
+        self._fill = fill
+        return fill
 
     def _have_region(self) -> HostRegion:
         self._region = region_for(self._placers)

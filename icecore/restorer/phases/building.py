@@ -81,7 +81,7 @@ def build_tree(
         early = attempt.loop.run(
             workingset.recall(attempt.repository, plan.manifest.lineage, attempt.snapshot)
         )
-    tree.filling.listen()
+    tree.fill.listen()
     with phase(attempt.emit, "restore.criu") as running:
         with devices.holder() if devices is not None else nullcontext() as holder:
             environment = restore_environment() | plugin.restore_environment(

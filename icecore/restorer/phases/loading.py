@@ -17,15 +17,15 @@ from icecore.restorer.tree import Tree
 def load_memory(attempt: Attempt, plan: Plan, tree: Tree) -> None:
     """Wait until all memory is loaded."""
     with phase(attempt.emit, "restore.memory") as running:
-        tree.filling.complete(running.progress)
-        spent = tree.filling.spent
+        tree.fill.complete(running.progress)
+        spent = tree.fill.spent
         running.bytes = spent.produced
         running.fields |= {
             "stored": spent.stored,
             "cells": spent.cells,
             "faults": tree.daemon.faults,
             "threads": plan.limits.threads,
-            "placers": tree.filling.placers,
+            "placers": tree.fill.placers,
             "redone": spent.redone,
             **spent.thread_seconds(),
         }
@@ -61,6 +61,6 @@ def load_all(
         try:
             bring_devices_back(attempt, resources, prepared, tree)
         except BaseException as error:
-            tree.filling.fail(error)
+            tree.fill.fail(error)
             raise
         filled.result()

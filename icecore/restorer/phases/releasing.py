@@ -133,7 +133,7 @@ def _outlive(attempt: Attempt, resources: Resources, job: Job) -> None:
 
 def _remember(attempt: Attempt, plan: Plan, built: Built) -> None:
     """Record which cells the tree used first, for the next restore."""
-    touched = built.tree.filling.touched()
+    touched = built.tree.fill.touched()
     if not touched or not attempt.options.register:
         return
     # What an earlier observation brought early caused no page fault, and is needed as much.

@@ -36,7 +36,7 @@ _LITTLE = 0.125
 _NO_USERFAULTFD = "CRIU handed over no userfaultfd of process {}"
 
 
-class Filling(CellSink):
+class TreeFill(CellSink):
     """Fills a tree.
 
     Args:

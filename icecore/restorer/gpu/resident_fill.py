@@ -60,7 +60,7 @@ def region_for(placers: Placers | None) -> HostRegion:
     return region
 
 
-class Filling(CellSink):
+class ResidentFill(CellSink):
     """Brings cells to GPUs.
 
     Args:
