@@ -202,7 +202,7 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
         return [
             Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)
         ], None
-    driver = gpus.recorded(manifest)[0]
+    driver = gpus.read_gpus(manifest)[0]
     # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part
     # of the very same version only.
     checks = [

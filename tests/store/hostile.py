@@ -348,7 +348,7 @@ def _restore_plan(it: Reading) -> None:
 
 
 def _recorded(it: Reading) -> None:
-    for read in (gpus.recorded, gpus.temporary, resident_record.recorded):
+    for read in (gpus.read_gpus, gpus.temporary, resident_record.read_record):
         with contextlib.suppress(IcecoreError):
             read(it.manifest)  # type: ignore[operator]
     resident_record.left_to_driver(it.manifest)

@@ -29,7 +29,7 @@ class GpuPlan:
 
 
 @dataclass(frozen=True)
-class Old:
+class RecordedGpu:
     """A GPU that the job had, as its snapshot tells."""
 
     uuid: str
@@ -38,7 +38,9 @@ class Old:
     used: bool
 
 
-def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], dict[str, int]]:
+def read_gpus(
+    manifest: Manifest,
+) -> tuple[str, list[RecordedGpu], dict[int, list[str]], dict[str, int]]:
     """What a snapshot says of GPUs.
 
     Returns:
@@ -58,7 +60,7 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
             for uuid, size in process["contexts"].items():
                 used[str(uuid)] = used.get(uuid, 0) + _bytes(size)
         devices = [
-            Old(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
+            RecordedGpu(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
             for d in manifest.requirements.devices
             if d.get("kind") == "cuda"
         ]
@@ -110,7 +112,9 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
         ) from error
 
 
-def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
+def assign(
+    old: Sequence[RecordedGpu], here: Sequence[Gpu], wanted: Mapping[str, str]
+) -> dict[str, str]:
     """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named,
     the used ones and the others.
 
@@ -178,7 +182,7 @@ def _named(text: str, uuids: Sequence[str], where: str) -> str:
     return found[0]
 
 
-def _unfit(old: Gpu | Old, new: Gpu) -> str:
+def _unfit(old: Gpu | RecordedGpu, new: Gpu) -> str:
     """Why one cannot take the other's place."""
     if new.name != old.name:
         return f"{new.uuid} is a {new.name}, {old.name} is needed"
@@ -187,7 +191,7 @@ def _unfit(old: Gpu | Old, new: Gpu) -> str:
     return "it is divided (MIG)" if new.mig else ""
 
 
-def _fitting(uuid: str, old: Sequence[Old], here: Sequence[Gpu]) -> str:
+def _fitting(uuid: str, old: Sequence[RecordedGpu], here: Sequence[Gpu]) -> str:
     source = next(gpu for gpu in old if gpu.uuid == uuid)
     fitting = [gpu.uuid for gpu in here if not _unfit(source, gpu)]
     return f"{', '.join(fitting)} would do" if fitting else "no GPU of this machine would do"
@@ -200,7 +204,7 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
         RestoreRefused: They cannot be had.
         Damaged: The manifest makes no sense.
     """
-    _, old, processes, _ = recorded(manifest)
+    _, old, processes, _ = read_gpus(manifest)
     chosen = assign(old, here.gpus, wanted)
     moved = any(source != target for source, target in chosen.items())
     if moved and here.branch < _PAIRS_DRIVER:
@@ -217,7 +221,7 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
 
 def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:
     """Each GPU here and the bytes that the job will take on it."""
-    _, _, _, used = recorded(manifest)
+    _, _, _, used = read_gpus(manifest)
     pairs: dict[str, str] = {}
     for own in chosen.processes.values():
         pairs |= own

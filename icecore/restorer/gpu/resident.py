@@ -48,7 +48,7 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident_fill import ResidentFill, Wanted, region_for
-from icecore.restorer.gpu.resident_record import Recorded, recorded
+from icecore.restorer.gpu.resident_record import RecordedAllocation, read_record
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
 from icecore.store.format.cell import CELL, CELL_BYTES, Records
@@ -80,7 +80,7 @@ class _Piece:
     """
 
     process: int
-    about: Recorded
+    about: RecordedAllocation
     device: str
     handle: int
     descriptor: int = -1
@@ -124,7 +124,7 @@ class Resident:
         self._held = held is not None
         self._holder = Keeper(held) if held is not None else None
         self._elsewhere = held is not None and held != place
-        _, self._processes = recorded(reader.manifest)
+        _, self._processes = read_record(reader.manifest)
         self._pieces = self._assign(gpus)
         try:
             self._have_keeper()

@@ -18,7 +18,7 @@ from icecore.store.format.manifest_rules import is_path
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedAllocation:
     """One allocation as the snapshot has it: as `icecore.host.resident.protocol.Allocation`."""
 
     identity: int
@@ -40,11 +40,11 @@ class RecordedProcess:
     """
 
     token: bytes
-    allocations: list[Recorded]
+    allocations: list[RecordedAllocation]
     imports: dict[int, tuple[int, int]]
 
 
-def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
+def read_record(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
     """What a snapshot says of resident memory: the directory as the job has it, and each process by
     image id.
 
@@ -61,7 +61,7 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
             int(image): RecordedProcess(
                 bytes.fromhex(about["token"]),
                 [
-                    Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True)))
+                    RecordedAllocation(*(of(one) for of, one in zip(_FIELDS, row, strict=True)))
                     for row in about["allocations"]
                 ],
                 {
@@ -113,7 +113,7 @@ def left_to_driver(manifest: Manifest) -> dict[str, int]:
 
 def outlives(manifest: Manifest) -> bool:
     """Whether resident memory is to outlive the job where it breaks off; of a manifest that
-    `recorded` has understood.
+    `read_record` has understood.
     """
     return bool(json.loads(manifest.extra.get("resident", "{}")).get("outlives"))
 

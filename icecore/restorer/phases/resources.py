@@ -20,7 +20,7 @@ from icecore.restorer.gpu.devices import Devices
 from icecore.restorer.gpu.gpus import temporary
 from icecore.restorer.gpu.keepers import claim_keeper, let_go
 from icecore.restorer.gpu.resident import Resident
-from icecore.restorer.gpu.resident_record import outlives, recorded, resident_bytes
+from icecore.restorer.gpu.resident_record import outlives, read_record, resident_bytes
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.planning import Plan, Workspace
 from icecore.restorer.phases.undoing import Undo
@@ -123,7 +123,7 @@ def _start_resident(
 ) -> Resident | None:
     """Start to fill resident memory: that needs neither CRIU nor the processes."""
     options, manifest = attempt.options, plan.manifest
-    directory, processes = recorded(manifest)
+    directory, processes = read_record(manifest)
     if options.from_resident and not processes:
         raise RestoreRefused(
             "the snapshot has no resident memory", cure="leave out --from-resident"
