@@ -28,7 +28,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Member
 from icecore.restorer.place.placers import Placer, PlacerLost, Placers, placers_for
-from icecore.restorer.place.placing import State, Wanted
+from icecore.restorer.place.placing import CellState, WantedCell
 from icecore.restorer.plan.memory import Batch, plan_batches
 from icecore.store.backend.local import LocalBackend
 from tests.programs import driving
@@ -310,7 +310,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
             placers.begin()
             target = Member(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), 7, 3)
             wanted = [
-                Wanted(
+                WantedCell(
                     c.start,
                     c.stop,
                     c.base_start,
@@ -322,7 +322,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
                 for c in batch.cells
             ]
             done = placer.deliver(batch, wanted, records, records["data"].tobytes())
-            assert done.why == "" and done.states == [State.HELD] * 3
+            assert done.why == "" and done.states == [CellState.HELD] * 3
             (pid,) = descendants(placers._process.pid)
             with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
                 for address, (_, data) in zip(done.addresses, cells, strict=True):

@@ -25,7 +25,7 @@ from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
 from icecore.restorer.place.placers import Placer, Placers
-from icecore.restorer.place.placing import State, Wanted
+from icecore.restorer.place.placing import CellState, WantedCell
 from icecore.restorer.plan.memory import Batch, interleave
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import CELL, Records
@@ -274,7 +274,7 @@ class TreeFill(CellSink):
             window, bits = family.window(own)
             target = placer.target(family.members[0])
             wanted.append(
-                Wanted(
+                WantedCell(
                     cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target
                 )
             )
@@ -286,7 +286,7 @@ class TreeFill(CellSink):
             self._families[number].note([(row, state) for row, state, _ in mine])
             # What was in the way.
             self._families[number].fill_all(
-                [(row, at) for row, state, at in mine if state is State.HELD], placer
+                [(row, at) for row, state, at in mine if state is CellState.HELD], placer
             )
         # What could not be had, and what children miss that were born meanwhile.
         return [

@@ -47,7 +47,7 @@ from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
-from icecore.restorer.gpu.resident_fill import ResidentFill, Wanted, region_for
+from icecore.restorer.gpu.resident_fill import GpuCells, ResidentFill, region_for
 from icecore.restorer.gpu.resident_record import RecordedAllocation, read_record
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
@@ -362,7 +362,7 @@ class Resident:
         self._region = region_for(self._placers)
         return self._region
 
-    def _fetcher(self, wanted: Wanted, sink: CellSink) -> Fetcher:
+    def _fetcher(self, wanted: GpuCells, sink: CellSink) -> Fetcher:
         return Fetcher(
             self._repository.backend,
             self._reader,
@@ -396,7 +396,7 @@ class Resident:
     def _cells(self, space: Space) -> SpaceCells:
         return space_cells(space.regions, self._reader.records(space))
 
-    def _wanted(self, devices: Sequence[str]) -> Wanted:
+    def _wanted(self, devices: Sequence[str]) -> GpuCells:
         """What is not there."""
         tables: list[Records] = []
         device: list[int] = []
@@ -428,7 +428,7 @@ class Resident:
             handle.extend(np.array([piece.handle for piece in pieces], np.int64)[at].tolist())
             offset.extend((cells.base[rows] - starts[at]).tolist())
             tables.append(cells.records[rows])
-        return Wanted(
+        return GpuCells(
             np.concatenate(tables) if tables else np.empty(0, CELL), devices, device, handle, offset
         )
 

@@ -25,7 +25,7 @@ from icecore.restorer.fetch.fetcher import Fetcher, Through
 from icecore.restorer.fetch.limits import Spent
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.place.placers import Placer, PlacerLost, Placers
-from icecore.restorer.place.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, Region
+from icecore.restorer.place.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, PinnedRegion
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
 from icecore.restorer.plan.memory import Batch
 from icecore.store.format.cell import CELL_BYTES, Records
@@ -37,7 +37,7 @@ _TURNS = 4
 _POLL_SECONDS = 0.2
 
 
-class Wanted(NamedTuple):
+class GpuCells(NamedTuple):
     """CELL[n] to fetch, and where each goes.
 
     Attributes:
@@ -77,7 +77,7 @@ class ResidentFill(CellSink):
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: GpuCells,
         worker: Worker,
         region: HostRegion,
         fetcher: Callable[[CellSink], Fetcher],
@@ -158,7 +158,9 @@ class ResidentFill(CellSink):
         """
         placers.begin()
         for number, placer in enumerate(placers.all):
-            region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES)
+            region = PinnedRegion(
+                self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES
+            )
             with ExitStack() as stack:
                 gpus = [
                     stack.enter_context(self._worker.connect(device)).fileno()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 TOP = 1 << 56
 
 
-class Piece(NamedTuple):
+class MovedPiece(NamedTuple):
     """``length`` bytes of the snapshot at ``original`` belong at ``current``."""
 
     current: int
@@ -34,7 +34,7 @@ class AddressMap:
         self._start = [0]
         self._end = [TOP]
         self._shift = [0]
-        self._by_original: tuple[list[int], list[Piece]] | None = None
+        self._by_original: tuple[list[int], list[MovedPiece]] | None = None
 
     def copy(self) -> AddressMap:
         """The map of a child that was just forked."""
@@ -58,13 +58,13 @@ class AddressMap:
             return current
         return self._start[at + 1] if at + 1 < len(self._start) else TOP
 
-    def locate(self, original: int, length: int) -> list[Piece]:
+    def locate(self, original: int, length: int) -> list[MovedPiece]:
         """Where ``length`` bytes at an original address belong now, in order; what is missing was
         dropped.
         """
         if self._by_original is None:
             pieces = sorted(
-                (start + shift, Piece(start, start + shift, end - start))
+                (start + shift, MovedPiece(start, start + shift, end - start))
                 for start, end, shift in zip(self._start, self._end, self._shift, strict=True)
             )
             self._by_original = [first for first, _ in pieces], [piece for _, piece in pieces]
@@ -79,7 +79,7 @@ class AddressMap:
                 min(stop, segment.original + segment.length),
             )
             if low < high:
-                found.append(Piece(segment.current + low - segment.original, low, high - low))
+                found.append(MovedPiece(segment.current + low - segment.original, low, high - low))
             at += 1
         return found
 

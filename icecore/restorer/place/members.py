@@ -23,7 +23,7 @@ from icecore.host.kernel import userfaultfd
 from icecore.host.kernel.userfaultfd import Stop
 from icecore.restorer.place.addressmap import AddressMap
 from icecore.restorer.place.locks import MapLock
-from icecore.restorer.place.placing import Move, State
+from icecore.restorer.place.placing import CellState, Move
 from icecore.restorer.plan.cells import SpaceCells, page_pieces
 from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
 
@@ -292,14 +292,14 @@ class Family:
         for row, source in rows:
             self.fill(row, source, placing)
 
-    def note(self, rows: Sequence[tuple[int, State]]) -> None:
+    def note(self, rows: Sequence[tuple[int, CellState]]) -> None:
         """A placer has delivered cells to the restored process itself, the first member."""
         member = self.members[0]
         with member.lock.reading():
             for row, state in rows:
-                if state is State.PLACED:
+                if state is CellState.PLACED:
                     member.placed(row)
-                elif state is State.DEAD:
+                elif state is CellState.DEAD:
                     member.gone = True
 
     def window(self, row: int) -> tuple[int, bytes]:

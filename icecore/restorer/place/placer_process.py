@@ -28,21 +28,21 @@ from icecore.restorer.place.placing import (
     MESSAGE,
     ROOM_CELLS,
     Answer,
+    CellState,
     Deliver,
     Delivered,
     Done,
     File,
     Forget,
     Open,
+    PinnedRegion,
     Place,
     Ready,
-    Region,
     Request,
     Stage,
-    State,
     Store,
     Target,
-    Wanted,
+    WantedCell,
 )
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.place.stager import Stager
@@ -58,7 +58,7 @@ _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Placer:
+class PlacerServer:
     """One placer's state.
 
     Args:
@@ -89,7 +89,7 @@ class Placer:
             case Stage():
                 assert self._stager is not None
                 return self._stager.stage(request)
-            case Region():
+            case PinnedRegion():
                 self._stager = Stager(
                     request,
                     descriptors[0],
@@ -116,7 +116,7 @@ class Placer:
 
     def _deliver(self, request: Deliver) -> Delivered:
         count = len(request.cells)
-        states, addresses, why = [State.MISSING] * count, [0] * count, ""
+        states, addresses, why = [CellState.MISSING] * count, [0] * count, ""
         records = np.frombuffer(request.records, CELL)
         reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
         for number, cell, alone in in_order(request.cells):
@@ -128,13 +128,15 @@ class Placer:
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             pieces = page_pieces(records[number]["data"].tobytes(), pages)
             states[number] = self._put(cell, address_of(data), pieces)
-            if states[number] is State.HELD:  # the restorer will say where it is to go
+            if states[number] is CellState.HELD:  # the restorer will say where it is to go
                 room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
                 room[: len(data)] = data
                 addresses[number] = address_of(room)
         return Delivered(states, addresses, why)
 
-    def _read(self, cell: Wanted, record: np.void, reading: Reading, *, alone: bool) -> memoryview:
+    def _read(
+        self, cell: WantedCell, record: np.void, reading: Reading, *, alone: bool
+    ) -> memoryview:
         """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored
         bytes.
         """
@@ -158,20 +160,20 @@ class Placer:
             record, stored[cell.start : cell.stop], base, self._hot.view(), self._scratch
         )
 
-    def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
+    def _put(self, cell: WantedCell, source: int, pieces: list[tuple[int, int, int]]) -> CellState:
         """Place a cell where it was in the snapshot, if its process still has that as it was."""
         target = self._targets[cell.target]
         assert self._lock is not None
         with self._lock.reading():
             if self._lock.changed(cell.family):
-                return State.HELD
+                return CellState.HELD
             for offset, position, length in pieces:
                 placed = userfaultfd.place(target, cell.window + offset, source + position, length)
                 if placed.stop is userfaultfd.Stop.DEAD:
-                    return State.DEAD
+                    return CellState.DEAD
                 if placed.stop is not userfaultfd.Stop.DONE or placed.unmapped:
-                    return State.HELD
-        return State.PLACED
+                    return CellState.HELD
+        return CellState.PLACED
 
     def _place(self, request: Place) -> Done:
         target = self._targets[request.target]
@@ -189,7 +191,7 @@ def serve(control: socket.socket) -> None:
     """Answer until the other end is closed."""
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
-    placer: Placer | None = None
+    placer: PlacerServer | None = None
     control.sendall(encode(Ready()))
     while True:
         data, descriptors, _, _ = socket.recv_fds(
@@ -200,7 +202,7 @@ def serve(control: socket.socket) -> None:
         request = decode(data)
         if placer is None:
             assert isinstance(request, Open)
-            placer = Placer(request)
+            placer = PlacerServer(request)
         elif (answer := placer.answer(request, descriptors)) is not None:
             control.sendall(encode(answer))
 

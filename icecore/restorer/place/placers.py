@@ -30,15 +30,15 @@ from icecore.restorer.place.placing import (
     Move,
     Open,
     Part,
+    PinnedRegion,
     Place,
-    Region,
     Request,
     Stage,
     Staged,
     Store,
     Stored,
     Target,
-    Wanted,
+    WantedCell,
 )
 from icecore.restorer.plan.memory import Batch
 from icecore.store.format.cell import Records
@@ -129,7 +129,7 @@ class Placer:
                 raise PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
 
     def deliver(
-        self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes
+        self, batch: Batch, cells: Sequence[WantedCell], records: Records, pages: bytes
     ) -> Delivered:
         """Have cells of a batch read, decoded, verified, and placed if nothing speaks against that.
 
@@ -171,7 +171,7 @@ class Placer:
             raise OSError(answer.error, answer.why)
         return [Outcome(Stop(stop), unmapped) for stop, unmapped in answer.outcomes]
 
-    def share(self, region: Region, memory: int, gpus: Sequence[int]) -> None:
+    def share(self, region: PinnedRegion, memory: int, gpus: Sequence[int]) -> None:
         """Where `stage` is to put cells, a memfd, and sockets to the GPUs' threads of the worker."""
         self._send(region, [memory, *gpus])
 

@@ -10,7 +10,7 @@ reading, whoever reads a process's events for writing.
 
 Device memory goes other ways. What the driver moves on goes into a file, which processes map where
 they had that memory (`File`, `Store`); of resident memory a placer puts cells into its own part of
-pinned memory, and has the GPU worker copy them (`Region`, `Stage`).
+pinned memory, and has the GPU worker copy them (`PinnedRegion`, `Stage`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A placer's first message, unasked: it has begun."""
 
 
-class Wanted(NamedTuple):
+class WantedCell(NamedTuple):
     """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the
     address of its window; its family; that one's userfaultfd.
     """
@@ -83,13 +83,13 @@ class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     reads: list[Read]
-    cells: list[Wanted]
+    cells: list[WantedCell]
     records: bytes
     pages: bytes
     size: int
 
 
-class State(enum.IntEnum):
+class CellState(enum.IntEnum):
     """What became of a cell."""
 
     #: It could not be had.
@@ -106,7 +106,7 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     memory until the next `Deliver`; ``why``: of one that could not be had.
     """
 
-    states: list[State]
+    states: list[CellState]
     addresses: list[int]
     why: str = ""
 
@@ -140,7 +140,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PinnedRegion(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells, from
     ``at`` on, and the sockets that come with it lead to the GPUs' threads of the worker
     (`icecore.host.resident.gpu_thread`), which has the memfd mapped too. No answer.
@@ -225,5 +225,5 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-Request = Open | Deliver | Target | Forget | Place | Region | Stage | File | Store
+Request = Open | Deliver | Target | Forget | Place | PinnedRegion | Stage | File | Store
 Answer = Ready | Delivered | Done | Staged | Stored

@@ -20,7 +20,7 @@ import numpy as np
 from icecore.errors import IcecoreError
 from icecore.host.kernel.memory import HugeBuffer, address_of
 from icecore.host.resident.gpu_thread import PLACE_MESSAGE
-from icecore.restorer.place.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
+from icecore.restorer.place.placing import STAGED_CELLS, Bounds, Part, PinnedRegion, Stage, Staged
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
 from icecore.store.backend.local import LocalBackend
@@ -80,7 +80,7 @@ class Stager:
 
     def __init__(
         self,
-        region: Region,
+        region: PinnedRegion,
         memory: int,
         gpus: Sequence[int],
         backend: LocalBackend,
