@@ -1,6 +1,6 @@
-"""The lazily restored memory of a whole tree: its families, the fetcher that fills them, and the
-daemon that hears what they wait for. The rule: when this says that everything is resident, every
-descriptor is closed and no page is missing.
+"""Fills the memory of a whole tree: its families, the fetcher that fills them, and the daemon that
+answers their page faults. Once `TreeFill.complete` returns no page is missing, and every descriptor
+is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from icecore.store.backend.base import Backend
 from icecore.store.format.cell import CELL, Records
 from icecore.store.runtime.loop import LoopThread
 
-#: What share of all cells is placed before device memory in any case.
+#: If the host's cells are at most this share of all, they are placed before device memory.
 _LITTLE = 0.125
 _NO_USERFAULTFD = "CRIU handed over no userfaultfd of process {}"
 
@@ -40,14 +40,14 @@ class TreeFill(CellSink):
     """Fills a tree.
 
     Args:
-        guard: Has not started CRIU yet.
+        guard: It has not started CRIU yet.
         memory: What comes through userfaultfd, by process.
-        backend: Where the chunks are.
+        backend: Holds the chunks.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
-        failed: Told once, from whatever thread, that the tree must die, and why.
-        placers: Processes that place; without any this one does it.
+        failed: Called once, in any thread, with why the tree must die.
+        placers: Processes that place; None: threads do.
         device_file: The device memory that does not come through userfaultfd.
     """
 
@@ -88,7 +88,7 @@ class TreeFill(CellSink):
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
         #: A byte for each cell: whether it is device memory.
         self._device = b"".join(part.device.tobytes() for part in memory)
-        #: Rows of it that may still be to come, the last ones first.
+        #: Its rows that may still be missing, the last ones first.
         self._device_left = [row for row, device in enumerate(self._device) if device][::-1]
         self._looking = threading.Lock()
         parts = [part.cells.records for part in memory]
@@ -105,20 +105,20 @@ class TreeFill(CellSink):
 
     @property
     def spent(self) -> Spent:
-        """What the workers did; complete once everything is resident or stopped."""
+        """What the workers have done; complete once everything is loaded or stopped."""
         return self._fetcher.spent
 
     @property
     def placers(self) -> int:
-        """How many processes place; 0: threads of this one do."""
+        """How many processes place; 0: threads do."""
         return len(self._placers.all) if self._placers is not None else 0
 
     def listen(self) -> None:
-        """From now on CRIU and the kernel are heard."""
+        """Start to hear CRIU and the kernel."""
         self.daemon.start()
 
     def start(self, first: Sequence[tuple[int, int]] = ()) -> None:
-        """After `listen`: fetch ahead; nothing but faults is served before `open`.
+        """Start to fetch, after `listen`; only page faults are answered before `open`.
 
         Args:
             first: (process, cell of it) that are wanted before the others, in that order.
@@ -126,7 +126,7 @@ class TreeFill(CellSink):
         self._fetcher.start(self._order(first), opened=False, faulting=len(self._families))
 
     def open(self) -> None:
-        """Everything is registered with userfaultfd: place what the plan says.
+        """Start to place: everything is registered with userfaultfd.
 
         Raises:
             RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
@@ -137,10 +137,10 @@ class TreeFill(CellSink):
         self._fetcher.open()
 
     def complete(self, progress: Progress, seconds: float | None = None) -> None:
-        """Wait until everything is resident and every descriptor is closed.
+        """Wait until everything is loaded and every descriptor is closed.
 
         Args:
-            progress: Told, now and then, of the bytes that were placed, of all.
+            progress: Called, now and then, with the bytes that were placed, of all.
 
         Raises:
             Whatever prevents it.
@@ -156,14 +156,14 @@ class TreeFill(CellSink):
         self._fetcher.stop()
 
     def kill_placers(self) -> None:
-        """The tree is to die. One that hangs holds the lock that the daemon and the threads may be
-        waiting for.
+        """Kill the placers of a tree that is to die: one that hangs would hold the lock that the
+        daemon and the threads may be waiting for.
         """
         if self._placers is not None:
             self._placers.kill()
 
     def stop(self) -> None:
-        """End all threads and placers. The tree is dead, or complete."""
+        """End all threads and placers of a tree that is dead or complete."""
         self.kill_placers()
         self._fetcher.stop()
         if self._placers is not None:
@@ -177,21 +177,21 @@ class TreeFill(CellSink):
             self._device_file.fail(error)
 
     def attach_device_file(self) -> None:
-        """CRIU holds the tree, in which nothing has run yet: it may read what is in the file of
-        device memory, and waits for the rest.
+        """Let the tree, which CRIU holds and in which nothing has run yet, read what is in the file
+        of device memory, and wait for the rest.
 
         Raises:
             RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
-            Whatever has prevented that the file is filled.
+            Whatever has prevented filling the file.
         """
         if self._device_file is not None:
             self._device_file.attach(self._member, self._failed)
 
     def check_device_file(self, pids: Iterable[int]) -> None:
-        """The driver has moved everything on; nothing of the tree runs yet.
+        """Check that the driver has unmapped the file, before anything of the tree runs.
 
         Raises:
-            FileUnusable: A process would keep the file.
+            FileUnusable: A process still maps the file.
         """
         if self._device_file is not None:
             self._device_file.check_unmapped(pids)
@@ -199,7 +199,7 @@ class TreeFill(CellSink):
                 family.file_unmapped()
 
     def has_device_memory(self) -> bool:
-        """Whether all device memory is there: whoever reads it waits for nothing any more.
+        """Return whether all device memory is loaded, so that reading it causes no page fault.
         Thread-safe.
         """
         with self._looking:
@@ -214,15 +214,13 @@ class TreeFill(CellSink):
         raise RestoreFailed(_NO_USERFAULTFD.format(process))
 
     def touched(self) -> list[tuple[int, int]]:
-        """(process, `Family.address` of the cell) in the order in which the tree first asked for
-        them.
-        """
+        """Return (process, `Family.address` of the cell) in the order of the first page faults."""
         families = {family.process: family for family in self._families}
         return [(process, families[process].address(row)) for process, row in self.daemon.touched]
 
     def rows_at(self, addresses: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The inverse of `touched`: those (process, cell) that this snapshot has at (process,
-        address).
+        """Return the inverse of `touched`: (process, cell) for each (process, address) that this
+        snapshot has.
         """
         families = {family.process: family for family in self._families}
         found = []
@@ -234,8 +232,8 @@ class TreeFill(CellSink):
         return found
 
     def _order(self, first: Sequence[tuple[int, int]]) -> list[int]:
-        """Device memory before the host's, because the driver moves it on; but little host memory
-        first, because the driver needs some of it before.
+        """Return the order of all rows: device memory before the host's, because the driver moves
+        it on; but little host memory comes first, because the driver needs some of it.
         """
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
@@ -260,7 +258,7 @@ class TreeFill(CellSink):
         self._families[number].fill(row - self._rows[number][0], address_of(data))
 
     def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
-        """Have a placer deliver a batch, the only one; the rows that it could not have."""
+        """Have a placer deliver a single batch; return the rows that it could not deliver."""
         (batch,) = batches
         rows = [cell.row for cell in batch.cells]
         owners = [
@@ -288,7 +286,7 @@ class TreeFill(CellSink):
             self._families[number].fill_all(
                 [(row, at) for row, state, at in mine if state is CellState.HELD], placer
             )
-        # What could not be had, and what children miss that were born meanwhile.
+        # What could not be read, and what children miss that were forked meanwhile.
         return [
             row
             for row, (number, own) in zip(rows, owners, strict=True)

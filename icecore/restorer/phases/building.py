@@ -103,8 +103,8 @@ def build_tree(
 
 
 def _plugins(attempt: Attempt, images: Path, resources: Resources) -> list[str]:
-    """Return where CRIU takes its plugins from: never its own directory, whose plugin for CUDA would
-    make the driver's calls a second time.
+    """Return where CRIU takes its plugins from: never its own directory, whose plugin for CUDA
+    would make the driver's calls a second time.
     """
     folder = attempt.options.criu_plugins
     if resources.devices is not None or (images / plugin.RECORD).exists():

@@ -1,9 +1,9 @@
 """The placers of a restore: processes that read, verify and place cells, because threads of one
-interpreter stand in each other's way.
+interpreter block each other.
 
-Its rule: it does what it is told and nothing on its own; when the restorer is gone, it ends. One
-process loads the libraries and then forks the placers, before it has any thread. Arguments: a word
-to know it by, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
+A placer does nothing without a request, and ends when the restorer has ended. One process loads the
+libraries and then forks the placers, before it has any thread. Arguments: a word that identifies
+the restore, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class PlacerServer:
         self._decoder = ChunkDecoder(Key(order.key, order.encryption))
         self._stored = HugeBuffer(order.room, prefault=False)
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
-        # Where every cell is read or decoded to: it stays in the processor's cache, and the driver,
-        # which copies at the same time, has the memory to itself.
+        # Every cell is read or decoded to here: it stays in the processor's cache, and leaves the
+        # memory bandwidth to the driver, which copies at the same time.
         self._hot = HugeBuffer(CELL_BYTES, prefault=False)
         self._scratch = Scratch()
         self._lock = SharedLock(order.lock) if order.lock else None
@@ -80,7 +80,7 @@ class PlacerServer:
         self._file: FilePlacer | None = None
 
     def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
-        """Do what a message says."""
+        """Carry out a request; return the answer, if it has one."""
         match request:
             case Deliver():
                 return self._deliver(request)
@@ -128,7 +128,7 @@ class PlacerServer:
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             pieces = page_pieces(records[number]["data"].tobytes(), pages)
             states[number] = self._put(cell, address_of(data), pieces)
-            if states[number] is CellState.HELD:  # the restorer will say where it is to go
+            if states[number] is CellState.HELD:  # the restorer knows where it belongs now
                 room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
                 room[: len(data)] = data
                 addresses[number] = address_of(room)
@@ -137,8 +137,8 @@ class PlacerServer:
     def _read(
         self, cell: WantedCell, record: np.void, reading: Reading, *, alone: bool
     ) -> memoryview:
-        """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored
-        bytes.
+        """Return a cell's verified bytes, which are valid until the next is read. ``alone``: no
+        other cell needs its stored bytes.
         """
         size = cell.stop - cell.start
         if (
@@ -161,7 +161,7 @@ class PlacerServer:
         )
 
     def _put(self, cell: WantedCell, source: int, pieces: list[tuple[int, int, int]]) -> CellState:
-        """Place a cell where it was in the snapshot, if its process still has that as it was."""
+        """Place a cell where it was in the snapshot, unless its process has changed."""
         target = self._targets[cell.target]
         assert self._lock is not None
         with self._lock.reading():
@@ -218,7 +218,7 @@ def main() -> None:
         if child == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
-                os._exit(1)  # it has ended before
+                os._exit(1)  # the parent ended before the prctl
             for other in numbers:
                 if other != number:
                     os.close(other)
