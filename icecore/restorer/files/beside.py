@@ -1,5 +1,5 @@
-"""Finds running processes that have a job's files open; the rule: no process's output is replaced,
-cut or shared unless the options ask for it.
+"""Finds running processes that have a job's files open. No process's output is replaced, cut or
+shared unless the options ask for it.
 
 Readers cause a warning only: a file is replaced under its name, so a process that reads the old one
 loses no byte of it.

@@ -1,4 +1,4 @@
-"""The files that an instance gets as its own copies (``--files-to``); the rule: the files at the
+"""Chooses the files that an instance gets as its own copies (``--files-to``). The files at the
 original paths are only read, and covered for the instance alone (`icecore.host.jobs.mounts`).
 """
 

@@ -1,5 +1,5 @@
-"""Changes of a job's files, made, undone and finished; the rule: replaced files are kept until
-`finish`, and each step checks the actual files.
+"""Makes, undoes and finishes changes of a job's files. Replaced files are kept until `finish`, and
+each step checks the actual files.
 
 Undoing and finishing may be repeated, and begun again by another process
 (`icecore.restorer.files.file_recovery`): which of two files has which name says how far a change

@@ -1,5 +1,5 @@
-"""Records what a restore changes among a job's files before it does; the rule: the record on disk
-decides whether to undo or to finish.
+"""Records what a restore changes among a job's files before it does. The record on disk decides
+whether to undo or to finish.
 
 ``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``,
 contents that were saved before a file is changed in place, ``keep`` from just before the job is let

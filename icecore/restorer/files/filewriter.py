@@ -1,8 +1,5 @@
-"""Cells into files: open files that are put back, CRIU's image files, and the page images rebuilt
-from memory cells.
-
-The rule: a file is written under the name it was begun with, hole by hole as sparse as it was, and
-is `finished` only when every one of its rows was written.
+"""Writes cells into files: open files that are put back, CRIU's image files, and the page images
+rebuilt from memory cells. A file is as sparse as it was.
 """
 
 from __future__ import annotations
@@ -32,15 +29,15 @@ class FileTarget:
     Attributes:
         path: Where; it must not exist, unless ``existing``. With ``descriptor`` only a name for
             messages.
-        size: Bytes it has in the end.
+        size: Bytes of the complete file.
         cells: Cells whose data pages go into it.
-        layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in
-            a page image.
+        layout: Where the pages of a pagemap lie in a page image; None: an address is an offset in
+            the file.
         within: u1[n, 32], with a layout: the pages that it covers.
         mode: Permission bits.
-        existing: The file is there, empty and perhaps open: it is filled in place.
-        descriptor: The file is open for writing, and its maker closes it. None: it is opened by its
-            path.
+        existing: The file exists, empty and perhaps open: it is filled in place.
+        descriptor: The file, open for writing; the caller closes it. None: the file is opened by
+            its path.
     """
 
     path: str
@@ -79,7 +76,7 @@ class FileWriter(CellSink):
         """Create the files, empty but with their size.
 
         Raises:
-            FileExistsError: One is there already.
+            FileExistsError: One exists already.
             OSError: No space, no permission.
         """
         for target in self._targets:
@@ -99,7 +96,7 @@ class FileWriter(CellSink):
                 os.close(descriptor)
 
     def order(self) -> list[int]:
-        """All rows, the files side by side: two threads that write into one file wait for each
+        """Return all rows, files interleaved: two threads that write into one file block each
         other.
         """
         first = 0
@@ -154,14 +151,14 @@ def write_files(
     """Write all targets from the store.
 
     Args:
-        progress: Told, now and then, of the bytes that were written, of all.
+        progress: Called, now and then, with the bytes that were written, of all.
 
     Returns:
         Bytes of the files.
 
     Raises:
         OSError: A file could not be made.
-        Damaged, StoreError: What should go into one could not be read.
+        Damaged, StoreError: The content of one could not be read.
     """
     writer = FileWriter(targets)
     writer.create()

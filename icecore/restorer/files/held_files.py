@@ -1,5 +1,4 @@
-"""Checks the files that CRIU opened for a held tree; the rule: the tree runs only if all of them
-were checked.
+"""Checks the files that CRIU opened for a held tree, which runs only if all of them pass.
 
 CRIU opens files by their paths, as root. A user who controls a directory of such a path can
 redirect it between the check and CRIU's opening; the job would get another user's file. Each file
@@ -94,7 +93,7 @@ def _is_right(
     expected: Set[Inode],
     own: tuple[str, ...],
 ) -> bool:
-    """Whether what CRIU opened is what the images mean."""
+    """Return whether CRIU opened the file that the images mean."""
     path, mode = opened.file.path, opened.file.mode
     if not stat.S_ISREG(about.st_mode):
         return not mode or not stat.S_ISREG(

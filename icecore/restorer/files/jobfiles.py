@@ -1,5 +1,5 @@
-"""Every write to a job's file; the rule: it goes through a checked directory descriptor and the
-file's own descriptor, as the file's owner.
+"""Makes every write to a job's file: through a checked directory descriptor and the file's own
+descriptor, as the file's owner.
 
 Public surface:
 

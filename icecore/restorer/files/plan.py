@@ -1,5 +1,5 @@
-"""Which open files a restore has to put back, and what stands in the way; the rule: nothing is
-changed here (`icecore.restorer.files.put_back` does that).
+"""Plans which open files a restore puts back, and what prevents it. Nothing is changed here
+(`icecore.restorer.files.put_back` does that).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Puts open files back as they were when the snapshot was taken; the rule: a file is replaced as a
-whole, under its name, so that a process with the old one open keeps it, and until the job runs
-everything can be undone.
+"""Puts open files back as they were when the snapshot was taken. A file is replaced as a whole,
+under its name, so that a process with the old one open keeps it; until the job runs everything can
+be undone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which GPU each process of a snapshot gets on this machine. Pure but for NVML; the rule: a GPU is
-replaced by one of the same type and at least its memory.
+"""Chooses the GPU of this machine that each process of a snapshot gets. A GPU is replaced only by
+one of the same type with at least as much memory. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GpuPlan:
 
 @dataclass(frozen=True)
 class RecordedGpu:
-    """A GPU that the job had, as its snapshot tells."""
+    """A GPU that the job had, as its snapshot records it."""
 
     uuid: str
     name: str
@@ -41,7 +41,7 @@ class RecordedGpu:
 def read_gpus(
     manifest: Manifest,
 ) -> tuple[str, list[RecordedGpu], dict[int, list[str]], dict[str, int]]:
-    """What a snapshot says of GPUs.
+    """Read what a snapshot records of GPUs.
 
     Returns:
         The driver's version, the GPUs, those that each process (by image id) had open, and the
@@ -76,10 +76,10 @@ def read_gpus(
 
 
 def _bytes(value: object) -> int:
-    """A number of bytes.
+    """Return a number of bytes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
     if not isinstance(value, int) or not 0 <= value < 1 << 56:
         raise ValueError(f"{str(value)[:40]!r} is not a number of bytes")
@@ -87,8 +87,8 @@ def _bytes(value: object) -> int:
 
 
 def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
-    """Image id of a process → where the driver had device memory in it, (start, end) in address
-    order, as far as it takes that away again.
+    """Return image id of a process → where the driver had put device memory in it that it will
+    unmap again, (start, end) in address order.
 
     Raises:
         Damaged: It makes no sense.
@@ -115,18 +115,18 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
 def assign(
     old: Sequence[RecordedGpu], here: Sequence[Gpu], wanted: Mapping[str, str]
 ) -> dict[str, str]:
-    """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named,
-    the used ones and the others.
+    """Return old UUID → new UUID for every GPU that the job had open; the driver requires all of
+    them, also unused ones.
 
-    Those in ``wanted`` go where they are sent, the others stay where they are if they can, or get
-    one that is left, used ones first.
+    GPUs in ``wanted`` are mapped as it says. The others stay the same if possible, or get one that
+    is free, used ones first.
 
     Args:
-        wanted: What ``--gpu-map`` says: UUIDs, their beginnings, or numbers (old: in the snapshot's
-            order; new: in this machine's).
+        wanted: The value of ``--gpu-map``: UUIDs, their beginnings, or numbers (old ones in the
+            snapshot's order, new ones in this machine's).
 
     Raises:
-        RestoreRefused: That cannot be done.
+        RestoreRefused: There is no such mapping.
     """
     new = {gpu.uuid: gpu for gpu in here}
     out: dict[str, str] = {}
@@ -154,11 +154,11 @@ def assign(
             if not free:
                 raise RestoreRefused(
                     f"there is no GPU for {gpu.uuid} ({gpu.name}, {gpu.memory >> 20} MiB), which the job {'used' if gpu.used else 'had open'}",
-                    cure=f"restore it where there are {len(old)} GPUs of that type"
+                    cure=f"restore on a machine with {len(old)} GPUs of that type"
                     + (
                         ""
                         if gpu.used
-                        else "; jobs that are to need fewer are started with CUDA_VISIBLE_DEVICES"
+                        else "; start jobs that need fewer GPUs with CUDA_VISIBLE_DEVICES"
                     ),
                 )
             out[gpu.uuid] = free[0].uuid
@@ -183,7 +183,7 @@ def _named(text: str, uuids: Sequence[str], where: str) -> str:
 
 
 def _unfit(old: Gpu | RecordedGpu, new: Gpu) -> str:
-    """Why one cannot take the other's place."""
+    """Return why the new GPU cannot replace the old one; empty: it can."""
     if new.name != old.name:
         return f"{new.uuid} is a {new.name}, {old.name} is needed"
     if new.memory < old.memory:
@@ -198,10 +198,10 @@ def _fitting(uuid: str, old: Sequence[RecordedGpu], here: Sequence[Gpu]) -> str:
 
 
 def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuPlan:
-    """The pairs for every process.
+    """Choose the GPUs of every process.
 
     Raises:
-        RestoreRefused: They cannot be had.
+        RestoreRefused: There is no such choice.
         Damaged: The manifest makes no sense.
     """
     _, old, processes, _ = read_gpus(manifest)
@@ -220,7 +220,7 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
 
 
 def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:
-    """Each GPU here and the bytes that the job will take on it."""
+    """Yield each GPU of this machine, and the bytes that the job will use on it."""
     _, _, _, used = read_gpus(manifest)
     pairs: dict[str, str] = {}
     for own in chosen.processes.values():

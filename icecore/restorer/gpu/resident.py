@@ -1,14 +1,13 @@
-"""Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the
-processes up, then mapped by them; the rule: a process runs once all of its memory is there and
-verified, or it does not run.
+"""Resident device memory of a restore: a GPU worker fills it from the store while CRIU builds the
+processes, which then map it. A process runs only after all of its memory is complete and verified.
 
-It comes through `icecore.restorer.gpu.resident_fill`, with placers where the repository is a
-directory and there are cores for them.
+`icecore.restorer.gpu.resident_fill` fills it, with placers if the repository is a directory and
+there are cores for them.
 
-With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended:
-its fingerprints are compared with the snapshot's, and only cells that differ are fetched. What the
-keeper holds beside what the snapshot has is let go of first; what it does not hold is new, and
-fetched.
+With ``from_resident`` a keeper still holds the memory on the GPUs since the processes ended: its
+fingerprints are compared with the snapshot's, and only cells that differ are fetched. The keeper
+first lets go of memory that the snapshot does not have; memory that it does not hold is allocated
+and fetched.
 """
 
 from __future__ import annotations
@@ -65,18 +64,25 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
 _POLL_SECONDS = 0.2
-#: How often processes that wait for their memory are told to go on waiting, and how long they do
+#: How often processes that wait for their memory are told to keep waiting, and how long they wait
 #: without being told.
 _HOLD_SECONDS = 2.0
 _LEASE_SECONDS = 60.0
-#: That the worker is there once its work is done.
+#: How long the worker lingers once its work is done.
 _LINGER_SECONDS = 0.3
 
 
 @dataclass
 class _Piece:
-    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of
-    it; ``held``: it has been there before.
+    """One allocation.
+
+    Attributes:
+        process: The image id of its process.
+        about: What the snapshot records of it.
+        device: The GPU that it is on now.
+        handle: The worker's number for it.
+        descriptor: A descriptor of it; -1: there is none yet.
+        held: A keeper held it.
     """
 
     process: int
@@ -88,16 +94,15 @@ class _Piece:
 
 
 class Resident:
-    """The resident memory of one restore; it begins to come when this is made. Close it in the end,
+    """The resident memory of one restore, which begins to be filled when this is made. To be closed
     once `map` is done or the tree is dead.
 
     Args:
         repository, loop, reader: Where the snapshot is.
         limits: Threads, memory, patience.
         gpus: Which GPU each process gets.
-        place: The directory of keeper and agents, as this machine sees it; made where it is
-            missing.
-        held: The directory of the keeper that has the memory; None: nobody has.
+        place: The directory of keeper and agents on this machine; made if missing.
+        held: The directory of the keeper that holds the memory; None: none does.
         placers: Starts processes that place so many bytes, if they pay.
         word: Shows in the worker's command line.
         emit: Gets the ``restore.resident.…`` phases.
@@ -141,7 +146,7 @@ class Resident:
         self._thread.start()
 
     def close(self) -> None:
-        """End the worker, which lets go of what nobody has mapped. May be called twice."""
+        """End the worker, which lets go of what no process has mapped. May be called twice."""
         if self._fill is not None:
             self._fill.give_up()
         self._worker.close()
@@ -149,9 +154,8 @@ class Resident:
         if self._fill is not None:
             self._fill.stop()
         if self._placers is not None:
-            with suppress(
-                RestoreFailed
-            ):  # one that had to be killed: nobody waits for what it was at
+            # One may have been killed: nothing waits for what it did.
+            with suppress(RestoreFailed):
                 self._placers.close()
         self._close_descriptors()
         if self._region is not None:
@@ -159,15 +163,15 @@ class Resident:
             self._region = None
 
     def map(self, pids: Mapping[int, int], failure: Callable[[], BaseException | None]) -> None:
-        """Wait until all is there, and have each process map it and run. The driver has unlocked
-        them.
+        """Wait until the memory is complete, and have each process map it and run. The driver has
+        unlocked them.
 
         Args:
             pids: Image id → pid here.
-            failure: What has broken the restore meanwhile; then this gives up.
+            failure: Returns what has broken the restore meanwhile; then this gives up.
 
         Raises:
-            RestoreFailed, StoreError, Damaged: It cannot be; the tree must be killed.
+            RestoreFailed, StoreError, Damaged: It cannot be done; the tree must be killed.
         """
         agents = {image: Agent(self._place, image, tracee=pids[image]) for image in self._processes}
         held = 0.0
@@ -175,8 +179,8 @@ class Resident:
             if time.monotonic() - held > _HOLD_SECONDS:
                 held = time.monotonic()
                 for agent in agents.values():
-                    # Else a process would take what its keeper has of its memory, filled or not,
-                    # and run. Who cannot be asked now is asked again.
+                    # Else a process would take its memory from its keeper, filled or not, and run.
+                    # An agent that cannot be asked now is asked again.
                     with suppress(IcecoreError):
                         agent.hold(_LEASE_SECONDS)
             self._thread.join(_POLL_SECONDS)
@@ -194,19 +198,21 @@ class Resident:
                 with suppress(WorkerFailed):  # its work is done: they run
                     self._worker.linger(_LINGER_SECONDS)
                 if self._holder is not None and self._elsewhere:
-                    for process in self._processes.values():  # the instance's own keeper has it now
-                        with suppress(NotFound):  # that one has ended, and let go of all
+                    # The instance's own keeper holds it now.
+                    for process in self._processes.values():
+                        with suppress(NotFound):  # the other has ended, and let go of everything
                             self._holder.forget(process.token)
             except IcecoreError as error:
                 raise RestoreFailed(
-                    f"resident memory could not be mapped: {error.message}", cure=error.cure
+                    f"cannot map resident memory: {error.message}", cure=error.cure
                 ) from error
 
     def outlive(self, init: int, status: Path) -> None:
-        """They run: from now on their memory outlives them, unless they end well (`Keeper.keep`).
+        """Have the memory of the processes, which run, outlive them unless they end well
+        (`Keeper.keep`).
 
         Raises:
-            NotFound, ResidentFailed, OSError: It does not.
+            NotFound, ResidentFailed, OSError: It will not.
         """
         for process in self._processes.values():
             Keeper(self._place).keep(process.token, init, status)
@@ -214,8 +220,8 @@ class Resident:
     # -- within
 
     def _descriptors(self, image: int) -> dict[int, int]:
-        """What a process maps, by its identities: of memory that several have, each gets a
-        duplicate of one descriptor, as it was.
+        """Return what a process maps, by its identities. Processes that share memory get duplicates
+        of one descriptor, as before.
         """
         found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
         own = {
@@ -241,7 +247,7 @@ class Resident:
         if self._holder is not None:
             self._take(self._holder)
             return
-        # What it kept of these would be mapped, were the restore to take longer than an agent
+        # An agent would map what the keeper holds of these if the restore took longer than it
         # waits.
         tokens = {process.token for process in self._processes.values()}
         for known in keeper.processes():
@@ -249,11 +255,11 @@ class Resident:
                 keeper.forget(known.token)
 
     def _take(self, keeper: Keeper) -> None:
-        """Descriptors of what the keeper holds; what else it holds of processes that have ended it
-        lets go of.
+        """Take descriptors of what the keeper holds; have it let go of everything else that it
+        holds of processes that have ended.
 
         Raises:
-            RestoreRefused: It does not hold memory where it shall be.
+            RestoreRefused: It holds memory on another GPU.
         """
         found: list[tuple[_Piece, Allocation]] = []
         spare: dict[bytes, list[int]] = {}
@@ -280,7 +286,7 @@ class Resident:
                     raise RestoreRefused(
                         message, cure="restore without --from-resident: all is fetched then"
                     )
-            # Since the snapshot, or on another way from there, one may have come to have another's.
+            # Since the snapshot a process may have begun to share the memory of another.
             for number in repeated([(one, piece.descriptor) for piece, one in found]):
                 piece = found[number][0]
                 os.close(piece.descriptor)
@@ -326,14 +332,14 @@ class Resident:
                     digested=fill.digested,
                     **spent.thread_seconds(),
                 )
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by `map`
             self._failure = error
 
     def _fill_of(self, by_device: Mapping[str, list[_Piece]]) -> ResidentFill:
-        """Have memory on the GPUs, and all ready to fill it."""
+        """Allocate or map the memory on the GPUs, and prepare its fill."""
         devices, digests = list(by_device), list[Future[Any]]()
         with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
-            if not self._held:  # what needs no GPU, while the worker starts
+            if not self._held:  # all that needs no GPU, while the worker starts
                 self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
                 region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
             self._worker.begin(devices, fingerprints=self._held)
@@ -397,7 +403,7 @@ class Resident:
         return space_cells(space.regions, self._reader.records(space))
 
     def _wanted(self, devices: Sequence[str]) -> GpuCells:
-        """What is not there."""
+        """Return the cells to fetch."""
         tables: list[Records] = []
         device: list[int] = []
         handle: list[int] = []
@@ -435,7 +441,9 @@ class Resident:
     # -- memory that is still held
 
     def _fingerprints(self) -> tuple[int, dict[str, Fingerprints]]:
-        """The lineage's seed and the snapshot's fingerprints; without these everything is fetched."""
+        """Return the lineage's seed and the snapshot's fingerprints; without them everything is
+        fetched.
+        """
         manifest, keys = self._reader.manifest, self._repository.keys
         seed = fingerprint_seed(keys, manifest.lineage)
         with suppress(Damaged, FormatTooNew, StoreError):
@@ -462,7 +470,7 @@ class Resident:
         seed: int,
         known: Fingerprints | None,
     ) -> npt.NDArray[np.bool_]:
-        """Which cells are not as the snapshot has them. New memory is zeros."""
+        """Return which cells differ from the snapshot. New memory is zeros."""
         differing = np.array(cells.records["data"].any(axis=1), np.bool_)
         if known is None or len(known.key) != len(cells) or (known.key != cells.base).any():
             return np.ones(len(cells), np.bool_)
@@ -482,7 +490,7 @@ def _explained(error: BaseException) -> BaseException:
             getattr(error, "message", f"{type(error).__name__}: {error}"),
             getattr(error, "cure", ""),
         )
-        made = RestoreFailed(f"resident memory could not be brought back: {message}", cure=cure)
+        made = RestoreFailed(f"cannot restore resident memory: {message}", cure=cure)
         made.__cause__ = error
         return made
     return error

@@ -1,9 +1,9 @@
-"""Cells on their way from the store to GPUs, through pinned memory that a GPU worker copies from;
-the rule: what is there is verified.
+"""Brings cells from the store to GPUs, through pinned memory from which a GPU worker copies them.
+Every cell on a GPU is verified.
 
-Placers read and decode cells into their own parts of that memory; what has all its pages is
-verified where it arrived, by digest (`icecore.host.resident.digest`), and fetched again by this
-process where it is another. Without placers the fetcher's threads do all of it.
+Placers read and decode cells into their own parts of that memory. Complete cells are verified on
+the GPU, by digest (`icecore.host.resident.digest`), and this process fetches those that differ
+again. Without placers the fetcher's threads do everything.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from icecore.store.format.cell import CELL_BYTES, Records
 
 #: Cells of the region for the fetcher's threads.
 _SLOTS = 64
-#: Requests that each placer gets at the least.
+#: The fewest requests that each placer gets.
 _TURNS = 4
 _POLL_SECONDS = 0.2
 
 
 class GpuCells(NamedTuple):
-    """CELL[n] to fetch, and where each goes.
+    """The cells to fetch, and where each goes.
 
     Attributes:
-        devices: Of the GPUs, and for each cell the number among them.
-        handle, offset: For each cell: the worker's number for its allocation, and where in that.
+        records: CELL[n].
+        devices: The GPUs.
+        device: For each cell the number of its GPU.
+        handle: For each cell the worker's number for its allocation.
+        offset: For each cell the offset in the allocation.
     """
 
     records: Records
@@ -53,7 +56,7 @@ class GpuCells(NamedTuple):
 
 
 def region_for(placers: Placers | None) -> HostRegion:
-    """Host memory for a filling with so many placers, resident; the caller's to close."""
+    """Return host memory for a fill with so many placers, with all its pages; the caller closes it."""
     staged = len(placers.all) * 2 * STAGED_CELLS if placers is not None else 0
     region = HostRegion((_SLOTS + staged) * CELL_BYTES)
     region.prefault()
@@ -65,14 +68,14 @@ class ResidentFill(CellSink):
 
     Args:
         wanted: What goes where.
-        worker: Has the allocations, and the region.
-        region: `region_for` the placers.
+        worker: Has mapped the allocations and the region.
+        region: Of `region_for`.
         fetcher: Makes the fetcher for this sink.
 
     Attributes:
-        spent: What it did, once `run` has ended.
-        placers: How many processes were handed cells.
-        digested: Whether what those brought was verified by digest, at least in the end.
+        spent: What the workers have done; complete once `run` has ended.
+        placers: How many processes get cells.
+        digested: Whether cells from placers were verified by digest, at least in the end.
     """
 
     def __init__(
@@ -96,26 +99,25 @@ class ResidentFill(CellSink):
 
     @property
     def spent(self) -> Spent:
-        """What the fetcher's threads have counted."""
+        """What the fetcher's threads have done."""
         return self._fetcher.spent
 
     def run(self, progress: Progress) -> None:
-        """Until all is there.
+        """Fill until everything is complete.
 
         Raises:
-            WorkerFailed, StoreError, Damaged, RestoreFailed: It cannot be.
+            WorkerFailed, StoreError, Damaged, RestoreFailed: It cannot be done.
         """
         for slot in range(_SLOTS):
             self._slots.put(slot)
         empty = [not any(bitmap) for bitmap in self._bitmaps]
-        for row in np.flatnonzero(
-            empty
-        ).tolist():  # memory that is still held, where it is not zeros any more
+        # Memory that is still held, and no longer zeros there.
+        for row in np.flatnonzero(empty).tolist():
             self.place(row, memoryview(b""))
         self._fetcher.progress = progress
         self._fetcher.start(np.flatnonzero(~np.array(empty, np.bool_)).tolist())
         self._fetcher.wait()
-        for _ in range(_SLOTS):  # all have come back: everything is where it belongs
+        for _ in range(_SLOTS):  # all slots are free again: every copy is done
             self._slot()
         if self._failure is not None:
             raise self._failure
@@ -123,16 +125,16 @@ class ResidentFill(CellSink):
         self._look_again()
 
     def _look_again(self) -> None:
-        """What a placer had staged that was lost may have arrived after what was fetched in its
-        place: nobody has verified that.
+        """Verify the cells of lost placers again: what such a placer had staged may have arrived
+        after the cell that was fetched in its place.
 
         Raises:
-            RestoreFailed: It is other than in the snapshot.
+            RestoreFailed: A cell differs from the snapshot.
         """
         if self._doubtful:
             self._worker.begin(
                 self._wanted.devices, fingerprints=False
-            )  # once all that was under way has arrived
+            )  # once all copies in flight are done
             if self._other(self._doubtful, self._key):
                 raise RestoreFailed(
                     "a placer process was lost, and cells are damaged",
@@ -140,7 +142,7 @@ class ResidentFill(CellSink):
                 )
 
     def give_up(self) -> None:
-        """Have `run` end; nothing, once it is complete."""
+        """Have `run` end; no effect once it is complete."""
         self._ended = True
         self._fetcher.fail(RestoreFailed("the restore was given up"))
 
@@ -152,8 +154,8 @@ class ResidentFill(CellSink):
         """Have placers stage cells, and the worker copy them from there; before `run`.
 
         Args:
-            digests: What `Worker.prepare_digests` gave: until they have ended, and where a GPU
-                cannot make them, the placers verify.
+            digests: Of `Worker.prepare_digests`: until they are done, and if a GPU cannot compute
+                digests, the placers verify.
             key: The repository's chunk key.
         """
         placers.begin()
@@ -166,11 +168,11 @@ class ResidentFill(CellSink):
                     stack.enter_context(self._worker.connect(device)).fileno()
                     for device in self._wanted.devices
                 ]
-                with suppress(PlacerLost):  # who asks it first is told
+                with suppress(PlacerLost):  # raised again by the first request
                     placer.share(region, self._region.descriptor, gpus)
         self._digests = digests
-        # Few large requests: this process does little then. Not so large that one placer works
-        # while the others have no more.
+        # Few large requests keep this process idle; too large ones leave one placer working while
+        # the others have ended.
         share = len(self._wanted.records) // (len(placers.all) * _TURNS * STAGED_CELLS)
         batches = max(1, min(STAGED_PARTS, share))
         self._key = key
@@ -221,9 +223,7 @@ class ResidentFill(CellSink):
         return through
 
     def _other(self, rows: Sequence[int], key: bytes) -> set[int]:
-        """Which of these cells, if all of their pages are there, are on their GPU other than in the
-        snapshot.
-        """
+        """Return which of these cells, of the complete ones, differ on their GPU from the snapshot."""
         records, devices, device, handle, offset = self._wanted
         found: set[int] = set()
         for number, name in enumerate(devices):
