@@ -57,7 +57,7 @@ class Ahead:
     def give_back(self, buffer: HugeBuffer) -> None:
         """Take back a buffer of `Schedule.add_ready`."""
         assert self._buffers is not None
-        with suppress(RuntimeError):  # the loop was closed: nobody fetches any more
+        with suppress(RuntimeError):  # the loop was closed: nothing is fetched any more
             self._loop.loop.call_soon_threadsafe(self._buffers.put_nowait, buffer)
 
     def cancel(self) -> None:

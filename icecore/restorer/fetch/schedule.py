@@ -1,5 +1,5 @@
-"""Which rows are delivered next: urgent ones first, then the plan. Every row that was begun counts
-as pending until it is delivered, so that nobody takes an incomplete fetch for a complete one.
+"""Decides which rows are delivered next: urgent ones first, then the plan. Every row that was begun
+is pending until it is delivered, so that an incomplete fetch is never taken for a complete one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Work(NamedTuple):
     Attributes:
         batches: One, or several for a placer.
         buffer: Holds the stored bytes of the batch; None: they must be read.
-        urgent: Somebody waits for it.
+        urgent: A process waits for it.
     """
 
     batches: Sequence[Batch]

@@ -46,7 +46,7 @@ class Source:
         records: CELL records; every row that is read has data pages.
         limits: Attempts and patience.
         loop: Runs what waits.
-        stopped: Whether nobody wants the rows any more: then nothing is retried.
+        stopped: Returns whether the rows are not wanted any more: then nothing is retried.
     """
 
     def __init__(

@@ -6,6 +6,6 @@ are the only way to write to them. `put_back` writes new files beside the old on
 them, `file_changes` makes and undoes each change, `file_journal` records it first, and
 `file_recovery` undoes it after a crash. `held_files` checks what CRIU opened.
 
-CRIU's images: `images` rebuilds them, `filewriter` fills files from cells, `shortage` checks for
-room, and `exporter` writes a directory for plain ``criu restore``.
+CRIU's images: `images` rebuilds them, `filewriter` fills files from cells, and `exporter` writes a
+directory for plain ``criu restore``.
 """

@@ -18,11 +18,10 @@ from icecore.events import Event, Progress, Sink, discard, phase
 from icecore.host.kernel.limits import threads_for
 from icecore.restorer.fetch.fetcher import PLACE_THREADS
 from icecore.restorer.fetch.limits import Limits
-from icecore.restorer.files.filewriter import FileTarget, write_files
+from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.images import image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.files.jobfiles import JobFiles, Owner
 from icecore.restorer.files.jobpaths import components
-from icecore.restorer.files.shortage import shortage
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.manifest import Space
 from icecore.store.log.repository import UNREGISTERED, Repository

@@ -323,7 +323,7 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
 
 
 def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
-    """Leave what was replaced where it is: nobody knows whether the job ran. Returns a sentence for
+    """Leave what was replaced where it is: it is unknown whether the job ran. Return a sentence for
     each file whose original is left.
     """
     left: list[str] = []

@@ -4,7 +4,7 @@ whether to undo or to finish.
 ``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``,
 contents that were saved before a file is changed in place, ``keep`` from just before the job is let
 go, and ``ran`` once it runs. Without ``keep`` the changes are undone, with ``ran`` they are
-finished; between the two nobody knows whether the job wrote to its files, so the new files stay and
+finished; between the two it is unknown whether the job wrote to its files, so the new files stay and
 what they replaced is kept. The directory belongs to root, and no other user may write there.
 """
 
@@ -209,7 +209,7 @@ class FileJournal:
 
         Args:
             left: What was left, a sentence each. They are written there: the guard of a killed
-                restore has nobody to tell.
+                restore cannot report it.
         """
         place = self.folder.with_name(self.folder.name + _KEPT)
         try:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from icecore.events import Progress
+from icecore.host.kernel import limits as machine
 from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
@@ -18,7 +20,7 @@ from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.plan.cells import FileLayout, SpaceCells, page_pieces
 from icecore.restorer.plan.memory import interleave
 from icecore.store.backend.base import Backend
-from icecore.store.format.cell import CELL, Bytes, Records
+from icecore.store.format.cell import CELL, PAGE, Bytes, Records
 from icecore.store.runtime.loop import LoopThread
 
 
@@ -172,3 +174,21 @@ def write_files(
         finally:
             fetcher.stop()
     return sum(target.size for target in targets)
+
+
+def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
+    """Return by how much the targets' bytes exceed what is free in ``folder``; empty if they fit. The
+    cells count, not the sizes that a manifest claims.
+    """
+    pages = sum(
+        int(
+            np.bitwise_count(
+                target.cells.records["data"] if target.within is None else target.within
+            ).sum(dtype=np.int64)
+        )
+        for target in targets
+    )
+    free = machine.free_space(str(folder))
+    if pages * PAGE <= free:
+        return ""
+    return f"{pages * PAGE >> 20} MiB must be written to {folder}, which has {free >> 20} MiB free"

@@ -22,7 +22,7 @@ from icecore.host.cuda.holder import replaced_mappings
 from icecore.host.kernel import procfs
 from icecore.restorer.files.jobfiles import Inode, inode_of
 
-#: File systems of the kernel, whose names nobody makes; files there are no part of a snapshot.
+#: File systems of the kernel, in which no user makes names; files there are no part of a snapshot.
 _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"

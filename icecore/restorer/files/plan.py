@@ -171,7 +171,7 @@ def _plan_one(
 
 
 def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
-    """Whether somebody may have put another user's file at the path, for the job to get what that
+    """Return whether another user's file may have been put at the path, for the job to get what that
     user alone may do.
     """
     unknown = not file.inode  # of imported images

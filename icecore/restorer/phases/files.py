@@ -19,7 +19,7 @@ from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.file_recovery import command as recovery_command
-from icecore.restorer.files.filewriter import FileTarget, write_files
+from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.held_files import require_files
 from icecore.restorer.files.images import (
     FILE_NAME,
@@ -31,7 +31,6 @@ from icecore.restorer.files.images import (
 )
 from icecore.restorer.files.jobfiles import Inode
 from icecore.restorer.files.put_back import PutBack
-from icecore.restorer.files.shortage import shortage
 from icecore.restorer.fill.device_file import DeviceFile
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.planning import OWN_FOLDERS, Plan, Workspace

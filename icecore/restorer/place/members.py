@@ -24,7 +24,7 @@ from icecore.restorer.place.addressmap import AddressMap
 from icecore.restorer.place.locks import MapLock
 from icecore.restorer.place.placing import CellState, Move
 from icecore.restorer.plan.cells import SpaceCells, page_pieces
-from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
+from icecore.store.format.cell import BITMAP_BYTES, CELL, PAGE, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
 ZERO_BYTES = 64 * PAGE
@@ -201,7 +201,9 @@ class Family:
         return not self.members or any(m.missing[row] and not m.gone for m in self.members)
 
     def row_at(self, original: int) -> int | None:
-        """Return the cell whose window holds an original address."""
+        """Return the cell whose window holds an original address: windows are ascending and disjoint
+        (`icecore.restorer.plan.cells.space_cells`).
+        """
         row = bisect_right(self._low, original) - 1
         return row if row >= 0 and original < self._high[row] else None
 
@@ -428,11 +430,3 @@ class Family:
             elif placed.stop is Stop.DONE and placed.present:
                 userfaultfd.wake(member.descriptor, address, PAGE)
             return placed.stop is not Stop.CHANGED
-
-
-def check_window(cells: SpaceCells) -> None:
-    """Check that windows are ascending, disjoint and at most a cell long; `row_at` relies on it."""
-    if ((cells.high - cells.low) > np.uint64(CELL_BYTES)).any() or (
-        cells.low[1:] < cells.high[:-1]
-    ).any():
-        raise ValueError("the cells of a process overlap")
