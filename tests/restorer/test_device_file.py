@@ -45,7 +45,7 @@ _CELLS = 70
 #: from the lowest address on.
 _READER = """
 import ctypes, hashlib, json, socket, sys
-from icecore.host import userfaultfd
+from icecore.host.kernel import userfaultfd
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 control, file, mappings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), json.loads(sys.argv[3])
