@@ -33,7 +33,8 @@ class Restored:
     _exit: Future[int] = field(default_factory=Future)
 
     def wait_resident(self, timeout: float | None = None) -> float:
-        """Wait until all memory is loaded; until then a lazily restored tree dies with this process.
+        """Wait until all memory is loaded; until then a lazily restored tree dies with this
+        process.
 
         Returns:
             `seconds_to_resident`.

@@ -34,7 +34,7 @@ class Decoder(Protocol):
         out: memoryview,
         scratch: Scratch,
     ) -> memoryview:
-        """Return the chunk's verified bytes: in ``out``, or ``stored`` itself if it is stored raw."""
+        """Return the chunk's verified bytes: in ``out``, or in ``stored`` if stored raw."""
 
 
 class Source:

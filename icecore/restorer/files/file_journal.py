@@ -4,8 +4,8 @@ whether to undo or to finish.
 ``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``,
 contents that were saved before a file is changed in place, ``keep`` from just before the job is let
 go, and ``ran`` once it runs. Without ``keep`` the changes are undone, with ``ran`` they are
-finished; between the two it is unknown whether the job wrote to its files, so the new files stay and
-what they replaced is kept. The directory belongs to root, and no other user may write there.
+finished; between the two it is unknown whether the job wrote to its files, so the new files stay
+and what they replaced is kept. The directory belongs to root, and no other user may write there.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def write_files(
 
 
 def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
-    """Return by how much the targets' bytes exceed what is free in ``folder``; empty if they fit. The
-    cells count, not the sizes that a manifest claims.
+    """Return by how much the targets' bytes exceed what is free in ``folder``; empty if they fit.
+    The cells count, not the sizes that a manifest claims.
     """
     pages = sum(
         int(

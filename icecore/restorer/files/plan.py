@@ -171,8 +171,8 @@ def _plan_one(
 
 
 def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
-    """Return whether another user's file may have been put at the path, for the job to get what that
-    user alone may do.
+    """Return whether another user's file may have been put at the path, for the job to get what
+    that user alone may do.
     """
     unknown = not file.inode  # of imported images
     if unknown or now.st_uid == file.user or paths.guarded(os.path.dirname(file.path)):

@@ -49,7 +49,7 @@ class Devices:
         self._helper.close()
 
     def holder(self) -> socket.socket:
-        """Return a socket for the plugin of the CRIU that will hold the tree; the caller closes it."""
+        """Return a socket for CRIU's plugin, which will hold the tree; the caller closes it."""
         return self._helper.holder()
 
     @property

@@ -56,7 +56,7 @@ class GpuCells(NamedTuple):
 
 
 def region_for(placers: Placers | None) -> HostRegion:
-    """Return host memory for a fill with so many placers, with all its pages; the caller closes it."""
+    """Return prefaulted host memory for a fill with these placers; the caller closes it."""
     staged = len(placers.all) * 2 * STAGED_CELLS if placers is not None else 0
     region = HostRegion((_SLOTS + staged) * CELL_BYTES)
     region.prefault()
@@ -223,7 +223,7 @@ class ResidentFill(CellSink):
         return through
 
     def _other(self, rows: Sequence[int], key: bytes) -> set[int]:
-        """Return which of these cells, of the complete ones, differ on their GPU from the snapshot."""
+        """Return which complete cells of these differ on their GPU from the snapshot."""
         records, devices, device, handle, offset = self._wanted
         found: set[int] = set()
         for number, name in enumerate(devices):

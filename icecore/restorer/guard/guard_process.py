@@ -267,7 +267,7 @@ class GuardProcess:
         self.poll.register(self.criu_connection.fileno(), select.POLLIN)
 
     def hear_criu(self) -> None:
-        """Read one message of CRIU: a task's id and then its userfaultfd, or that it has finished."""
+        """Read one message of CRIU: a task's id and its userfaultfd, or that CRIU has finished."""
         assert self.criu_connection is not None
         word = self.criu_connection.recv(4, socket.MSG_WAITALL)
         if len(word) < 4:

@@ -1,4 +1,4 @@
-"""The fourth phase: have CRIU build the tree, which does not run yet, while its memory is fetched."""
+"""The fourth phase: have CRIU build the tree while its memory is fetched."""
 
 from __future__ import annotations
 

@@ -143,8 +143,9 @@ def prepare_files(
 
 
 def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:
-    """Check the files that the tree has open, which is about to run, and leave the exchanged ones to
-    it. It is held, unless only root could change anything about its files and nothing was changed.
+    """Check the files that the tree has open, which is about to run, and leave the exchanged ones
+    to it. It is held, unless only root could change anything about its files and nothing was
+    changed.
 
     Raises:
         RestoreFailed: The tree has another file open.

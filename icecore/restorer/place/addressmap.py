@@ -49,7 +49,7 @@ class AddressMap:
         return None
 
     def next_mapped(self, current: int) -> int:
-        """Return the lowest address from ``current`` on that is in a segment; TOP if there is none."""
+        """Return the lowest address from ``current`` on that is in a segment; else TOP."""
         at = bisect_right(self._start, current) - 1
         if at >= 0 and current < self._end[at]:
             return current
@@ -101,7 +101,7 @@ class AddressMap:
         self._shift[at:at] = [shift + source - target for _, _, shift in moved]
 
     def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Remove ``start`` to ``end`` from the map; return what was there as (start, end, shift)."""
+        """Remove ``start`` to ``end`` from the map; return that part as (start, end, shift)."""
         self._by_original = None
         first = bisect_right(self._start, start) - 1
         if first < 0 or self._end[first] <= start:

@@ -37,7 +37,7 @@ class FileTable:
         return len(self.records)
 
     def share(self) -> int:
-        """Return a descriptor of memory that holds the table, for `shared`; the caller closes it."""
+        """Return a descriptor of the table in memory, for `shared`; the caller closes it."""
         descriptor = os.memfd_create("icecore-file-table", os.MFD_CLOEXEC)
         with open(descriptor, "wb", buffering=0, closefd=False) as file:
             file.truncate(max(1, len(self)) * _EACH)

@@ -1,4 +1,4 @@
-"""Read-write locks, within a process and among processes; a waiting writer goes before new readers."""
+"""Read-write locks, in one process and among processes; a waiting writer precedes new readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 class MapLock:
-    """Guards an address map: placements read it, the daemon that reads the kernel's events writes."""
+    """Guards an address map: placements read it, the daemon applies the kernel's events to it."""
 
     def __init__(self) -> None:
         self._change = threading.Condition(threading.Lock())

@@ -201,8 +201,8 @@ class Family:
         return not self.members or any(m.missing[row] and not m.gone for m in self.members)
 
     def row_at(self, original: int) -> int | None:
-        """Return the cell whose window holds an original address: windows are ascending and disjoint
-        (`icecore.restorer.plan.cells.space_cells`).
+        """Return the cell whose window holds an original address: windows are ascending and
+        disjoint (`icecore.restorer.plan.cells.space_cells`).
         """
         row = bisect_right(self._low, original) - 1
         return row if row >= 0 and original < self._high[row] else None
@@ -303,7 +303,7 @@ class Family:
                     member.gone = True
 
     def window(self, row: int) -> tuple[int, bytes]:
-        """Return the address of a cell's window, and the bitmap (32 bytes) of the pages to place."""
+        """Return the address of a cell's window, and a bitmap (32 bytes) of the pages to place."""
         return self._base[row], self._wanted[32 * row : 32 * row + 32]
 
     def _pieces(self, row: int) -> list[tuple[int, int, int]]:
