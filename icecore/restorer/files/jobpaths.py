@@ -147,7 +147,7 @@ class JobPaths:
         return self._keep(path, descriptor)
 
     def guarded(self, folder: str) -> bool:
-        """Return whether only root can change the names in a directory, and where its path leads."""
+        """Return whether only root can change a directory's names, and where its path leads."""
         known = self._guarded.get(folder)
         if known is None:
             try:
