@@ -406,5 +406,5 @@ def test_journals_are_kept_only_where_root_alone_writes(home: Path, state: Path)
     then = recorded(home / "data.bin")
     (state / "restores").mkdir(parents=True)
     os.chown(state / "restores", HOSTILE, HOSTILE)
-    with pytest.raises(IcecoreError, match="others than user 0 may write"):
+    with pytest.raises(IcecoreError, match="users other than 0 may write"):
         put_back(manifest_of(then), CONTENT, state)

@@ -87,7 +87,7 @@ def test_what_somebody_wrote_meanwhile_is_left_alone_and_told(tmp_path: Path, ho
         left = event.fields["left"]  # type: ignore[assignment]
     assert (
         len(left) == 3
-        and "somebody replaced" in " ".join(left)
+        and "another process replaced" in " ".join(left)
         and "was written to after it was cut" in " ".join(left)
     ), left
     assert (home / "replaced").read_bytes() == b"somebody else's\n"
@@ -106,7 +106,8 @@ def test_an_old_file_that_somebody_removed_meanwhile_is_told(tmp_path: Path) -> 
     kept.unlink()
     left = back.abandon()
     assert (
-        "somebody removed what" in left[0] and (tmp_path / "home" / "replaced").read_bytes() == THEN
+        "another process removed the earlier file" in left[0]
+        and (tmp_path / "home" / "replaced").read_bytes() == THEN
     )
 
 
@@ -207,10 +208,7 @@ def test_of_a_job_that_may_have_run_the_originals_are_left_and_named(tmp_path: P
     left = back.abandon(went=True)
     home = tmp_path / "home"
     (kept,) = [path for path in home.iterdir() if path.name.startswith(".")]
-    assert (
-        kept.read_bytes() == NEWER
-        and f"what {home}/replaced was before the restore is {kept}" in left
-    )
+    assert kept.read_bytes() == NEWER and f"the earlier file of {home}/replaced is {kept}" in left
     (folder,) = (tmp_path / "state" / "restores").iterdir()
     assert left[-1] == f"what was saved is in {folder}"
     for name, file in (("grown", "2.saved"), ("link_remap.7", "3.saved")):
@@ -242,7 +240,7 @@ def test_a_journal_that_others_could_have_written_is_not_believed(tmp_path: Path
     forget(exchanged(tmp_path))
     (tmp_path / "state" / "restores").chmod(0o777)
     before = look(tmp_path)
-    with pytest.raises(RestoreFailed, match="others than user 0 may write"):
+    with pytest.raises(RestoreFailed, match="users other than 0 may write"):
         recovered(tmp_path / "state")
     assert look(tmp_path) == before
 

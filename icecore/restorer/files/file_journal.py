@@ -200,7 +200,7 @@ class FileJournal:
         with suppress(OSError):
             (self.folder / _JOURNAL).unlink(
                 missing_ok=True
-            )  # first: the other files mean nothing without it
+            )  # first: the other files are useless without it
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
@@ -254,7 +254,7 @@ def abandoned(state: Path) -> list[FileJournal]:
                 with suppress(BlockingIOError, FileNotFoundError):
                     found.append(FileJournal(folder, _open_lock(folder)))
     except (FileNotFoundError, PermissionError):
-        pass  # no restore ever changed a file, or this user may not look
+        pass  # no restore ever changed a file, or this user may not read the directory
     return found
 
 
@@ -270,8 +270,8 @@ def _listing(above: Path) -> Iterator[None]:
         about = os.fstat(descriptor)
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise RestoreFailed(
-                f"others than user {os.geteuid()} may write to {above}",
-                cure=f"'rm -r {above}', after you have checked who made it",
+                f"users other than {os.geteuid()} may write to {above}",
+                cure=f"check who made it, then 'rm -r {above}'",
             )
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

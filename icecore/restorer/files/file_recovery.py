@@ -90,7 +90,7 @@ def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
             place = files.locate(path)
         except FileNotFoundError:
             if change.old is not None:  # else nothing was replaced
-                left.append(f"the directory of {path} is not there any more")
+                left.append(f"the directory of {path} no longer exists")
             continue
         except (OSError, RestoreFailed) as error:
             left.append(

@@ -81,7 +81,7 @@ def _require_of_process(
             continue
         if not _is_right(file, target, about, expected, own):
             raise RestoreFailed(
-                f"CRIU opened {target} for process {pid}, which is not the file that was checked: somebody replaced it during the restore",
+                f"CRIU opened {target} for process {pid}, which is not the file that was checked: it was replaced during the restore",
                 cure="keep others from changing the directories of the job's files, then restore again",
             )
 

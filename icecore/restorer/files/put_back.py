@@ -184,7 +184,7 @@ class PutBack:
             about = place.stat()
             if about is not None and not stat.S_ISREG(about.st_mode):
                 raise RestoreFailed(
-                    f"{file.path} is no regular file any more", cure="move away what is there now"
+                    f"{file.path} is not a regular file any more", cure="move it away"
                 )
             if about is None and change.saved:  # changed in place
                 raise RestoreFailed(
