@@ -73,8 +73,8 @@ _LINGER_SECONDS = 0.3
 
 
 @dataclass
-class _Piece:
-    """One allocation.
+class _TargetAllocation:
+    """One allocation that is filled or still holds its memory.
 
     Attributes:
         process: The image id of its process.
@@ -130,7 +130,7 @@ class Resident:
         self._holder = Keeper(held) if held is not None else None
         self._elsewhere = held is not None and held != place
         _, self._processes = read_record(reader.manifest)
-        self._pieces = self._assign(gpus)
+        self._targets = self._assign(gpus)
         try:
             self._have_keeper()
             self._worker = Worker(word)
@@ -223,7 +223,9 @@ class Resident:
         """Return what a process maps, by its identities. Processes that share memory get duplicates
         of one descriptor, as before.
         """
-        found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
+        found = {
+            (target.process, target.about.identity): target.descriptor for target in self._targets
+        }
         own = {
             identity: descriptor
             for (process, identity), descriptor in found.items()
@@ -233,13 +235,15 @@ class Resident:
             identity: found[owner] for identity, owner in self._processes[image].imports.items()
         }
 
-    def _assign(self, gpus: GpuPlan) -> list[_Piece]:
-        pieces: list[_Piece] = []
+    def _assign(self, gpus: GpuPlan) -> list[_TargetAllocation]:
+        targets: list[_TargetAllocation] = []
         for image, process in self._processes.items():
             pairs = gpus.processes.get(image, {})
             for one in process.allocations:
-                pieces.append(_Piece(image, one, pairs.get(one.device, one.device), len(pieces)))
-        return pieces
+                targets.append(
+                    _TargetAllocation(image, one, pairs.get(one.device, one.device), len(targets))
+                )
+        return targets
 
     def _have_keeper(self) -> None:
         make_place(self._place)
@@ -261,36 +265,38 @@ class Resident:
         Raises:
             RestoreRefused: It holds memory on another GPU.
         """
-        found: list[tuple[_Piece, Allocation]] = []
+        found: list[tuple[_TargetAllocation, Allocation]] = []
         spare: dict[bytes, list[int]] = {}
         with ExitStack() as stack:
             stack.callback(self._close_descriptors)
             for image, process in self._processes.items():
                 own = {
-                    piece.about.identity: piece for piece in self._pieces if piece.process == image
+                    target.about.identity: target
+                    for target in self._targets
+                    if target.process == image
                 }
                 for one, descriptor in keeper.take(process.token):
-                    piece = own.get(one.identity)
-                    if piece is None or (one.address, one.size) != (
-                        piece.about.address,
-                        piece.about.size,
+                    target = own.get(one.identity)
+                    if target is None or (one.address, one.size) != (
+                        target.about.address,
+                        target.about.size,
                     ):
                         os.close(descriptor)
                         spare.setdefault(process.token, []).append(one.identity)
                         continue
-                    piece.descriptor, piece.held = descriptor, True
-                    found.append((piece, one))
-            for piece, one in found:
-                if one.device != piece.device:
-                    message = f"memory of process {piece.process} is held on {one.device}, not on {piece.device}"
+                    target.descriptor, target.held = descriptor, True
+                    found.append((target, one))
+            for target, one in found:
+                if one.device != target.device:
+                    message = f"memory of process {target.process} is held on {one.device}, not on {target.device}"
                     raise RestoreRefused(
                         message, cure="restore without --from-resident: all is fetched then"
                     )
             # Since the snapshot a process may have begun to share the memory of another.
-            for number in repeated([(one, piece.descriptor) for piece, one in found]):
-                piece = found[number][0]
-                os.close(piece.descriptor)
-                piece.descriptor, piece.held = -1, False
+            for number in repeated([(one, target.descriptor) for target, one in found]):
+                target = found[number][0]
+                os.close(target.descriptor)
+                target.descriptor, target.held = -1, False
             stack.pop_all()
         with suppress(ResidentFailed):  # an older keeper: it lets go once the processes are back
             for token, identities in spare.items():
@@ -301,15 +307,15 @@ class Resident:
                 keeper.forget(known.token)
 
     def _close_descriptors(self) -> None:
-        for piece in self._pieces:
-            if piece.descriptor >= 0:
-                os.close(piece.descriptor)
-            piece.descriptor, piece.held = -1, False
+        for target in self._targets:
+            if target.descriptor >= 0:
+                os.close(target.descriptor)
+            target.descriptor, target.held = -1, False
 
-    def _by_device(self) -> dict[str, list[_Piece]]:
-        found: dict[str, list[_Piece]] = {}
-        for piece in self._pieces:
-            found.setdefault(piece.device, []).append(piece)
+    def _by_device(self) -> dict[str, list[_TargetAllocation]]:
+        found: dict[str, list[_TargetAllocation]] = {}
+        for target in self._targets:
+            found.setdefault(target.device, []).append(target)
         return found
 
     def _bring(self) -> None:
@@ -335,12 +341,14 @@ class Resident:
         except BaseException as error:  # noqa: BLE001 - raised by `map`
             self._failure = error
 
-    def _fill_of(self, by_device: Mapping[str, list[_Piece]]) -> ResidentFill:
+    def _fill_of(self, by_device: Mapping[str, list[_TargetAllocation]]) -> ResidentFill:
         """Allocate or map the memory on the GPUs, and prepare its fill."""
         devices, digests = list(by_device), list[Future[Any]]()
         with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
             if not self._held:  # all that needs no GPU, while the worker starts
-                self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
+                self._placers = self._start_placers(
+                    sum(target.about.size for target in self._targets)
+                )
                 region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
             self._worker.begin(devices, fingerprints=self._held)
             if self._placers is not None:
@@ -378,26 +386,26 @@ class Resident:
             self._loop,
         )
 
-    def _have(self, device: str, pieces: Sequence[_Piece]) -> None:
+    def _have(self, device: str, targets: Sequence[_TargetAllocation]) -> None:
         there, new = (
-            [piece for piece in pieces if piece.held],
-            [piece for piece in pieces if not piece.held],
+            [target for target in targets if target.held],
+            [target for target in targets if not target.held],
         )
         if there:
             sizes, descriptors = (
-                [piece.about.size for piece in there],
-                [piece.descriptor for piece in there],
+                [target.about.size for target in there],
+                [target.descriptor for target in there],
             )
-            self._worker.map(device, [piece.handle for piece in there], sizes, descriptors)
+            self._worker.map(device, [target.handle for target in there], sizes, descriptors)
         made = (
             self._worker.allocate(
-                device, [piece.handle for piece in new], [piece.about.size for piece in new]
+                device, [target.handle for target in new], [target.about.size for target in new]
             )
             if new
             else []
         )
-        for piece, descriptor in zip(new, made, strict=True):
-            piece.descriptor = descriptor
+        for target, descriptor in zip(new, made, strict=True):
+            target.descriptor = descriptor
 
     def _cells(self, space: Space) -> SpaceCells:
         return space_cells(space.regions, self._reader.records(space))
@@ -415,9 +423,11 @@ class Resident:
             if s.kind == "device" and int(s.key) in self._processes
         ):
             image, cells = int(space.key), self._cells(space)
-            own = {piece.about.address: piece for piece in self._pieces if piece.process == image}
+            own = {
+                target.about.address: target for target in self._targets if target.process == image
+            }
             starts = np.array(sorted(own), np.uint64)
-            complete = len(cells) == sum(piece.about.size for piece in own.values()) // CELL_BYTES
+            complete = len(cells) == sum(target.about.size for target in own.values()) // CELL_BYTES
             if not complete:
                 raise Damaged("map", "of a space", f"device {space.key} lacks cells")
             wanted = (
@@ -426,12 +436,14 @@ class Resident:
                 else cells.records["data"].any(axis=1)
             )
             rows = np.flatnonzero(wanted)
-            pieces = [own[start] for start in starts.tolist()]
+            targets = [own[start] for start in starts.tolist()]
             at = np.searchsorted(starts, cells.base[rows], side="right") - 1
             device.extend(
-                np.array([devices.index(piece.device) for piece in pieces], np.int64)[at].tolist()
+                np.array([devices.index(target.device) for target in targets], np.int64)[
+                    at
+                ].tolist()
             )
-            handle.extend(np.array([piece.handle for piece in pieces], np.int64)[at].tolist())
+            handle.extend(np.array([target.handle for target in targets], np.int64)[at].tolist())
             offset.extend((cells.base[rows] - starts[at]).tolist())
             tables.append(cells.records[rows])
         return GpuCells(
@@ -465,7 +477,7 @@ class Resident:
 
     def _differing(
         self,
-        own: Mapping[int, _Piece],
+        own: Mapping[int, _TargetAllocation],
         cells: SpaceCells,
         seed: int,
         known: Fingerprints | None,
@@ -475,9 +487,9 @@ class Resident:
         if known is None or len(known.key) != len(cells) or (known.key != cells.base).any():
             return np.ones(len(cells), np.bool_)
         there = known.fingerprint.view(np.uint64).reshape(-1, 2)
-        for piece in (piece for piece in own.values() if piece.held):
-            words = self._worker.fingerprints(piece.device, [piece.handle], seed)
-            first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))
+        for target in (target for target in own.values() if target.held):
+            words = self._worker.fingerprints(target.device, [target.handle], seed)
+            first = int(np.searchsorted(cells.base, np.uint64(target.about.address)))
             differing[first : first + len(words)] = (
                 there[first : first + len(words)] != words
             ).any(axis=1)
