@@ -283,7 +283,7 @@ def test_a_driver_that_hangs_is_not_waited_for(
     target.reap()
     world.fault("restore", code=0, seconds=5.0)
     monkeypatch.setattr(devices, "CALL_SECONDS", 1.0)
-    with pytest.raises(RestoreFailed, match="after all its memory was there"):
+    with pytest.raises(RestoreFailed, match="after all its memory was loaded"):
         bring_back(store, snapshot)
     gone(target, 10.0)
 
