@@ -217,7 +217,7 @@ def test_what_is_no_regular_file_neither_blocks_nor_is_written_to(
     else:
         file.mkdir()
     before = look(home)
-    assert "no regular file" in plan_files(manifest_of(then), "restore").problems[0].message
+    assert "not a regular file" in plan_files(manifest_of(then), "restore").problems[0].message
     for mode in ("restore", "truncate"):
         with pytest.raises(RestoreFailed, match="no regular file"):
             put_back(manifest_of(then), CONTENT, state, mode, planned=False)  # type: ignore[arg-type]
