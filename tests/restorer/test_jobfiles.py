@@ -219,7 +219,7 @@ def test_what_is_no_regular_file_neither_blocks_nor_is_written_to(
     before = look(home)
     assert "not a regular file" in plan_files(manifest_of(then), "restore").problems[0].message
     for mode in ("restore", "truncate"):
-        with pytest.raises(RestoreFailed, match="no regular file"):
+        with pytest.raises(RestoreFailed, match="not a regular file"):
             put_back(manifest_of(then), CONTENT, state, mode, planned=False)  # type: ignore[arg-type]
     assert look(home) == before
 

@@ -208,7 +208,10 @@ def test_of_a_job_that_may_have_run_the_originals_are_left_and_named(tmp_path: P
     left = back.abandon(went=True)
     home = tmp_path / "home"
     (kept,) = [path for path in home.iterdir() if path.name.startswith(".")]
-    assert kept.read_bytes() == NEWER and f"the earlier file of {home}/replaced is {kept}" in left
+    assert (
+        kept.read_bytes() == NEWER
+        and f"what {home}/replaced was before the restore is {kept}" in left
+    )
     (folder,) = (tmp_path / "state" / "restores").iterdir()
     assert left[-1] == f"what was saved is in {folder}"
     for name, file in (("grown", "2.saved"), ("link_remap.7", "3.saved")):

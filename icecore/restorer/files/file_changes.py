@@ -335,7 +335,7 @@ def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Loc
                 for place in (located.temporary, located.aside):
                     if has(place) == change.old:
                         left.append(
-                            f"the earlier file of {located.path} is {os.path.join(place.directory.path, place.name)}"
+                            f"what {located.path} was before the restore is {os.path.join(place.directory.path, place.name)}"
                         )
             elif change.kind == "rewrite":
                 files.unlink(located.temporary, change.new, located.owner)
