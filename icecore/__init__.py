@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.registry import Registry
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
-    from icecore.restorer.restore import Restored
+    from icecore.restorer.restored import Restored
     from icecore.store.format.manifest import Manifest
     from icecore.store.format.state import SnapshotRecord
     from icecore.store.maintenance.forget import Policy
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> object:
         "Registry": "host.jobs.registry",
         "Repository": "repository",
         "RestoreOptions": "restorer.options",
-        "Restored": "restorer.restore",
+        "Restored": "restorer.restored",
         "SnapshotRecord": "store.format.state",
         "check_restore": "api",
         "dump": "api",

@@ -32,9 +32,9 @@ from icecore.places import state_directory
 from icecore.repository import Repository, lost
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import Requirements
-from icecore.restorer.restore import Restored
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
+from icecore.restorer.restored import Restored
 from icecore.store.format.state import SnapshotRecord
 from icecore.text import harmless
 

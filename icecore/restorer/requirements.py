@@ -1,5 +1,5 @@
-"""What a snapshot demands of this machine, looked at before anything is started; the rule: nothing
-is changed here, so that ``--dry-run`` is this and nothing else.
+"""Checks what a snapshot requires of this machine, before anything is started. Nothing is changed
+here: ``--dry-run`` is this and nothing else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _INSTRUCTIONS = re.compile(
     r"sse|ssse|avx|amx|bmi|fma|f16c|aes|vaes|sha|gfni|pclmul|vpclmul|movbe|popcnt|adx|rdrand|rdseed|abm|lzcnt|clflush"
     r"|clwb|fsgsbase|xsave|rtm|hle|cx16|cx8|fxsr|mmx|pku|asimd|sve|atomics|crc32|pmull|fphp|lrcpc|dcpop|bf16|i8mm|paca|pacg"
 )
-#: What init may take to wait for a process that has ended.
+#: How long init may take to reap a process that has ended.
 _DEAD_SECONDS = 5.0
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
 _LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
@@ -56,12 +56,12 @@ class Requirement:
 
     Attributes:
         name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``,
-            ``file``, ``holder`` (somebody has a file open), ``memory``, ``space``, ``userfaultfd``,
-            ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
+            ``file``, ``holder`` (another process has a file open), ``memory``, ``space``,
+            ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.
-        cure: What can be done where it does not.
-        hard: False: a restore is tried all the same.
+        cure: What can be done if it does not.
+        hard: Whether the restore is refused; False: only a warning.
     """
 
     name: str
@@ -78,11 +78,10 @@ class Requirements:
     Attributes:
         checks: Every check that was made.
         files: What will be done to the open files.
-        copies: Which of them are copies of the instance's own.
-        gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have
-            one here.
-        shared: Files to which the restored job and running processes both write: their sizes change
-            at any time.
+        copies: Which of them are the instance's own copies.
+        gpus: The GPUs that the job gets; None: it used none, or cannot get them here.
+        shared: Files to which the restored job and running processes both write: their sizes may
+            change at any time.
     """
 
     checks: list[Requirement]
@@ -93,7 +92,7 @@ class Requirements:
 
     @property
     def failed(self) -> list[Requirement]:
-        """What stands in the way of a restore."""
+        """What prevents a restore."""
         return [check for check in self.checks if not check.met and check.hard]
 
     @property
@@ -102,7 +101,7 @@ class Requirements:
         return [check for check in self.checks if not check.met and not check.hard]
 
     def require(self) -> None:
-        """Raise `RestoreRefused`, with all reasons and cures, unless nothing stands in the way."""
+        """Raise `RestoreRefused`, with all reasons and cures, if anything prevents the restore."""
         if self.failed:
             cures = dict.fromkeys(check.cure for check in self.failed if check.cure)
             raise RestoreRefused(
@@ -128,15 +127,15 @@ def check_requirements(
         options: How it would be restored.
         criu: The CRIU that would do it.
         workdir: Where the image files would lie.
-        own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
-        records: Reads the map of a space, where the manifest alone cannot say that there is room;
-            None: what cannot be ruled out is needed.
+        own_files: Open files that the new instance gets anew (its logs): they are not checked.
+        records: Reads the map of a space, if the manifest alone cannot show that there is room;
+            None: assume the worst case.
         run: How `icecore run` started the job; None: it did not.
     """
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
-    # A job with a private root has its files on the same host mounts, but for what is its own
-    # (/dev/shm, /proc).
+    # The files of a job with a private root lie on the same host mounts, except for file systems of
+    # its own (/dev/shm, /proc).
     files = plan_files(
         manifest, options.files, root=options.root, skip=skip, verify=options.verify_files
     )
@@ -169,7 +168,7 @@ def check_requirements(
 
 
 def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:
-    """The plan, in which a shared file that only grew is no problem: CRIU does not look at its
+    """Return the plan without the problem of a shared file that only grew: CRIU does not check its
     size.
     """
     grown: dict[str, Inode] = {}
@@ -185,15 +184,15 @@ def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str
 
 
 def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:
-    """Driver, type and number of GPUs, and room on them."""
+    """Check the driver, the type and number of GPUs, and the room on them."""
     if "cuda" not in manifest.extra:
         if options.gpu_map:
             return [
                 Requirement(
                     "gpu",
                     False,
-                    "the snapshot's job used no GPU, --gpu-map says otherwise",
-                    "leave it out",
+                    "the snapshot's job used no GPU, but there is a --gpu-map",
+                    "leave out --gpu-map",
                 )
             ], None
         return [], None
@@ -203,9 +202,9 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
         return [
             Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)
         ], None
-    driver = gpus.recorded(manifest)[0]
-    # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part
-    # of the very same version only.
+    driver = gpus.read_gpus(manifest)[0]
+    # The job's own part of the driver (libcuda) is in its memory, and works only with a kernel
+    # module of the same version.
     checks = [
         Requirement(
             "gpu-driver",
@@ -221,7 +220,7 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
     moved = {old: new for own in plan.processes.values() for old, new in own.items() if old != new}
     words = ", ".join(f"{old} → {new}" for old, new in moved.items())
     checks.append(
-        Requirement("gpu", True, f"the GPUs of the job are there: {words or 'the same ones'}")
+        Requirement("gpu", True, f"the GPUs of the job are available: {words or 'the same ones'}")
     )
     for gpu, size in (
         gpus.needs(manifest, here, plan) if not options.from_resident else ()
@@ -279,7 +278,7 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
         yield Requirement(
             "userfaultfd",
             False,
-            f"userfaultfd is not to be had: {error.strerror}",
+            f"userfaultfd is not available: {error.strerror}",
             "run as root with CAP_SYS_PTRACE; a container must allow the system call",
         )
     unknown = {device.get("kind", "") for device in wanted.devices} - {"cuda"}
@@ -305,7 +304,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _names(manifest: Manifest) -> Iterator[Requirement]:
-    """Pids and ports that the job must be able to have."""
+    """Check the pids and ports of the job."""
     if not manifest.namespaces.pid:
         taken = _taken(manifest.requirements.pids)
         yield Requirement(
@@ -314,23 +313,23 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
             f"process or thread ids {', '.join(map(str, taken[:5]))} are in use"
             if taken
             else "all process ids are free",
-            "wait until what has them is gone; jobs started with 'icecore run' have process ids of their own",
+            "wait until the processes that have them end; jobs of 'icecore run' have process ids of their own",
         )
     if manifest.namespaces.network == "host":
         busy = [port for port in manifest.requirements.ports if not _can_listen(port)]
         yield Requirement(
             "port",
             not busy,
-            f"the job listens on {', '.join(busy)}, where somebody listens already"
+            f"the job listens on {', '.join(busy)}, where another process listens already"
             if busy
             else "all ports are free",
-            "end what listens there, or start the job in a private network namespace",
+            "end the process that listens there, or start the job in a private network namespace",
         )
 
 
 def _taken(pids: list[int]) -> list[int]:
-    """Those that are in use; what has died but not been waited for yet, as a job that was killed
-    just now, is given a moment.
+    """Return the pids that are in use. Wait a moment for processes that have ended and were not yet
+    reaped, as after a job was killed.
     """
     end = time.monotonic() + _DEAD_SECONDS
     while taken := [pid for pid in pids if procfs.exists(pid)]:
@@ -358,7 +357,7 @@ def _can_listen(address: str) -> bool:
     host, family = str(parsed), socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Connections that linger do not hinder CRIU, a listener does.
+            # CRIU fails only if another socket listens; connections that linger do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -370,8 +369,8 @@ def _can_listen(address: str) -> bool:
 
 
 def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Requirement]:
-    """Memory for the tree; CRIU's images lie in memory too, for a while, and with them all pages
-    that cannot come later: these are there twice then.
+    """Check memory for the tree. For a while CRIU's images lie in memory too, with all pages that
+    cannot come later, which then exist twice.
     """
     memory = max(0, manifest.sizes.logical - resident_bytes(manifest))
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
@@ -401,7 +400,7 @@ def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Re
 
 
 def _in_images(space: Space) -> list[bool]:
-    """Of each of a space's regions, whether its pages go into CRIU's page images
+    """Return for each region of a space whether its pages go into CRIU's page images
     (`icecore.restorer.files.images`).
     """
     if space.kind == "process":
@@ -410,9 +409,7 @@ def _in_images(space: Space) -> list[bool]:
 
 
 def _most_pages(space: Space) -> int:
-    """Bytes that its pages in page images are at most: as if all were there of what has a node in
-    the map.
-    """
+    """Return an upper bound of the bytes in page images: everything that has a node in the map."""
     nodes, wanted = np.frombuffer(space.nodes, NODE_REF), np.array(_in_images(space), np.bool_)
     nodes = nodes[wanted[nodes["region"]]]
     origin, start, length = (
@@ -429,7 +426,7 @@ def _most_pages(space: Space) -> int:
 
 
 def _pages(space: Space, records: Maps) -> int:
-    """The bytes themselves; pages of zeros take no room."""
+    """Return the bytes in page images; pages of zeros take no room."""
     return (
         sum(
             int(data_pages(part).sum())

@@ -1,5 +1,5 @@
-"""A tree that CRIU is bringing back: started, filled, let go, or killed. Its rule: from the start
-until `release` somebody is there who kills it, and after `kill` nothing of it runs.
+"""A tree that CRIU builds: started, filled, let go, or killed. From its start until `release`
+something kills it if the restore fails, and after `kill` nothing of it runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pathlib import Path
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host.criu.program import Criu, RestoreArguments, explain, restore_command
 from icecore.host.kernel import procfs
-from icecore.restorer.fetch.fetcher import Decoder, Limits
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.devices import Devices, host_pids
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident import Resident
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.place.placers import Placers
@@ -33,10 +34,10 @@ from icecore.store.runtime.loop import LoopThread
 
 _KILL_SECONDS = 60.0
 _POLL_SECONDS = 0.2
-#: So long may CRIU need to end after all that it restores has ended; it needs milliseconds.
+#: How long CRIU may take to end after all that it restored has ended; it takes milliseconds.
 _OVER_SECONDS = 5.0
-# CRIU goes on when the script fails, and reading ends when the writer dies: only the word itself
-# lets the tree go.
+# CRIU continues if the script fails, and reading ends if the writer dies: only the word itself lets
+# the tree go.
 _HOLD = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
 while :; do
@@ -48,7 +49,12 @@ done
 def criu_arguments(
     manifest: Manifest, options: RestoreOptions, own: Sequence[str], script: Path | None
 ) -> RestoreArguments:
-    """What CRIU is told for a snapshot; ``own``: options for the instance's namespaces."""
+    """Return CRIU's arguments for a snapshot.
+
+    Args:
+        own: Options for the instance's namespaces.
+        script: Holds the tree; None: it runs at once.
+    """
     closed = options.tcp == "close" or "--tcp-close" in manifest.criu_options
     known = {"--tcp-close", "--tcp-established", "--shell-job"}
     return RestoreArguments(
@@ -74,21 +80,25 @@ class Tree:
         guard: A guard that has not started CRIU yet.
         work: CRIU's working directory, the guard's own.
         memory: What comes through userfaultfd.
-        backend: Where the chunks are.
+        backend: Holds the chunks.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
-        placers: Processes that place; None: this one does.
+        placers: Processes that place; None: threads do.
         device_file: The device memory that does not come through userfaultfd.
 
     Attributes:
-        failure: What broke first, once something has; the tree is killed then.
+        failure: What broke first; None: nothing has. The tree is killed then.
+        went: `resume` may have let the tree go: before, CRIU holds all of it, and none of it has
+            run.
+        ran: CRIU has let it go and has ended without an error.
+        released: It lives without this process, and nothing kills it any more.
     """
 
     def __init__(
         self,
         what: str,
-        guard: Guard,
+        guard: RestoreGuard,
         work: Path,
         memory: Sequence[LazyMemory],
         backend: Backend,
@@ -103,7 +113,7 @@ class Tree:
         self._guard = guard
         self._work = work
         self._pid_file = work / "restored.pid"
-        self.filling = Filling(
+        self.fill = TreeFill(
             guard,
             memory,
             backend,
@@ -114,18 +124,14 @@ class Tree:
             placers=placers,
             device_file=device_file,
         )
-        self.daemon = self.filling.daemon
+        self.daemon = self.fill.daemon
         self.failure: BaseException | None = None
         self._held = False
         self.daemon.ended = self._criu_ended
         self._lock = threading.Lock()
         self._settled = False
-        #: Whether `resume` may have let it go: before that CRIU holds all of it, and none of it has
-        #: run.
         self.went = False
-        #: Whether CRIU has let it go and has ended without an error.
         self.ran = False
-        #: It lives without us: nobody kills it any more.
         self.released = False
 
     # -- bringing it up
@@ -133,8 +139,8 @@ class Tree:
     def hold_script(self, stack: ExitStack) -> Path:
         """Make the action script that keeps CRIU from resuming the tree until `resume`.
 
-        CRIU hands the script's path to a shell. So it is named by a descriptor: of the path that
-        the user chose no character reaches a shell.
+        CRIU hands the script's path to a shell. So the path names it by a descriptor: no character
+        of a path that the user chose reaches a shell.
 
         Args:
             stack: Closes the descriptor.
@@ -155,7 +161,7 @@ class Tree:
         return self._held
 
     def _criu_ended(self) -> None:
-        """Nothing but `resume` lets a held tree go."""
+        """Fail if CRIU ends while the tree is held: only `resume` lets it go."""
         if self._held and self.daemon.restored:
             self._failed(self._explain())
 
@@ -170,20 +176,22 @@ class Tree:
         environment: Mapping[str, str],
         first: Sequence[tuple[int, int]],
     ) -> None:
-        """Run CRIU; returns once the tree is built and its memory can be placed.
+        """Run CRIU; return once the tree is built and its memory can be placed.
 
         Args:
             prefix: Command line before CRIU's.
             descriptors: What CRIU inherits, under the same numbers.
             seconds: How long it may take.
-            environment: Beside the guard's.
+            environment: Variables beside the guard's.
             first: (process, address) of the cells that are wanted first.
+
+        Raises:
+            RestoreFailed: CRIU failed or took too long.
         """
         command = restore_command(criu, images, self._work, arguments, pid_file=self._pid_file)
         self._guard.run([*prefix, *command], descriptors, environment)
-        # CRIU has enough to do before any memory is asked for; so many threads take a while to
-        # start.
-        self.filling.start(self.filling.rows_at(first))
+        # Many threads take a while to start, and CRIU works for a while before any page fault.
+        self.fill.start(self.fill.rows_at(first))
         self._await(
             lambda d: d.restored or d.criu_status is not None,
             seconds,
@@ -191,10 +199,10 @@ class Tree:
         )
         if not self.daemon.restored:
             raise self._explain()
-        self.filling.open()
+        self.fill.open()
 
     def resume(self, seconds: float) -> int:
-        """Let a held tree go; the root's pid."""
+        """Let a held tree go; return the root's pid."""
         if self.failure is not None:
             raise self.failure
         self._held = False
@@ -207,7 +215,7 @@ class Tree:
             os.close(descriptor)
 
     def running(self, seconds: float) -> int:
-        """Wait until CRIU has ended and the tree runs; the root's pid."""
+        """Wait until CRIU has ended and the tree runs; return the root's pid."""
         self._await(
             lambda d: d.criu_status is not None,
             seconds,
@@ -222,9 +230,9 @@ class Tree:
         """Wait for CRIU.
 
         Raises:
-            RestoreFailed: The time is up; or CRIU failed, and waits for ever. It does where it has
-                killed a tree with a pid namespace of its own: for the init's end, which waits for
-                processes that ended and that CRIU traces.
+            RestoreFailed: The time is up, or CRIU failed and waits forever. It does so after it has
+                killed a tree with a pid namespace of its own: it waits for the init, which waits
+                for processes that have ended and that CRIU traces.
         """
         end, over_since = time.monotonic() + seconds, None
         while not self.daemon.wait_for(condition, _POLL_SECONDS):
@@ -238,10 +246,10 @@ class Tree:
                 raise self._explain("it waits for processes that have ended")
 
     def _over(self) -> bool:
-        """Whether all that CRIU has restored has ended, and CRIU has not."""
+        """Return whether all that CRIU restored has ended, and CRIU has not."""
         criu = self.daemon.criu_pid
         try:
-            # Mostly the root lives, and nobody else has to be looked at.
+            # The root usually lives, and then no other process is looked at.
             return (
                 all(map(procfs.is_over, procfs.children(criu)))
                 and len(tree := procfs.tree(criu)) > 1
@@ -251,14 +259,16 @@ class Tree:
             return False
 
     def root(self) -> int:
-        """The root's pid, which CRIU writes down once it has built the tree."""
+        """Return the root's pid, which CRIU writes to a file once it has built the tree."""
         try:
             return int(self._pid_file.read_text())
         except (OSError, ValueError) as error:
-            raise RestoreFailed(f"CRIU left no pid of the tree's root: {error}") from error
+            raise RestoreFailed(
+                f"CRIU did not write the pid of the tree's root: {error}"
+            ) from error
 
     def _explain(self, why: str = "") -> RestoreFailed:
-        """Why CRIU failed."""
+        """Return why CRIU failed."""
         message, cure = explain(self._work, "restore.log").sentence(self._what)
         status = f"criu's exit status {self.daemon.criu_status}" + (
             f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
@@ -269,54 +279,54 @@ class Tree:
         self, devices: Devices, sizes: Mapping[int, int], seconds: float
     ) -> None:
         """Have the driver restore the device memory of a tree that is built and does not run yet,
-        while it is being filled.
+        while the tree is being filled.
 
         Args:
-            sizes: Image id → bytes of it.
+            sizes: Image id → bytes of device memory.
             seconds: How long CRIU may take from now until it has built the tree.
 
         Raises:
-            RestoreFailed: It could not, or the filling broke.
+            RestoreFailed: The driver or the fill failed.
         """
         held, self._held = (
             self._held,
             False,
         )  # CRIU may end because of what the driver or its helper did, which says more
         if not devices.bring_back(
-            self.root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds
+            self.root, sizes, self.fill, lambda: self.failure, self._end_of_criu, seconds
         ):
             self.running(seconds)  # says why CRIU ended
             raise RestoreFailed(
-                "CRIU let the tree go before the driver had brought its device memory back"
+                "CRIU let the tree go before the driver had restored its device memory"
             )
         self._held = held
         if self.daemon.criu_status is not None:
             self._criu_ended()
 
     def _end_of_criu(self) -> RestoreFailed | None:
-        """Why CRIU has ended, if it has."""
+        """Return why CRIU has ended, if it has."""
         return self._explain() if self.daemon.criu_status is not None else None
 
     def map_resident(self, resident: Resident, plan: GpuPlan) -> None:
-        """Have the processes map their resident memory, once it is there, and run. The driver has
-        unlocked them.
+        """Have the processes, which the driver has unlocked, map their resident memory once it is
+        complete, and run.
 
         Raises:
-            RestoreFailed: They could not, or the filling broke.
+            RestoreFailed: They could not, or the fill failed.
         """
         resident.map(host_pids(self.root(), plan), lambda: self.failure)
 
     # -- letting it go
 
     def release(self, *, stay: bool) -> None:
-        """Its memory is complete and it runs: from now on it lives without us. The guard is left
-        behind by `leave` or `await_exit`.
+        """Release a tree that runs and whose memory is complete: it lives without this process.
+        Then `leave` or `await_exit` ends the guard.
 
         Args:
-            stay: The guard remains its parent, to say how it ends (`await_exit`).
+            stay: The guard remains the tree's parent, to report how it ends (`await_exit`).
 
         Raises:
-            RestoreFailed: It was killed in the meantime.
+            RestoreFailed: The tree was killed in the meantime.
         """
         with self._lock:
             if self._settled:
@@ -328,21 +338,21 @@ class Tree:
         """End the thread and the guard of a tree that was released. May be called twice.
 
         Raises:
-            RestoreFailed: The guard does not end.
+            RestoreFailed: The guard did not end.
         """
         self.daemon.stop()
         self._guard.end(_KILL_SECONDS)
 
     def await_exit(self, pid: int, done: Callable[[int | BaseException], None]) -> None:
-        """After a release with ``stay``: have ``done`` told in another thread how the process
-        ``pid`` ends.
+        """Call ``done`` in another thread with how the process ``pid`` ends; after a release with
+        ``stay``.
         """
 
         def wait() -> None:
             try:
                 self.daemon.wait_for(lambda d: pid in d.exits, None)
                 done(self.daemon.exits[pid])
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the end
+            except BaseException as error:  # noqa: BLE001 - raised by who waits for the end
                 done(error)
             finally:
                 self.daemon.stop()
@@ -354,17 +364,16 @@ class Tree:
     # -- killing it
 
     def _failed(self, error: BaseException) -> None:
-        """A worker or the daemon cannot go on: the tree must not run. Whoever waits for it raises
-        the error.
+        """Kill the tree because a worker or the daemon failed: it must not run. Who waits for it
+        raises the error.
         """
         with self._lock:
-            if (
-                self.released
-            ):  # as the guard was told, it leaves, which the daemon may see before it is stopped
+            # The released guard ends, which the daemon may see before it is stopped.
+            if self.released:
                 return
             self.failure = self.failure or error
         self._kill()
-        self.filling.fail(error)
+        self.fill.fail(error)
 
     def _kill(self) -> None:
         with self._lock:
@@ -377,8 +386,8 @@ class Tree:
                 self._kill_ourselves()
 
     def _kill_ourselves(self) -> None:
-        """The guard is dead; our duplicates of its descriptors are still open, so nothing has run
-        on zeros yet.
+        """Kill the tree without the guard, which is dead. This process still has duplicates of its
+        descriptors open, so nothing has run on zeros yet.
         """
         roots: list[int] = []
         with suppress(OSError, ValueError):
@@ -390,7 +399,7 @@ class Tree:
         for root in roots:
             try:
                 below.update(procfs.tree(root))
-            except IcecoreError:  # it is gone, or changes all the time
+            except IcecoreError:  # it ended, or keeps changing
                 below.update([root, *descendants(root)])
         # The tasks first: CRIU traces them, and would let them run by dying.
         for pid in sorted(below, key=lambda pid: pid == criu):
@@ -398,19 +407,19 @@ class Tree:
                 os.kill(pid, signal.SIGKILL)
 
     def kill(self, error: BaseException) -> None:
-        """Give the restore up because of an error: kill what runs, and end all threads and the
+        """Give up the restore because of an error: kill what runs, and end all threads and the
         guard.
         """
         self.failure = self.failure or error  # that CRIU is killed for it explains nothing
         self._kill()
-        self.filling.fail(error)
-        self.filling.kill_placers()
-        if (
-            self.daemon.started
-        ):  # else nobody hears of it; there is no more than the guard then, whose end is waited for
+        self.fill.fail(error)
+        self.fill.kill_placers()
+        # A daemon that never started hears nothing; then there is only the guard, which is waited
+        # for below.
+        if self.daemon.started:
             with suppress(BaseException):
                 self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
-        self.filling.stop()
+        self.fill.stop()
         self.daemon.stop()
         with suppress(RestoreFailed):
             self._guard.end(_KILL_SECONDS)

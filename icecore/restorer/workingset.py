@@ -1,6 +1,5 @@
-"""Which cells a lazily restored job asked for first: recorded with the lineage, and the order in
-which the next restore brings memory. Advice only: without it, or with a wrong one, a restore is
-slower and nothing else.
+"""Records which cells a lazily restored job used first, with its lineage; the next restore fetches
+them first. Advice only: if it is missing or wrong, a restore is slower and nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from icecore.store.log.repository import Repository
 
 _KEPT = 3
 _MAX_CELLS = 1 << 20
-#: Of one: a cell takes 20 bytes at most.
+#: Bytes of one record: a cell takes 20 bytes at most.
 _KIND = limited(32 * _MAX_CELLS)
-#: A lineage has `_KEPT`; others may be about to be deleted.
+#: A lineage has `_KEPT` records, and some that are about to be deleted.
 _READ = 2 * _KEPT
 _LAST_TIME = (1 << 63) - 1
 
@@ -30,8 +29,12 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class WorkingSet(msgspec.Struct, frozen=True):
-    """``cells``: (CRIU's id of the process, first address of the cell in its region) in the order
-    of their first use. ``snapshot``: of which it was observed.
+    """The cells that a restore used first.
+
+    Attributes:
+        snapshot: The snapshot that was restored.
+        cells: (CRIU's id of the process, first address of the cell in its region) in the order of
+            their first use.
     """
 
     snapshot: str
@@ -39,15 +42,15 @@ class WorkingSet(msgspec.Struct, frozen=True):
 
 
 def encode(working_set: WorkingSet) -> bytes:
-    """As bytes."""
+    """Encode a working set."""
     return msgspec.msgpack.encode(working_set)
 
 
 def decode(name: str, data: bytes) -> WorkingSet:
-    """The inverse of `encode`.
+    """Decode what `encode` returned.
 
     Raises:
-        Damaged: It is none.
+        Damaged: It is not a working set.
     """
     try:
         found = msgspec.msgpack.decode(data, type=WorkingSet)
@@ -59,7 +62,7 @@ def decode(name: str, data: bytes) -> WorkingSet:
 async def remember(
     repository: Repository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]
 ) -> str:
-    """Keep what a restore of ``snapshot`` observed with its lineage; of older observations a few
+    """Record what a restore of ``snapshot`` observed with its lineage; only a few older records
     stay.
 
     Returns:
@@ -86,8 +89,8 @@ async def remember(
 
 
 async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tuple[int, int]]:
-    """The cells to bring first: what was observed of this snapshot, else of the lineage's latest
-    restore; empty if nothing was, or nothing readable.
+    """Return the cells to fetch first: those observed of this snapshot, else of the lineage's
+    latest restore; empty if there is no readable record.
     """
     folder = f"{HINTS}{lineage}/{TOUCHED}"
     found: list[WorkingSet] = []
@@ -101,6 +104,6 @@ async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tu
                     )
                 )
     except (Damaged, FormatTooNew, ObjectMissing, StoreError):
-        pass  # advice: what was read so far serves
+        pass  # advice only: what was read so far is enough
     same = [one for one in found if one.snapshot == snapshot]
     return [(process, address) for process, address in (same or found)[0].cells] if found else []

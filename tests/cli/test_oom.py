@@ -14,7 +14,7 @@ import pytest
 
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.host.kernel import limits, oom, procfs
-from icecore.restorer.guard.client import Guard as RestoreGuard
+from icecore.restorer.guard.client import RestoreGuard
 from tests.cli.conftest import Cli
 
 pytestmark = [

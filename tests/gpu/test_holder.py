@@ -24,7 +24,7 @@ from icecore.events import Event
 from icecore.host.criu.program import Criu
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.kernel import procfs
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.dumper.failing import members
@@ -168,8 +168,8 @@ def test_nothing_runs_of_a_restore_whose_helper_dies(
     mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CRIU does not heed what a plugin answers in a restore, and the guard may be slow."""
-    kill = Guard.kill
-    monkeypatch.setattr(Guard, "kill", lambda self: (time.sleep(0.5), kill(self)))
+    kill = RestoreGuard.kill
+    monkeypatch.setattr(RestoreGuard, "kill", lambda self: (time.sleep(0.5), kill(self)))
     target = launch(GPUS[:2], lent=True)
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()

@@ -32,14 +32,15 @@ from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
-from icecore.restorer import restore as restorer
 from icecore.restorer.files import images
 from icecore.restorer.fill import device_file
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu import devices
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, check, restore
+from icecore.restorer.phases import resources
+from icecore.restorer.restore import check, restore
+from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.manifest import Manifest
@@ -260,15 +261,15 @@ def test_whether_all_device_memory_is_there(
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
     seen: list[bool] = []
-    fillings: list[Filling] = []
+    fillings: list[TreeFill] = []
 
-    def opened(self: Filling) -> None:
+    def opened(self: TreeFill) -> None:
         fillings.append(self)
         seen.append(self.has_device_memory())
         begin(self)
 
-    begin = Filling.open
-    monkeypatch.setattr(Filling, "open", opened)
+    begin = TreeFill.open
+    monkeypatch.setattr(TreeFill, "open", opened)
     bring_back(store, snapshot, placers=placers)
     goes_on(target)
     assert any(fillings[0]._device) and seen == [False] and fillings[0].has_device_memory()
@@ -282,7 +283,7 @@ def test_a_driver_that_hangs_is_not_waited_for(
     target.reap()
     world.fault("restore", code=0, seconds=5.0)
     monkeypatch.setattr(devices, "CALL_SECONDS", 1.0)
-    with pytest.raises(RestoreFailed, match="after all its memory was there"):
+    with pytest.raises(RestoreFailed, match="after all its memory was loaded"):
         bring_back(store, snapshot)
     gone(target, 10.0)
 
@@ -369,7 +370,7 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     target = launch(GPUS[:2], mib=MIBS, also=["large"])
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
-    known = restorer.temporary
+    known = resources.temporary
 
     def everything(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
         assert list(known(manifest).values()) == 2 * [[(DEVICE, DEVICE + (MIBS << 20))]]
@@ -379,7 +380,7 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
             if s.kind == "process"
         }
 
-    monkeypatch.setattr(restorer, "temporary", everything)
+    monkeypatch.setattr(resources, "temporary", everything)
     events = Events()
     bring_back(store, snapshot, events)
     goes_on(target)

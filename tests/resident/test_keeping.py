@@ -30,8 +30,8 @@ from icecore.host.resident.client import Keeper, ResidentFailed
 from icecore.host.resident.keeper import claimed, keeper_path
 from icecore.host.resident.protocol import Allocation, Message, Operation
 from icecore.host.resident.sharing import repeated
+from icecore.restorer.gpu.keepers import let_go
 from icecore.restorer.gpu.resident import Resident
-from icecore.restorer.restore import _Run
 from tests.dumper.world import Events, Store
 
 from .joined import Job, Ring
@@ -368,16 +368,14 @@ def test_while_a_restore_takes_it_nobody_lets_go_of_it(
     token = kept(target, init)
     target.end()
     init.end("exited 1\n")
-    other: Any = SimpleNamespace(registry=registry, restoring=None)
-    manifest: Any = SimpleNamespace(lineage="")
     processes: Any = {1: SimpleNamespace(token=token)}
     with claimed(machine.directory) as ours, claimed(machine.directory) as again:
         assert (ours, again) == (True, False)
         with pytest.raises(UsageError, match="is being restored from"):
             registry.remove(job)
-        _Run._let_go(other, manifest, processes)
+        let_go(registry, "", "", processes)
         assert machine.used() == 8 * MIB
-    _Run._let_go(other, manifest, processes)
+    let_go(registry, "", "", processes)
     assert machine.used() == 0
     registry.remove(job)
 

@@ -22,7 +22,7 @@ from icecore.host.cuda import nccl
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.resident.client import Agent
 from icecore.host.resident.protocol import Counts
-from icecore.restorer.gpu.resident_record import recorded
+from icecore.restorer.gpu.resident_record import read_record
 from tests.dumper.world import Events, Store
 from tests.programs import driving
 
@@ -80,7 +80,7 @@ def test_a_lineage(
         sum(r.length for s in manifest.spaces if s.kind == "device" for r in s.regions)
         == job.resident
     )
-    _, processes = recorded(manifest)
+    _, processes = read_record(manifest)
     (first, one), (second, two) = sorted(processes.items())
     for process, other in ((one, second), (two, first)):
         owners = [owner for owner, _ in process.imports.values()]
@@ -196,7 +196,7 @@ def test_a_damaged_account_of_it(store: Store, launch: Launch) -> None:
     for about in known["processes"].values():
         about["imports"] = [[identity, owner, 99] for identity, owner, _ in about["imports"]]
     with pytest.raises(Damaged):
-        recorded(
+        read_record(
             msgspec.structs.replace(
                 manifest, extra={**manifest.extra, "resident": json.dumps(known)}
             )
@@ -326,7 +326,7 @@ def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
     ended(job)
-    [process] = recorded(store.read(snapshot).manifest)[1].values()
+    [process] = read_record(store.read(snapshot).manifest)[1].values()
     assert (
         sorted(one.size for one in process.allocations) == [2 * MIB, job.mib * MIB, job.mib * MIB]
         and not process.imports

@@ -21,9 +21,10 @@ from icecore.host.kernel import procfs
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.restorer.fetch.fetcher import PLACE_THREADS
-from icecore.restorer.gpu.resident_filling import Filling
+from icecore.restorer.gpu.resident_fill import ResidentFill
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, restore
+from icecore.restorer.restore import restore
+from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store
@@ -217,14 +218,14 @@ def test_no_lease_ends_before_what_is_still_there_is_what_it_was(
     store.dump(job.pid, DumpOptions(stop=True, keep_resident=True))
     job.reap()
 
-    run = Filling.run
+    run = ResidentFill.run
 
-    def late(self: Filling, progress: Any) -> None:
+    def late(self: ResidentFill, progress: Any) -> None:
         time.sleep(4.0)
         run(self, progress)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Filling, "run", late)
+        patched.setattr(ResidentFill, "run", late)
         if told:
             bring_back(store, first, from_resident=True)
             job.goes_on()

@@ -27,7 +27,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.host.resident.client import Keeper
 from icecore.output import describe
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import _Run
+from icecore.restorer.phases import releasing
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.cli.conftest import zygote as zygote
@@ -258,7 +258,7 @@ def test_a_restore_that_breaks_off_while_it_runs(
     def fails(*_: object) -> None:
         raise RestoreFailed("the rest does not come")
 
-    monkeypatch.setattr(_Run, "_fill", fails)
+    monkeypatch.setattr(releasing, "load_memory", fails)
     restored = api.restore("gpu", options=RestoreOptions(mode="lazy"))
     with pytest.raises(RestoreFailed, match="does not come"):
         restored.wait_resident(30)

@@ -19,7 +19,8 @@ from icecore.errors import MissingTool
 from icecore.events import Event
 from icecore.host.criu.program import Criu, find_criu
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, restore
+from icecore.restorer.restore import restore
+from icecore.restorer.restored import Restored
 from icecore.store.log.repository import Repository
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import PROGRAMS, Program

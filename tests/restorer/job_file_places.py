@@ -76,7 +76,7 @@ def written(actions: list[Action], content: bytes, state: Path, root: str = "") 
         writer.create()
         padded = memoryview(content + bytes(-len(content) % PAGE))
         for row in writer.order():
-            writer.write(row, padded)
+            writer.place(row, padded)
     except BaseException:
         back.abandon()
         raise

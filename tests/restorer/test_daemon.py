@@ -20,7 +20,7 @@ import pytest
 
 from icecore.host.kernel import procfs
 from icecore.restorer.fill.daemon import Daemon
-from icecore.restorer.guard.client import Guard, Message
+from icecore.restorer.guard.client import Message, RestoreGuard
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.place.members import Family, Member
 from icecore.restorer.plan.cells import SpaceCells, space_cells
@@ -71,7 +71,7 @@ class Rig:
                 memoryview(np.ascontiguousarray(content_of(cell)[mask]).view(np.uint8).reshape(-1))
             )
         self.failures: list[BaseException] = []
-        self.guard = Guard(str(folder), str(folder))
+        self.guard = RestoreGuard(str(folder), str(folder))
         self.family: Family | None = None
         self.rows = records
         self.cells = cells
@@ -507,7 +507,7 @@ def test_a_process_all_of_whose_memory_is_filed_keeps_what_is_known_of_it() -> N
         open(theirs, "wb"),
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as folder,
     ):
-        guard = Guard(folder, folder)
+        guard = RestoreGuard(folder, folder)
         daemon = Daemon(guard, {7: family}, lambda *_: None, lambda _: None)
         try:
             daemon._add_task(

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged, RestoreFailed
-from icecore.restorer.fetch.fetcher import Limits
+from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.files.images import FiledMemory, lay_out
 from icecore.restorer.fill import device_file
 from icecore.restorer.fill.device_file import DeviceFile, FileUnusable, _Process

@@ -18,7 +18,9 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
 from icecore.events import Event
-from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
 from icecore.store.backend.base import Backend
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
@@ -60,19 +62,34 @@ def backend_of(kind: str, stored: Stored) -> Backend:
     return LocalBackend(stored.place.root) if kind == "direct" else SlowBackend(stored.place.root)
 
 
-class Collected:
+class Collected(CellSink):
     """A sink that keeps what it gets."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.rows: list[int] = []
         self.data: dict[int, bytes] = {}
         self.pause = pause
+        self.errors: list[BaseException] = []
 
-    def __call__(self, row: int, data: memoryview) -> None:
+    def failed(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+    def place(self, row: int, data: memoryview) -> None:
         if self.pause:
             time.sleep(self.pause)
         self.rows.append(row)
         self.data[row] = bytes(data)
+
+
+class Refusing(CellSink):
+    """A sink that cannot place a row, or any."""
+
+    def __init__(self, row: int | None = None) -> None:
+        self.row = row
+
+    def place(self, row: int, data: memoryview) -> None:
+        if self.row is None or row == self.row:
+            raise OSError("no room")
 
 
 @pytest.mark.parametrize("kind", ["direct", "loop"])
@@ -148,21 +165,13 @@ def test_a_failed_read_is_tried_again(stored: Stored) -> None:
 def test_a_lasting_failure_ends_everything_once(stored: Stored, failure: IcecoreError) -> None:
     backend = SlowBackend(stored.place.root)
     backend.failures = [failure] * 100
-    told: list[BaseException] = []
-    fetcher = Fetcher(
-        backend,
-        stored.reader,
-        stored.records,
-        Collected(),
-        LIMITS,
-        stored.place.loop,
-        failed=told.append,
-    )
+    sink = Collected()
+    fetcher = Fetcher(backend, stored.reader, stored.records, sink, LIMITS, stored.place.loop)
     fetcher.start(range(CELLS))
     with pytest.raises(type(failure)):
         fetcher.wait(30)
     fetcher.stop()
-    assert told == [failure]
+    assert sink.errors == [failure]
 
 
 def test_storage_that_gives_no_answer_fails(stored: Stored) -> None:
@@ -187,17 +196,13 @@ def test_what_fails_last_is_never_taken_for_delivered(
         time.sleep(0.3)
         fail(self, error)
 
-    def sink(row: int, data: memoryview) -> None:
-        if row == CELLS - 1:
-            raise OSError("no room")
-
     fail = Fetcher.fail
     monkeypatch.setattr(Fetcher, "fail", late)
     fetcher = Fetcher(
         LocalBackend(stored.place.root),
         stored.reader,
         stored.records,
-        sink,
+        Refusing(CELLS - 1),
         LIMITS,
         stored.place.loop,
     )
@@ -208,11 +213,8 @@ def test_what_fails_last_is_never_taken_for_delivered(
 
 
 def test_a_sink_that_fails_ends_everything(stored: Stored) -> None:
-    def sink(row: int, data: memoryview) -> None:
-        raise OSError("no room")
-
     backend = LocalBackend(stored.place.root)
-    fetcher = Fetcher(backend, stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher = Fetcher(backend, stored.reader, stored.records, Refusing(), LIMITS, stored.place.loop)
     fetcher.start(range(CELLS))
     with pytest.raises(IcecoreError, match="no room"):
         fetcher.wait(30)

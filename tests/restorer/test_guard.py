@@ -18,7 +18,7 @@ from icecore.errors import RestoreFailed
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.guard import guard_process
-from icecore.restorer.guard.client import Guard, Message
+from icecore.restorer.guard.client import Message, RestoreGuard
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def run(
     folder.mkdir()
     if raised_before:
         raise_descriptor_limit()
-    guard = Guard(str(folder), str(folder))
+    guard = RestoreGuard(str(folder), str(folder))
     try:
         raise_descriptor_limit()
         guard.run(argv, descriptors)
@@ -106,7 +106,7 @@ def without_descriptors() -> Iterator[None]:
 
 def test_a_descriptor_that_the_restorer_has_no_room_for_is_an_error_with_a_name() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    guard = Guard.__new__(Guard)
+    guard = RestoreGuard.__new__(RestoreGuard)
     guard._socket = ours
     with ours, theirs:
         about = {"say": "events", "keep": 1, "children": [2]}
@@ -122,7 +122,7 @@ def test_a_userfaultfd_that_the_guard_has_no_room_for_is_an_error_with_a_name() 
     """Of a process without it the memory would never come."""
     criu, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     heard, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    guard = guard_process.Guard.__new__(guard_process.Guard)
+    guard = guard_process.GuardProcess.__new__(guard_process.GuardProcess)
     guard.criu_connection, guard.control, guard.kept, guard.next_kept = connection, control, {}, 0
     with criu, connection, heard, control:
         criu.sendall(struct.pack("<i", 77))

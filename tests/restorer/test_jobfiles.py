@@ -217,9 +217,9 @@ def test_what_is_no_regular_file_neither_blocks_nor_is_written_to(
     else:
         file.mkdir()
     before = look(home)
-    assert "no regular file" in plan_files(manifest_of(then), "restore").problems[0].message
+    assert "not a regular file" in plan_files(manifest_of(then), "restore").problems[0].message
     for mode in ("restore", "truncate"):
-        with pytest.raises(RestoreFailed, match="no regular file"):
+        with pytest.raises(RestoreFailed, match="not a regular file"):
             put_back(manifest_of(then), CONTENT, state, mode, planned=False)  # type: ignore[arg-type]
     assert look(home) == before
 
@@ -406,5 +406,5 @@ def test_journals_are_kept_only_where_root_alone_writes(home: Path, state: Path)
     then = recorded(home / "data.bin")
     (state / "restores").mkdir(parents=True)
     os.chown(state / "restores", HOSTILE, HOSTILE)
-    with pytest.raises(IcecoreError, match="others than user 0 may write"):
+    with pytest.raises(IcecoreError, match="users other than 0 may write"):
         put_back(manifest_of(then), CONTENT, state)

@@ -20,13 +20,15 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed
 from icecore.events import Event
-from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Member
 from icecore.restorer.place.placers import Placer, PlacerLost, Placers, placers_for
-from icecore.restorer.place.placing import State, Wanted
+from icecore.restorer.place.placing import CellState, WantedCell
 from icecore.restorer.plan.memory import Batch, plan_batches
 from icecore.store.backend.local import LocalBackend
 from tests.programs import driving
@@ -308,7 +310,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
             placers.begin()
             target = Member(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), 7, 3)
             wanted = [
-                Wanted(
+                WantedCell(
                     c.start,
                     c.stop,
                     c.base_start,
@@ -320,7 +322,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
                 for c in batch.cells
             ]
             done = placer.deliver(batch, wanted, records, records["data"].tobytes())
-            assert done.why == "" and done.states == [State.HELD] * 3
+            assert done.why == "" and done.states == [CellState.HELD] * 3
             (pid,) = descendants(placers._process.pid)
             with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
                 for address, (_, data) in zip(done.addresses, cells, strict=True):
@@ -358,9 +360,10 @@ def test_who_works_while_placers_load() -> None:
             os.kill(placers._process.pid, signal.SIGSTOP)
             themselves, through, enough = set[int](), [], threading.Event()
 
-            def sink(row: int, data: memoryview) -> None:
-                themselves.add(threading.get_ident())
-                enough.wait(10)
+            class Slow(CellSink):
+                def place(self, row: int, data: memoryview) -> None:
+                    themselves.add(threading.get_ident())
+                    enough.wait(10)
 
             def ask(placer: Placer, batches: Sequence[Batch]) -> list[int]:
                 through.append(placer)
@@ -372,7 +375,7 @@ def test_who_works_while_placers_load() -> None:
                 LocalBackend(place.root),
                 reader,
                 records,
-                sink,
+                Slow(),
                 Limits(2, 64 << 20, 2, 5.0),
                 place.loop,
             )

@@ -87,7 +87,7 @@ def test_what_somebody_wrote_meanwhile_is_left_alone_and_told(tmp_path: Path, ho
         left = event.fields["left"]  # type: ignore[assignment]
     assert (
         len(left) == 3
-        and "somebody replaced" in " ".join(left)
+        and "another process replaced" in " ".join(left)
         and "was written to after it was cut" in " ".join(left)
     ), left
     assert (home / "replaced").read_bytes() == b"somebody else's\n"
@@ -106,7 +106,8 @@ def test_an_old_file_that_somebody_removed_meanwhile_is_told(tmp_path: Path) -> 
     kept.unlink()
     left = back.abandon()
     assert (
-        "somebody removed what" in left[0] and (tmp_path / "home" / "replaced").read_bytes() == THEN
+        "another process removed the earlier file" in left[0]
+        and (tmp_path / "home" / "replaced").read_bytes() == THEN
     )
 
 
@@ -242,7 +243,7 @@ def test_a_journal_that_others_could_have_written_is_not_believed(tmp_path: Path
     forget(exchanged(tmp_path))
     (tmp_path / "state" / "restores").chmod(0o777)
     before = look(tmp_path)
-    with pytest.raises(RestoreFailed, match="others than user 0 may write"):
+    with pytest.raises(RestoreFailed, match="users other than 0 may write"):
         recovered(tmp_path / "state")
     assert look(tmp_path) == before
 

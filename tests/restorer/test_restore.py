@@ -29,10 +29,10 @@ from icecore.events import Event
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.restorer import requirements
-from icecore.restorer import restore as restorer
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.phases import planning
 from icecore.restorer.restore import check
 from icecore.restorer.tree import Tree
 from icecore.sizes import PAGE
@@ -155,7 +155,7 @@ def test_what_broke_is_told_and_not_that_criu_was_killed_for_it(
     def fails(*_: object) -> None:
         raise RestoreFailed("the end does not come")
 
-    monkeypatch.setattr(Filling, "complete", fails)
+    monkeypatch.setattr(TreeFill, "complete", fails)
     with dumped("training", tmp_path, cache) as it:
         with pytest.raises(RestoreFailed, match="the end does not come"):
             it.restore(options).wait_resident(60)
@@ -233,7 +233,7 @@ def test_breaking_off_when_the_tree_lives_by_itself_is_no_failure_of_its_restore
             raise KeyboardInterrupt
         leave(self, *arguments)
 
-    owner, name = (Tree, "leave") if where == "guard" else (restorer._Run, "_end_session")
+    owner, name = (Tree, "leave") if where == "guard" else (planning, "_end_session")
     leave = getattr(owner, name)
     monkeypatch.setattr(owner, name, interrupt)
     with dumped("training", tmp_path, cache) as it:

@@ -20,7 +20,8 @@ from icecore.dumper.target import Target
 from icecore.host.criu.program import Criu, find_criu
 from icecore.host.kernel.limits import kernel_version
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, restore
+from icecore.restorer.restore import restore
+from icecore.restorer.restored import Restored
 from icecore.store.backend.local import LocalBackend
 from icecore.store.log.repository import Repository
 from icecore.store.runtime.loop import LoopThread

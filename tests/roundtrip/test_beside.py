@@ -24,7 +24,8 @@ from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, check, restore
+from icecore.restorer.restore import check, restore
+from icecore.restorer.restored import Restored
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
@@ -222,7 +223,7 @@ def test_a_dry_run_says_it_too(world: World) -> None:
         world.trip.repository, world.trip.loop, world.snapshot, asked, criu=world.trip.criu
     )
     (holder,) = [one for one in found.checks if one.name == "holder"]
-    assert not holder.hard and "keeps the old file, which has no name any more" in holder.message
+    assert not holder.hard and "keeps the old file, which loses its name" in holder.message
 
 
 def test_replaced_as_asked_the_original_keeps_the_old_file(world: World) -> None:
@@ -232,7 +233,7 @@ def test_replaced_as_asked_the_original_keeps_the_old_file(world: World) -> None
     other = world.restore(events.append, files="restore", instance="other").job
     assert other is not None and world.out.stat().st_ino != inode
     assert any(
-        event.name == "restore.warning" and "no name any more" in str(event.fields["message"])
+        event.name == "restore.warning" and "which loses its name" in str(event.fields["message"])
         for event in events
     )
     wait_steps(world.out, 60)
@@ -320,10 +321,10 @@ def test_a_second_instance_in_the_same_directory_is_refused(world: World) -> Non
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("missing", "a copy covers the file at this path, and there is none"),
-        ("open directory", "others than root can change what is in it"),
-        ("somebody's parent", "others than root can change what is in it"),
-        ("a file", "it is no directory"),
+        ("missing", "a copy must cover a file at this path, and there is none"),
+        ("open directory", "users other than root can change its contents"),
+        ("somebody's parent", "users other than root can change its contents"),
+        ("a file", "it is not a directory"),
         ("a link", "leads through a symbolic link"),
     ],
 )

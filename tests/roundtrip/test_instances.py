@@ -27,7 +27,8 @@ from icecore.host.jobs.registry import Registry, Restoring
 from icecore.host.kernel import procfs
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, restore
+from icecore.restorer.restore import restore
+from icecore.restorer.restored import Restored
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 

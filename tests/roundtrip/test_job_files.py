@@ -24,7 +24,8 @@ from icecore.host.jobs.registry import Registry
 from icecore.restorer.files.file_recovery import recover
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import Restored, check, restore
+from icecore.restorer.restore import check, restore
+from icecore.restorer.restored import Restored
 from icecore.restorer.tree import Tree
 from tests.restorer.criu_place import await_gone
 from tests.restorer.job_file_places import look

@@ -17,7 +17,7 @@ from icecore.errors import RestoreFailed
 from icecore.events import Event, discard
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
-from icecore.restorer.restore import Restored
+from icecore.restorer.restored import Restored
 from tests.roundtrip.conftest import Trip
 from tests.roundtrip.test_instances import bring_back, take
 

@@ -38,8 +38,8 @@ from icecore.restorer import workingset
 from icecore.restorer.files.exporter import export
 from icecore.restorer.gpu import gpus, resident_record
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.phases.planning import run_record
 from icecore.restorer.requirements import check_requirements
-from icecore.restorer.restore import _run_record
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
@@ -337,7 +337,7 @@ def _export(it: Reading) -> None:
 
 
 def _restore_plan(it: Reading) -> None:
-    _run_record(it.manifest)
+    run_record(it.manifest)
     reader = it.reader(it.world.snapshots[1])
     check_requirements(
         it.manifest,
@@ -349,7 +349,7 @@ def _restore_plan(it: Reading) -> None:
 
 
 def _recorded(it: Reading) -> None:
-    for read in (gpus.recorded, gpus.temporary, resident_record.recorded):
+    for read in (gpus.read_gpus, gpus.temporary, resident_record.read_record):
         with contextlib.suppress(IcecoreError):
             read(it.manifest)  # type: ignore[operator]
     resident_record.left_to_driver(it.manifest)

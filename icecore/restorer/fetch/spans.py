@@ -1,8 +1,8 @@
-"""Placers that fill a file, kept busy by one thread; its rule: a row is there because who put it
-there has said so, or it is left over.
+"""Keeps the placers that fill a file busy, from one thread. A row counts as done only if its placer
+has said so; all others are left over.
 
-One thread for all of them: as many as there are placers would keep each other, and whoever writes
-images and asks the driver, from the interpreter.
+One thread serves all placers: a thread for each would keep the others, and those that write images
+and call the driver, from the interpreter.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from icecore.errors import RestoreFailed
 from icecore.restorer.place.placers import Placer, PlacerLost
 from icecore.restorer.place.placing import ROOM_CELLS, Stored
 
-#: What a placer has been asked for at most: it finds the next when it has done one.
+#: Requests that a placer has at most: it finds the next one when it has done one.
 _AHEAD = 2
 _POLL_SECONDS = 0.1
 
-#: Takes what became of rows: the first of them, and the answer.
+#: Gets the first row of a request, and the answer to it.
 Came = Callable[[int, Stored], None]
 
 
 @dataclass
 class _Asked:
-    """A placer, since when nothing has been heard of it, whether it has begun, and what it is at."""
+    """A placer: since when it has been silent, whether it has begun, and what it was asked for."""
 
     placer: Placer
     since: float
@@ -35,7 +35,7 @@ class _Asked:
     spans: deque[range] = field(default_factory=deque)
 
     def hear(self, came: Came) -> list[int]:
-        """What it says; the rows that it could not have.
+        """Take what it says; return the rows that it could not deliver.
 
         Raises:
             PlacerLost: It has ended.
@@ -62,11 +62,11 @@ class _Asked:
             self.placer.store(self.spans[-1])
 
     def check(self, patience: float) -> None:
-        """Nothing has been heard of it.
+        """Check that a silent placer is still within its time.
 
         Raises:
-            PlacerLost: For so long that it will not begin.
-            RestoreFailed: For so long that it will not answer.
+            PlacerLost: It did not begin in time.
+            RestoreFailed: It did not answer in time.
         """
         if time.monotonic() - self.since <= patience:
             return
@@ -79,19 +79,20 @@ class _Asked:
 def hand_out(
     placers: Sequence[Placer], rows: int, came: Came, stopped: Callable[[], bool], patience: float
 ) -> list[int]:
-    """Have rows 0 to ``rows`` of a file's table brought, in that order.
+    """Have placers deliver rows 0 to ``rows`` of a file's table, in that order.
 
     Args:
-        placers: That have been told of the file.
-        stopped: Whether nobody wants it any more.
-        patience: Seconds that one may take for an answer.
+        placers: They have been handed the file.
+        came: Gets each answer.
+        stopped: Returns whether the file is not wanted any more.
+        patience: Seconds that a placer may take to answer.
 
     Returns:
-        Rows that are left over: those that could not be had, or whose placer has ended; all that
-        were not brought yet, once it is stopped.
+        Rows that are left over: those that could not be delivered, or whose placer has ended; once
+        it is stopped, all that were not delivered yet.
 
     Raises:
-        RestoreFailed: One does not answer.
+        RestoreFailed: A placer does not answer.
     """
     planned = deque(range(at, min(at + ROOM_CELLS, rows)) for at in range(0, rows, ROOM_CELLS))
     left: list[int] = []
@@ -103,7 +104,7 @@ def hand_out(
         poll.register(number, select.POLLIN)
     while living and (planned or any(asked.spans for asked in living.values())) and not stopped():
         heard = [number for number, _ in poll.poll(_POLL_SECONDS * 1000)]
-        for number in heard or list(living):  # who says nothing is looked at when nobody does
+        for number in heard or list(living):  # silent ones are checked when none says anything
             asked = living[number]
             try:
                 if heard:

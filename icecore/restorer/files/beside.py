@@ -1,5 +1,5 @@
-"""Finds running processes that have a job's files open; the rule: no process's output is replaced,
-cut or shared unless the options ask for it.
+"""Finds running processes that have a job's files open. No process's output is replaced, cut or
+shared unless the options ask for it.
 
 Readers cause a warning only: a file is replaced under its name, so a process that reads the old one
 loses no byte of it.
@@ -106,15 +106,15 @@ def find_conflicts(
                 Conflict(
                     file,
                     root + path,
-                    f"{_who(readers)} it open for reading, and will go on reading the old file",
+                    f"{_who(readers)} it open for reading, and will continue to read the old file",
                 )
             )
     return out
 
 
-#: What becomes of a writer, by what is done to its file.
+#: What happens to a writer, by what is done to its file.
 _OUTCOMES = {
-    "replace": "keeps the old file, which has no name any more",
+    "replace": "keeps the old file, which loses its name",
     "rewrite": "its content is replaced under it",
     "truncate": "what it has written since the snapshot is cut off",
     "": "the restored job writes to the same file",
@@ -130,9 +130,8 @@ def _opened(names: Iterable[str], root: str, stack: ExitStack) -> Iterator[tuple
     """Open the files to check, where the restore would write them."""
     paths = stack.enter_context(JobPaths(root))
     for name in names:
-        with suppress(
-            OSError, PathRefused
-        ):  # it does not exist, so no process holds it by this name; or the plan reports the fault
+        # A file that does not exist is not open by this name; the plan reports a refused path.
+        with suppress(OSError, PathRefused):
             place = paths.locate(name)
             descriptor = os.open(
                 place.name,

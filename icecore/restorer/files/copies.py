@@ -1,4 +1,4 @@
-"""The files that an instance gets as its own copies (``--files-to``); the rule: the files at the
+"""Chooses the files that an instance gets as its own copies (``--files-to``). The files at the
 original paths are only read, and covered for the instance alone (`icecore.host.jobs.mounts`).
 """
 
@@ -87,7 +87,7 @@ def plan_copies(
         manifest: The snapshot's.
         options: How it is restored.
         record: How the job was started; None: not by `icecore run`, and it has no copies.
-        own: Files that the instance gets otherwise.
+        own: Files that the instance does not get by path.
     """
     none = Copies("", [], FilePlan([], []))
     if record is None or options.files_to == IN_PLACE:
@@ -108,7 +108,7 @@ def plan_copies(
     elif before:
         directory, stored = record.files_to, None
         chosen = [file for file in files if file.path in before]
-        # What it has closed it would open again.
+        # The job may open again what it has closed.
         extra = sorted(
             path
             for path in before - {file.path for file in files}
@@ -132,7 +132,8 @@ def plan_copies(
     )
     refused = {directory + problem.path for problem in problems}
     problems += [problem for problem in plan.problems if problem.path not in refused]
-    # Exposed: before the tree runs, it is seen to have the copies open and not what they cover.
+    # Exposed, so that the tree is checked before it runs: it must have the copies open, and not
+    # what they cover.
     plan = replace(plan, problems=problems, exposed=True)
     return Copies(directory, sorted({file.path for file in chosen} | set(extra)), plan)
 
@@ -169,13 +170,13 @@ def require_all_covered(
             and not record.is_own(file.path)
         ):
             raise RestoreRefused(
-                f"the job has {file.path} open for writing, which is another name of a file that gets a copy: the copy would not be seen there",
+                f"the job has {file.path} open for writing, which is another name of a file that gets a copy: that name would not lead to the copy",
                 cure="choose --files restore, truncate or leave",
             )
 
 
 def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifest:
-    """Return the snapshot with these files, as if they had been in the directory."""
+    """Return the snapshot as if these files had been in the directory."""
     there = [msgspec.structs.replace(file, path=directory + file.path) for file in files]
     spaces = [
         msgspec.structs.replace(space, key=directory + space.key)
@@ -186,8 +187,8 @@ def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifes
 
 
 def make_directory(directory: str) -> bool:
-    """Make the directory of copies where it is missing; only its owner may look into it. Returns
-    whether it was made.
+    """Make the directory of copies if it is missing, with access for its owner only; return whether
+    it was made.
 
     Raises:
         RestoreRefused: It cannot be made, or others could change what is in it.
@@ -202,9 +203,8 @@ def make_directory(directory: str) -> bool:
         raise RestoreRefused(
             f"cannot make the directory {directory} for copies: {error.strerror}", cure=_ANOTHER
         ) from error
-    _require_safe(
-        directory
-    )  # in /tmp another user may meanwhile have made it, or a directory on the way to it
+    # In /tmp another user may have made it meanwhile, or a directory on the way to it.
+    _require_safe(directory)
     return made
 
 
@@ -214,14 +214,14 @@ def _require_safe(directory: str) -> None:
 
 
 def remove_empty(directory: str) -> None:
-    """Remove a directory that was made, unless it has contents by now."""
+    """Remove a directory that was made, unless it has contents."""
     with suppress(OSError):
         os.rmdir(directory)
 
 
 def _problems_of_directory(directory: str) -> list[Problem]:
     """Return why copies cannot be in a directory: root writes them, and no other user may redirect
-    it.
+    root.
     """
     if os.path.realpath(directory) != directory:
         return [Problem(directory, "its path leads through a symbolic link", _ANOTHER)]
@@ -235,7 +235,7 @@ def _problems_of_directory(directory: str) -> list[Problem]:
         except OSError as error:
             return [Problem(path, f"cannot examine it: {error.strerror}", _ANOTHER)]
         if not stat.S_ISDIR(now.st_mode):
-            return [Problem(path, "it is no directory", _ANOTHER)]
+            return [Problem(path, "it is not a directory", _ANOTHER)]
         # In a sticky directory users cannot move files of others; the last directory holds the
         # copies.
         moves = now.st_mode & 0o022 and not (now.st_mode & stat.S_ISVTX and path != directory)
@@ -243,7 +243,7 @@ def _problems_of_directory(directory: str) -> list[Problem]:
             return [
                 Problem(
                     path,
-                    "others than root can change what is in it",
+                    "users other than root can change its contents",
                     f"{_ANOTHER}, in directories that only root may write to",
                 )
             ]
@@ -251,8 +251,8 @@ def _problems_of_directory(directory: str) -> list[Problem]:
 
 
 def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
-    """Return why a file cannot have a copy. ``stored``: the files whose content is needed and
-    there; None: the copies exist.
+    """Return why a file cannot have a copy. ``stored``: the files whose content is in the snapshot;
+    None: the copies exist and need none.
     """
     if file.links:
         return [
@@ -283,7 +283,7 @@ def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
     try:
         now = os.lstat(file.path)
     except OSError as error:
-        message = f"a copy covers the file at this path, and there is none: {error.strerror}"
+        message = f"a copy must cover a file at this path, and there is none: {error.strerror}"
         return [
             Problem(
                 file.path,
@@ -295,8 +295,8 @@ def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
         return [
             Problem(
                 file.path,
-                "a copy covers a regular file, and there is something else",
-                "move away what is there now",
+                "a copy must cover a regular file, and this is none",
+                "move it away",
             )
         ]
     return []

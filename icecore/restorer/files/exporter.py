@@ -1,5 +1,5 @@
-"""A snapshot written as an image directory that plain ``criu restore`` takes, so that nobody
-depends on icecore to get a process back. Its rule: the directory is complete or it is not there.
+"""Writes a snapshot as an image directory for plain ``criu restore``, so that a process can be
+restored without icecore. The directory is complete or empty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from icecore.errors import IcecoreError, StoreError, UsageError
 from icecore.events import Event, Progress, Sink, discard, phase
 from icecore.host.kernel.limits import threads_for
-from icecore.restorer.fetch.fetcher import PLACE_THREADS, Limits
-from icecore.restorer.files.filewriter import FileTarget, write_files
+from icecore.restorer.fetch.fetcher import PLACE_THREADS
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.images import image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.files.jobfiles import JobFiles, Owner
 from icecore.restorer.files.jobpaths import components
-from icecore.restorer.files.shortage import shortage
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.manifest import Space
 from icecore.store.log.repository import UNREGISTERED, Repository
@@ -35,8 +35,15 @@ _BUDGET = 256 << 20
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote: bytes of image and page files, how many of them, and the paths of open
-    files whose content lies under `OPEN_FILES` and must be put in place before ``criu restore``.
+    """What an export wrote.
+
+    Attributes:
+        directory: The image directory.
+        bytes: Of all files.
+        images: How many image and page files.
+        open_files: Paths of open files whose content lies under `OPEN_FILES`, and must be put in
+            place before ``criu restore``.
+        seconds: How long it took.
     """
 
     directory: Path
@@ -59,16 +66,16 @@ def export(
     """Write a snapshot as an image directory of CRIU.
 
     Args:
-        repository: Where the snapshot is; it lives in ``loop``.
+        repository: Holds the snapshot; it lives in ``loop``.
         snapshot: Its id.
-        directory: Is made; if it is there it must be empty.
-        threads: Threads that decode; 0: one a core, six at most.
-        register: Keep what is read from being collected meanwhile; without, for repositories that
+        directory: It is made if missing, and must be empty.
+        threads: Threads that decode; 0: one for each core, six at most.
+        register: Protect what is read from collection meanwhile; False is for repositories that
             cannot be written to.
         emit: Gets ``export.*`` events.
 
     Raises:
-        NotFound: No such snapshot.
+        NotFound: There is no such snapshot.
         UsageError: The directory is not empty.
         Damaged: An object of the snapshot is not what was written.
         StoreError: The storage failed, or there is no room.
@@ -101,7 +108,7 @@ def export(
             if session is not None:
                 loop.run(session.abort())
         except IcecoreError as error:
-            # It only pinned the snapshot, and is fenced when it has been silent for long.
+            # It only pinned the snapshot, and is fenced after the silence timeout.
             emit(Event("export.warning", {"message": str(error)}))
     return result
 
@@ -133,7 +140,7 @@ class _Export:
         manifest = self.reader.manifest
         if any(space.kind == "device" for space in manifest.spaces):
             raise UsageError(
-                "the snapshot holds resident device memory, which CRIU's images have no place for",
+                "the snapshot holds resident device memory, which CRIU's images cannot hold",
                 cure="restore it with icecore, or start the job with --no-resident",
             )
         images, memory = spaces_of(manifest, "image"), spaces_of(manifest, "process", "shared")

@@ -1,5 +1,5 @@
-"""Changes of a job's files, made, undone and finished; the rule: replaced files are kept until
-`finish`, and each step checks the actual files.
+"""Makes, undoes and finishes changes of a job's files. Replaced files are kept until `finish`, and
+each step checks the actual files.
 
 Undoing and finishing may be repeated, and begun again by another process
 (`icecore.restorer.files.file_recovery`): which of two files has which name says how far a change
@@ -39,7 +39,7 @@ class Located:
 
     @property
     def owner(self) -> Owner:
-        """Whom the file belongs to."""
+        """The owner of the file."""
         return Owner(self.change.user, self.change.group)
 
     @property
@@ -220,7 +220,7 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
         located.aside,
         located.owner,
     )
-    if change.old is not None and has(aside) == change.old:  # it ended between two steps
+    if change.old is not None and has(aside) == change.old:  # interrupted between two steps
         if has(temporary) is None:
             files.rename(place.directory, aside.name, temporary.name, owner)
         else:
@@ -247,11 +247,11 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
         if has(place) != replaced:
             kept = os.path.join(place.directory.path, temporary.name)
             left.append(
-                f"somebody replaced {located.path} during the restore; the earlier file is {kept}"
+                f"another process replaced {located.path} during the restore; the earlier file is {kept}"
             )
             return
     elif now is not None and now == change.new:
-        left.append(f"somebody removed what {located.path} was before the restore")
+        left.append(f"another process removed the earlier file of {located.path}")
         return
     files.unlink(temporary, change.new, owner)
 
@@ -300,14 +300,15 @@ def _begins_alike(descriptor: int, start: int, saved: int) -> bool:
 
 
 def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
-    """Remove what was replaced: the job runs, and the files are its own. Returns what could not be
+    """Remove what was replaced: the job runs, and the files are its own. Return what could not be
     removed, a sentence each.
     """
     left: list[str] = []
     try:
         journal.note_ran()
         journal.settle()
-    except OSError as error:  # otherwise a crash of the machine could bring back the journal without the files that it needs
+    except OSError as error:
+        # Without it a crash of the machine could bring back the journal without its files.
         return [
             f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"
         ]
@@ -323,7 +324,7 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
 
 
 def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
-    """Leave what was replaced where it is: nobody knows whether the job ran. Returns a sentence for
+    """Leave what was replaced where it is: it is unknown whether the job ran. Return a sentence for
     each file whose original is left.
     """
     left: list[str] = []
@@ -352,7 +353,7 @@ def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Loc
 
 @contextmanager
 def _told(left: list[str], path: str) -> Iterator[None]:
-    """Report the failure of one file, so that the others can go on."""
+    """Report the failure of one file, and continue with the others."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Records what a restore changes among a job's files before it does; the rule: the record on disk
-decides whether to undo or to finish.
+"""Records what a restore changes among a job's files before it does. The record on disk decides
+whether to undo or to finish.
 
 ``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``,
 contents that were saved before a file is changed in place, ``keep`` from just before the job is let
 go, and ``ran`` once it runs. Without ``keep`` the changes are undone, with ``ran`` they are
-finished; between the two nobody knows whether the job wrote to its files, so the new files stay and
-what they replaced is kept. The directory belongs to root, and no other user may write there.
+finished; between the two it is unknown whether the job wrote to its files, so the new files stay
+and what they replaced is kept. The directory belongs to root, and no other user may write there.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class FileJournal:
         with suppress(OSError):
             (self.folder / _JOURNAL).unlink(
                 missing_ok=True
-            )  # first: the other files mean nothing without it
+            )  # first: the other files are useless without it
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
@@ -209,7 +209,7 @@ class FileJournal:
 
         Args:
             left: What was left, a sentence each. They are written there: the guard of a killed
-                restore has nobody to tell.
+                restore cannot report it.
         """
         place = self.folder.with_name(self.folder.name + _KEPT)
         try:
@@ -254,7 +254,7 @@ def abandoned(state: Path) -> list[FileJournal]:
                 with suppress(BlockingIOError, FileNotFoundError):
                     found.append(FileJournal(folder, _open_lock(folder)))
     except (FileNotFoundError, PermissionError):
-        pass  # no restore ever changed a file, or this user may not look
+        pass  # no restore ever changed a file, or this user may not read the directory
     return found
 
 
@@ -270,8 +270,8 @@ def _listing(above: Path) -> Iterator[None]:
         about = os.fstat(descriptor)
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise RestoreFailed(
-                f"others than user {os.geteuid()} may write to {above}",
-                cure=f"'rm -r {above}', after you have checked who made it",
+                f"users other than {os.geteuid()} may write to {above}",
+                cure=f"check who made it, then 'rm -r {above}'",
             )
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

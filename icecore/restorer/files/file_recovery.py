@@ -1,8 +1,8 @@
-"""Recovers the files of restores that ended in the middle; the rule: changes are undone if the job
-never ran, finished if it did, and nothing is removed if nobody knows.
+"""Recovers the files of restores that ended in the middle. Changes are undone if the job never ran,
+finished if it did, and nothing is removed if that is unknown.
 
-The guard of a restore runs ``python -m icecore.restorer.files.file_recovery STATE`` when the
-restorer dies; where the guard died too, the next command does it.
+The guard of a restore runs ``python -m icecore.restorer.files.file_recovery STATE`` if the restorer
+dies; if the guard dies too, the next command does it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
             place = files.locate(path)
         except FileNotFoundError:
             if change.old is not None:  # else nothing was replaced
-                left.append(f"the directory of {path} is not there any more")
+                left.append(f"the directory of {path} no longer exists")
             continue
         except (OSError, RestoreFailed) as error:
             left.append(

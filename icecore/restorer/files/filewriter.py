@@ -1,8 +1,5 @@
-"""Cells into files: open files that are put back, CRIU's image files, and the page images rebuilt
-from memory cells.
-
-The rule: a file is written under the name it was begun with, hole by hole as sparse as it was, and
-is `finished` only when every one of its rows was written.
+"""Writes cells into files: open files that are put back, CRIU's image files, and the page images
+rebuilt from memory cells. A file is as sparse as it was.
 """
 
 from __future__ import annotations
@@ -10,13 +7,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from icecore.events import Progress
-from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits
+from icecore.host.kernel import limits as machine
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.plan.cells import FileLayout, SpaceCells, page_pieces
 from icecore.restorer.plan.memory import interleave
+from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import CELL, Bytes, Records
 from icecore.store.runtime.loop import LoopThread
@@ -29,15 +32,15 @@ class FileTarget:
     Attributes:
         path: Where; it must not exist, unless ``existing``. With ``descriptor`` only a name for
             messages.
-        size: Bytes it has in the end.
+        size: Bytes of the complete file.
         cells: Cells whose data pages go into it.
-        layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in
-            a page image.
+        layout: Where the pages of a pagemap lie in a page image; None: an address is an offset in
+            the file.
         within: u1[n, 32], with a layout: the pages that it covers.
         mode: Permission bits.
-        existing: The file is there, empty and perhaps open: it is filled in place.
-        descriptor: The file is open for writing, and its maker closes it. None: it is opened by its
-            path.
+        existing: The file exists, empty and perhaps open: it is filled in place.
+        descriptor: The file, open for writing; the caller closes it. None: the file is opened by
+            its path.
     """
 
     path: str
@@ -50,7 +53,7 @@ class FileTarget:
     descriptor: int | None = None
 
 
-class FileWriter:
+class FileWriter(CellSink):
     """The targets of one run of a `icecore.restorer.fetch.fetcher.Fetcher`.
 
     Attributes:
@@ -76,7 +79,7 @@ class FileWriter:
         """Create the files, empty but with their size.
 
         Raises:
-            FileExistsError: One is there already.
+            FileExistsError: One exists already.
             OSError: No space, no permission.
         """
         for target in self._targets:
@@ -96,7 +99,7 @@ class FileWriter:
                 os.close(descriptor)
 
     def order(self) -> list[int]:
-        """All rows, the files side by side: two threads that write into one file wait for each
+        """Return all rows, files interleaved: two threads that write into one file block each
         other.
         """
         first = 0
@@ -106,8 +109,8 @@ class FileWriter:
             first += count
         return interleave([part for part in parts if part])
 
-    def write(self, row: int, data: memoryview) -> None:
-        """The sink of the fetcher: put the bytes of one row where they belong."""
+    def place(self, row: int, data: memoryview) -> None:
+        """Write the bytes of one row; see `CellSink.place`."""
         target = self._targets[self._target_of[row]]
         cell = self._cell_of[row]
         base = int(target.cells.base[cell])
@@ -151,19 +154,19 @@ def write_files(
     """Write all targets from the store.
 
     Args:
-        progress: Told, now and then, of the bytes that were written, of all.
+        progress: Called, now and then, with the bytes that were written, of all.
 
     Returns:
         Bytes of the files.
 
     Raises:
         OSError: A file could not be made.
-        Damaged, StoreError: What should go into one could not be read.
+        Damaged, StoreError: The content of one could not be read.
     """
     writer = FileWriter(targets)
     writer.create()
     if len(writer.records):
-        fetcher = Fetcher(backend, decoder, writer.records, writer.write, limits, loop)
+        fetcher = Fetcher(backend, decoder, writer.records, writer, limits, loop)
         if progress is not None:
             fetcher.progress = progress
         fetcher.start(writer.order())
@@ -172,3 +175,21 @@ def write_files(
         finally:
             fetcher.stop()
     return sum(target.size for target in targets)
+
+
+def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
+    """Return by how much the targets' bytes exceed what is free in ``folder``; empty if they fit.
+    The cells count, not the sizes that a manifest claims.
+    """
+    pages = sum(
+        int(
+            np.bitwise_count(
+                target.cells.records["data"] if target.within is None else target.within
+            ).sum(dtype=np.int64)
+        )
+        for target in targets
+    )
+    free = machine.free_space(str(folder))
+    if pages * PAGE <= free:
+        return ""
+    return f"{pages * PAGE >> 20} MiB must be written to {folder}, which has {free >> 20} MiB free"

@@ -1,5 +1,4 @@
-"""Checks the files that CRIU opened for a held tree; the rule: the tree runs only if all of them
-were checked.
+"""Checks the files that CRIU opened for a held tree, which runs only if all of them pass.
 
 CRIU opens files by their paths, as root. A user who controls a directory of such a path can
 redirect it between the check and CRIU's opening; the job would get another user's file. Each file
@@ -23,7 +22,7 @@ from icecore.host.cuda.holder import replaced_mappings
 from icecore.host.kernel import procfs
 from icecore.restorer.files.jobfiles import Inode, inode_of
 
-#: File systems of the kernel, whose names nobody makes; files there are no part of a snapshot.
+#: File systems of the kernel, in which no user makes names; files there are no part of a snapshot.
 _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
@@ -82,7 +81,7 @@ def _require_of_process(
             continue
         if not _is_right(file, target, about, expected, own):
             raise RestoreFailed(
-                f"CRIU opened {target} for process {pid}, which is not the file that was checked: somebody replaced it during the restore",
+                f"CRIU opened {target} for process {pid}, which is not the file that was checked: it was replaced during the restore",
                 cure="keep others from changing the directories of the job's files, then restore again",
             )
 
@@ -94,7 +93,7 @@ def _is_right(
     expected: Set[Inode],
     own: tuple[str, ...],
 ) -> bool:
-    """Whether what CRIU opened is what the images mean."""
+    """Return whether CRIU opened the file that the images mean."""
     path, mode = opened.file.path, opened.file.mode
     if not stat.S_ISREG(about.st_mode):
         return not mode or not stat.S_ISREG(

@@ -1,8 +1,8 @@
-"""CRIU's image directory rebuilt from a snapshot: the image files as they were, the page images
+"""Rebuilds CRIU's image directory from a snapshot: the image files as they were, the page images
 from memory cells.
 
-The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd or lies in
-a file that CRIU maps is not, and every page of every pagemap is in exactly one of the three.
+Every page of every pagemap is in exactly one of three places: in a page image, from which CRIU
+copies it, behind userfaultfd, or in a file that CRIU maps.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from icecore.store.format.manifest import Manifest, Space
 from icecore.store.snapshot.reader import SnapshotReader
 
 _NAME = re.compile(r"[A-Za-z0-9_.+:-]{1,200}\Z")
-#: Page images are made from cells, never stored; the file of device memory has a name that CRIU is
-#: given.
+#: Page images are made from cells, never stored; CRIU is told the name of the file of device
+#: memory.
 _MADE_HERE = re.compile(r"pages-\d+\.img\Z|icecore-device-memory\Z")
 _READERS = 16
 _MADV_WIPEONFORK = 18
-#: Mappings with less between them keep their distance in the file, so that no cell is in two places
-#: of it.
+#: Mappings that are closer than this keep their distance in the file, so that no cell is in two
+#: places of it.
 _NEAR = 1 << 30
 _TOP = 1 << 57
 #: By how much a mapping's huge pages may exceed its bytes.
@@ -96,7 +96,7 @@ class LazyMemory:
 
 @dataclass(frozen=True)
 class FiledMemory:
-    """The device memory of one process that is put into a file, which CRIU maps there.
+    """The device memory of one process that goes into a file, which CRIU maps.
 
     Attributes:
         process: CRIU's id of the process.
@@ -115,8 +115,13 @@ class FiledMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """How the snapshot's memory is brought back: ``page_images`` to be written, what CRIU maps from
-    a file of ``size`` bytes, named `FILE_NAME`, and the rest lazily.
+    """How the snapshot's memory comes back.
+
+    Attributes:
+        page_images: To be written.
+        lazy: What comes through userfaultfd, by process.
+        filed: What CRIU maps from the file `FILE_NAME`.
+        size: Bytes of that file.
     """
 
     page_images: list[FileTarget]
@@ -128,11 +133,10 @@ class Memory:
 def read_spaces(
     reader: SnapshotReader, spaces: Sequence[Space], *, parallel: bool
 ) -> list[SpaceCells]:
-    """The cells of many spaces.
+    """Read the cells of many spaces.
 
     Args:
-        parallel: Whether a read has to wait for something far away, so that several should wait at
-            once.
+        parallel: The storage is distant: let several reads wait at once.
     """
 
     def read(space: Space) -> SpaceCells:
@@ -147,10 +151,10 @@ def read_spaces(
 def image_targets(
     folder: Path, spaces: Sequence[Space], cells: Sequence[SpaceCells]
 ) -> list[FileTarget]:
-    """The image files of a snapshot, to be written into ``folder``.
+    """Return the image files of a snapshot, to be written into ``folder``.
 
     Raises:
-        Damaged: A name that is no image's.
+        Damaged: A name is not that of an image.
     """
     targets = []
     for space, own in zip(spaces, cells, strict=True):
@@ -163,7 +167,7 @@ def image_targets(
 
 
 def _extents(entries: Entries) -> Extents:
-    """The entries as extents, neighbours joined."""
+    """Return the entries as extents, with neighbours joined."""
     if not len(entries):
         return np.empty(0, EXTENT)
     head = np.ones(len(entries), np.bool_)
@@ -188,7 +192,7 @@ def _check_order(entries: Entries, name: str) -> None:
 
 
 def _kept(cells: SpaceCells, pages: Bytes) -> tuple[SpaceCells, Bytes]:
-    """The rows that have any of ``pages``."""
+    """Return the rows that have any of ``pages``."""
     rows = np.flatnonzero(pages.any(axis=1)) if len(pages) else np.empty(0, np.int64)
     return SpaceCells(
         cells.records[rows], cells.base[rows], cells.low[rows], cells.high[rows]
@@ -203,17 +207,17 @@ def plan_memory(
     lazily: bool,
     temporary: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> Memory:
-    """Divide the snapshot's memory, and make the pagemaps say so.
+    """Divide the snapshot's memory among page images, userfaultfd and a file, and rewrite the
+    pagemaps accordingly.
 
     Args:
-        folder: Holds the pagemap images; they are rewritten where they say something else.
+        folder: Holds the pagemap images; those that say something else are rewritten.
         memory: The process and shared spaces with their cells.
         version: Of the CRIU that will read the pagemaps.
-        lazily: Whether pages that can come through userfaultfd do; else all go into the page
-            images.
+        lazily: Pages that can come through userfaultfd do; False: all go into the page images.
         temporary: Image id of a process → where its device memory lies, (start, end) in address
-            order, which the driver takes away again. Large mappings of that come from a file; then
-            the mm images say so.
+            order, which the driver unmaps again. Large mappings of it come from a file; the mm
+            images are changed accordingly.
 
     Raises:
         Damaged: A pagemap is missing or names pages that the snapshot does not hold.
@@ -272,7 +276,7 @@ def plan_memory(
                 FileTarget(str(folder / f"pages-{pages_id}.img"), layout.end, own, layout, pages)
             )
         elif not (folder / f"pages-{pages_id}.img").exists() and pages_id not in taken:
-            # CRIU opens it all the same.
+            # CRIU opens the file even if it has no pages.
             taken.add(pages_id)
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
         if can_wait.any() or ranges:
@@ -286,14 +290,14 @@ def plan_memory(
                 )
             )
     for part, (vmas, pieces) in zip(filed, mapped, strict=True):
-        # A file for each: of two processes with a mapping of one file at the same place CRIU lets
-        # the younger inherit the other's, whatever part of it that is.
+        # A file entry for each process: if two processes map one file at the same address, CRIU
+        # lets the child inherit the parent's mapping, whatever part of the file it maps.
         map_file(folder, part.process, vmas, pieces, add_file(folder, FILE_NAME))
     return Memory(images, lazy, filed, position)
 
 
 def device_ranges(space: Space) -> list[tuple[int, int]]:
-    """Where device memory is, (start, end) in address order; a VMA of it may have been cut into
+    """Return where device memory is, (start, end) in address order; a VMA of it may be cut into
     many regions.
     """
     found: list[tuple[int, int]] = []
@@ -306,7 +310,7 @@ def device_ranges(space: Space) -> list[tuple[int, int]]:
 
 
 def within(cells: SpaceCells, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """bool[n]: which cells lie in one of these ranges (start, end), which are in address order."""
+    """Return bool[n]: which cells lie in one of the ranges (start, end) in address order."""
     if not ranges:
         return np.zeros(len(cells), np.bool_)
     starts, ends = np.array(ranges, np.uint64).T
@@ -316,15 +320,15 @@ def within(cells: SpaceCells, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[
 
 
 def lay_out(ranges: Sequence[tuple[int, int]], position: int) -> tuple[dict[int, int], int]:
-    """Where mappings go in a file: at places that are to 2 MiB as their addresses are, so that they
-    can be of huge pages.
+    """Place mappings in a file at offsets that equal their addresses modulo 2 MiB, so that they can
+    consist of huge pages.
 
     Args:
         ranges: (start, end) in address order.
-        position: Where the first may go; a cell's window may begin before it.
+        position: The first free offset; a cell's window may begin before it.
 
     Returns:
-        Start → position in the file, and where the next may go.
+        Start → offset in the file, and the next free offset.
     """
     found: dict[int, int] = {}
     last, moved = -_NEAR, 0
@@ -343,7 +347,7 @@ def _filed(
     ranges: list[tuple[int, int]],
     extents: Extents,
 ) -> FiledMemory:
-    """What of a process's cells goes into the file."""
+    """Return the part of a process's cells that goes into the file."""
     own, pages = _kept(cells, covered(cells.records["data"], cells.base, extents))
     starts = np.array([start for start, _ in ranges], np.uint64)
     at = np.searchsorted(starts, own.high, side="left") - 1
@@ -352,8 +356,8 @@ def _filed(
 
 
 def huge_pages(low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
-    """The ranges (start, end) in address order, of whole huge pages, of which cells (u8[n], u8[n],
-    ascending) have a part.
+    """Return the ranges (start, end) of whole huge pages that cells (u8[n], u8[n], ascending)
+    touch, in address order.
     """
     found: list[tuple[int, int]] = []
     starts, ends = (
@@ -369,7 +373,7 @@ def huge_pages(low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64]) -> lis
 
 
 def _dense(cells: SpaceCells, bounds: tuple[int, int]) -> bool:
-    """Whether a mapping takes little more memory in huge pages than the bytes that it has."""
+    """Return whether a mapping takes little more memory in huge pages than it has bytes."""
     extent = np.array([(bounds[0], (bounds[1] - bounds[0]) // PAGE)], EXTENT)
     own, pages = _kept(cells, covered(cells.records["data"], cells.base, extent))
     taken = sum(end - start for start, end in huge_pages(own.low, own.high))
@@ -380,7 +384,7 @@ def _dense(cells: SpaceCells, bounds: tuple[int, int]) -> bool:
 
 
 def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:
-    """What of entries, in address order, lies in ranges (start, end), in address order."""
+    """Return the parts of entries that lie in ranges (start, end); both are in address order."""
     found = []
     ends = entries["address"] + entries["pages"] * np.uint64(PAGE)
     for start, end in np.array(ranges, np.uint64).reshape(-1, 2):
@@ -396,7 +400,9 @@ def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:
 
 
 def gaps(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What lies between ranges (start, end) in address order, before the first, and after the last."""
+    """Return what lies between ranges (start, end) in address order, before the first, and after
+    the last.
+    """
     bounds = [0, *(bound for both in ranges for bound in both), 1 << 63]
     return [
         (start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end
@@ -404,7 +410,7 @@ def gaps(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _vmas(folder: Path, process: int) -> Vmas:
-    """The VMAs that CRIU will make.
+    """Return the VMAs that CRIU will make.
 
     Raises:
         Damaged: The process's mm image is missing or makes no sense.
@@ -416,7 +422,7 @@ def _vmas(folder: Path, process: int) -> Vmas:
 
 
 def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
-    """The VMAs of a process that its children find empty."""
+    """Return the VMAs of a process that its children find empty."""
     wiped = vmas[(vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) != 0]
     return list(zip(wiped["start"].tolist(), wiped["end"].tolist(), strict=True))
 
@@ -424,11 +430,11 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
 def mappable(
     vmas: Vmas, temporary: Sequence[tuple[int, int]], entries: Entries
 ) -> list[tuple[int, int]]:
-    """What of ``temporary``, (start, end) in address order, could as well be private mappings of a
-    file, in pieces of `SMALLEST` bytes at least.
+    """Return the parts of ``temporary``, (start, end) in address order, that can be private
+    mappings of a file, in pieces of `SMALLEST` bytes at least.
 
-    A piece ends where its VMA does, but need not be all of one: the kernel makes one VMA of the
-    driver's mapping and what it happens to lie beside.
+    A piece ends where its VMA does, but may be a part of it: the kernel merges the driver's mapping
+    with what lies beside it.
     """
     kind = MAP_PRIVATE | MAP_ANONYMOUS
     fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (
@@ -453,5 +459,5 @@ def _nothing(cells: SpaceCells) -> tuple[SpaceCells, FileLayout, Bytes]:
 
 
 def spaces_of(manifest: Manifest, *kinds: str) -> list[Space]:
-    """The spaces of some kinds, in the manifest's order."""
+    """Return the spaces of some kinds, in the manifest's order."""
     return [space for space in manifest.spaces if space.kind in kinds]

@@ -1,5 +1,5 @@
-"""Every write to a job's file; the rule: it goes through a checked directory descriptor and the
-file's own descriptor, as the file's owner.
+"""Makes every write to a job's file: through a checked directory descriptor and the file's own
+descriptor, as the file's owner.
 
 Public surface:
 
@@ -391,7 +391,7 @@ def _open_inode(place: Place, known: Inode, owner: int, flags: int) -> int:
         about = os.fstat(found)
         path = os.path.join(place.directory.path, place.name)
         if not stat.S_ISREG(about.st_mode):
-            raise PathRefused(f"{path} is no regular file", cure="move away what is there")
+            raise PathRefused(f"{path} is not a regular file", cure="move it away")
         if about.st_uid != owner:
             raise PathRefused(
                 f"{path} belongs to user {about.st_uid}, not to user {owner}",

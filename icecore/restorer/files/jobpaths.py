@@ -1,5 +1,5 @@
-"""Where a job's file lies: its path resolved to a directory descriptor and a name; the rule: a
-symbolic link is followed only where root alone could make it.
+"""Resolves the path of a job's file to a directory descriptor and a name. A symbolic link is
+followed only where root alone could make it.
 
 The kernel shows paths of open files resolved, so on the machine of the snapshot no component is a
 link. On another machine the administrator may have made one (/var/run, a /home on another disk).
@@ -147,7 +147,7 @@ class JobPaths:
         return self._keep(path, descriptor)
 
     def guarded(self, folder: str) -> bool:
-        """Return whether only root can change where a directory's path leads, and the names in it."""
+        """Return whether only root can change a directory's names, and where its path leads."""
         known = self._guarded.get(folder)
         if known is None:
             try:

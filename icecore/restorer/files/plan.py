@@ -1,5 +1,5 @@
-"""Which open files a restore has to put back, and what stands in the way; the rule: nothing is
-changed here (`icecore.restorer.files.put_back` does that).
+"""Plans which open files a restore puts back, and what prevents it. Nothing is changed here
+(`icecore.restorer.files.put_back` does that).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Action:
             content in place (another name of it is still there), or ``truncate`` it to its recorded
             size.
         file: What the snapshot recorded.
-        size, mtime_ns: What is there now; None for ``create``.
+        size, mtime_ns: Of the file that is there now; None for ``create``.
     """
 
     kind: Literal["create", "replace", "rewrite", "truncate"]
@@ -52,11 +52,13 @@ class Action:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What has to be done to the open files, and what stands in the way.
+    """What is done to the open files, and what prevents it.
 
     Attributes:
-        untouched: The files that stay as they are: the job must be given these and no others.
-        exposed: Whether others than root can change where some path leads, until CRIU has opened
+        actions: One for each file that changes.
+        problems: Why files cannot be restored.
+        untouched: The files that stay as they are: the job must get these and no others.
+        exposed: Whether users other than root can change where some path leads before CRIU opens
             it.
     """
 
@@ -89,7 +91,7 @@ def plan_files(
         manifest: The snapshot's.
         mode: As in `icecore.restorer.options.RestoreOptions`.
         root: What the paths are relative to, for a job with a private root.
-        skip: Files that the new instance has of its own, by path.
+        skip: Files that the new instance does not get by path.
         verify: Compare the content of read-only files whose hash was recorded.
     """
     actions: list[Action] = []
@@ -120,7 +122,7 @@ def plan_files(
 def _plan_one(
     paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool
 ) -> Action | Problem | Inode:
-    """What happens to a file, or why nothing can; or which one it is, if it stays."""
+    """Return what happens to a file, why it cannot be restored, or which one it is if it stays."""
     try:
         place = paths.locate(file.path)
         now = place.stat()
@@ -130,14 +132,14 @@ def _plan_one(
         return Problem(file.path, error.message, error.cure)
     except OSError as error:
         return Problem(
-            file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may"
+            file.path, f"cannot examine it: {error.strerror}", "run as a user who may read it"
         )
     if now is None:
         if has_content and mode == "restore":
             return Action("rewrite" if same_inode(paths.locate, file) else "create", file)
-        return Problem(file.path, "it is not there", _cure_for_content(file, has_content, mode))
+        return Problem(file.path, "it is missing", _cure_for_content(file, has_content, mode))
     if not stat.S_ISREG(now.st_mode):
-        return Problem(file.path, "it is no regular file any more", "move away what is there now")
+        return Problem(file.path, "it is not a regular file any more", "move it away")
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
         return Action("replace", file, now.st_size, now.st_mtime_ns)
@@ -156,7 +158,7 @@ def _plan_one(
             message,
             f"'chown {file.user} {file.path}' if it is the job's, else move it away",
         )
-    # The same size is all that CRIU asks for.
+    # CRIU only requires the same size.
     if (
         same
         or file.writable
@@ -166,13 +168,13 @@ def _plan_one(
         return inode_of(now)
     message = "it was modified since the snapshot was taken (same size, other time)"
     return Problem(
-        file.path, message, "bring the old file back, or take the risk with --files leave"
+        file.path, message, "restore the old file, or accept the new one with --files leave"
     )
 
 
 def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
-    """Whether somebody may have put another user's file at the path, for the job to get what that
-    user alone may do.
+    """Return whether a user who controls the path may have put another user's file there, to which
+    the job would get access.
     """
     unknown = not file.inode  # of imported images
     if unknown or now.st_uid == file.user or paths.guarded(os.path.dirname(file.path)):
@@ -181,8 +183,8 @@ def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
 
 
 def same_inode(locate: Callable[[str], Place], file: OpenFile) -> str:
-    """Return another name under which the very file is still there: its names must go on meaning
-    one file. Empty: there is none.
+    """Return another name of the same file, because all its names must continue to name one file.
+    Empty: there is none.
     """
     for name in file.links:
         with suppress(OSError, PathRefused):
@@ -200,12 +202,12 @@ def _cure_for_content(file: OpenFile, has_content: bool, mode: FilesMode) -> str
     if has_content and mode != "restore":
         return "use --files restore"
     if file.writable and mode != "truncate":
-        return "bring the file back to its size, or use --files truncate if it only grew"
-    return "bring the file back; a dump with --with-files keeps its content in the snapshot"
+        return "give the file its old size, or use --files truncate if it only grew"
+    return "restore the file; a dump with --with-files keeps its content in the snapshot"
 
 
 def _digest_at(place: Place) -> str:
-    """BLAKE3 of a file's content in hexadecimal, as manifests record it."""
+    """Return the BLAKE3 of a file's content in hexadecimal, as manifests record it."""
     state = blake3.blake3()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(

@@ -1,6 +1,6 @@
-"""Puts open files back as they were when the snapshot was taken; the rule: a file is replaced as a
-whole, under its name, so that a process with the old one open keeps it, and until the job runs
-everything can be undone.
+"""Puts open files back as they were when the snapshot was taken. A file is replaced as a whole,
+under its name, so that a process with the old one open keeps it; until the job runs everything can
+be undone.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class PutBack:
             about = place.stat()
             if about is not None and not stat.S_ISREG(about.st_mode):
                 raise RestoreFailed(
-                    f"{file.path} is no regular file any more", cure="move away what is there now"
+                    f"{file.path} is not a regular file any more", cure="move it away"
                 )
             if about is None and change.saved:  # changed in place
                 raise RestoreFailed(

@@ -1,9 +1,9 @@
 """The lazy-pages daemon: one thread that hears the guard and the kernel, and keeps every member's
-map true.
+map up to date.
 
-The rule: the write lock of a member's map is taken *before* its events are read and released after
-they are applied. Faults are answered at once: absent memory with zeros, the snapshot's pages by
-asking for their cell before all others.
+It takes the write lock of a member's map *before* it reads the member's events, and releases it
+after it has applied them. It answers page faults at once: absent memory gets zeros, and a page of
+the snapshot is requested before all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host.kernel import procfs
 from icecore.host.kernel.userfaultfd import Event, Fault, Fork, Remap, Remove, Unmap
-from icecore.restorer.guard.client import MORE_DESCRIPTORS, Guard, GuardLost, Message
+from icecore.restorer.guard.client import MORE_DESCRIPTORS, GuardLost, Message, RestoreGuard
 from icecore.restorer.guard.guard_process import EVENT_BYTES, descendants
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
@@ -28,17 +28,17 @@ from icecore.sizes import PAGE
 
 _ANSWER_SECONDS = 30.0
 _MESSAGE = struct.Struct("<B7xQQQ")
-#: So many address spaces may be known before those of ended processes are looked for.
+#: Address spaces that may be known before the daemon looks for those of ended processes.
 _FEW = 64
 
 
 def parse_events(data: bytes, children: list[int]) -> list[Event]:
-    """The events that another process read from a userfaultfd (struct uffd_msg,
+    """Return the events that another process read from a userfaultfd (struct uffd_msg,
     linux/userfaultfd.h).
 
     Args:
         data: The messages.
-        children: For each fork in them the child's descriptor, as it is known here.
+        children: For each fork in them the child's descriptor in this process.
     """
     events: list[Event] = []
     born = iter(children)
@@ -69,13 +69,13 @@ class Daemon:
     Args:
         guard: Holds the descriptors and runs CRIU.
         families: The processes with missing memory, by CRIU's id.
-        urgent: Called with (family, row) when somebody waits for a page of that cell.
-        failed: Called once with what went wrong, from whatever thread it was.
+        urgent: Called with (family, row) when a thread waits for a page of that cell.
+        failed: Called once, in any thread, with what went wrong.
     """
 
     def __init__(
         self,
-        guard: Guard,
+        guard: RestoreGuard,
         families: Mapping[int, Family],
         urgent: Callable[[Family, int], None],
         failed: Callable[[BaseException], None],
@@ -106,7 +106,7 @@ class Daemon:
         self.complete = False
         self.exits: dict[int, int] = {}
         self.faults = 0
-        #: Cells in the order in which they were first asked for: (CRIU's id of the process, row).
+        #: Cells in the order of their first page faults: (CRIU's id of the process, row).
         self.touched: list[tuple[int, int]] = []
         self._touched: set[tuple[int, int]] = set()
         self._shared: SharedLock | None = None
@@ -115,8 +115,8 @@ class Daemon:
     # -- for other threads
 
     def share(self, lock: SharedLock, numbers: Mapping[int, int]) -> None:
-        """Placers of other processes place under this lock, as long as a family's flag is not set.
-        To be told before `start`.
+        """Share a lock with placers, which place as long as a family's flag is not set. To be
+        called before `start`.
 
         Args:
             numbers: CRIU's id of a process → its family's flag.
@@ -124,22 +124,22 @@ class Daemon:
         self._shared, self._numbers = lock, numbers
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         self._thread.start()
 
     @property
     def started(self) -> bool:
-        """Whether anybody has listened."""
+        """Whether the thread was started."""
         return self._thread.ident is not None
 
     def wait_for(self, condition: Callable[[Daemon], bool], seconds: float | None) -> bool:
         """Wait until a condition on this object's public attributes holds.
 
         Returns:
-            Whether it does; false when the time is up.
+            Whether it does; False: the time is up.
 
         Raises:
-            What ended the daemon before.
+            The error that ended the daemon.
         """
         with self._change:
             done = self._change.wait_for(
@@ -150,20 +150,21 @@ class Daemon:
             return done
 
     def finish(self) -> None:
-        """Everything is placed: close every descriptor, ours and the guard's, and say ``complete``."""
+        """Close every descriptor, also the guard's, because everything is placed; then `complete`
+        is set.
+        """
         self._finish = True
         self._wake()
 
     def stop(self) -> None:
-        """End the thread and close our descriptors."""
+        """End the thread and close the descriptors of this process."""
         self._stop = True
         self._wake()
         if self.started and self._thread is not threading.current_thread():
             self._thread.join()
         for descriptor, (_, member) in self._by_descriptor.items():
-            with (
-                member.lock.writing()
-            ):  # nobody may place through a number that soon means another file
+            # No thread may place through a number that soon means another file.
+            with member.lock.writing():
                 member.gone = True
                 os.close(descriptor)
         self._by_descriptor.clear()
@@ -176,14 +177,14 @@ class Daemon:
             self._shared = None
 
     def check_unmapped(self, family: Family, member: Member, address: int) -> None:
-        """The kernel will not take a page at ``address``; that is right only if the process has
-        nothing there.
+        """Check that the process has nothing at ``address``, where the kernel refuses a page.
 
         Raises:
-            RestoreFailed: It has: going on would let it find zeros.
+            RestoreFailed: It has memory there, and would find zeros.
         """
+        # A child does not have memory that its parent keeps from its children (MADV_DONTFORK).
         if member.forked:
-            return  # memory that the parent keeps from its children (MADV_DONTFORK) is not there in them
+            return
         for pid in descendants(self._guard.pid):
             try:
                 if procfs.status(pid).own_pid != family.process:
@@ -207,14 +208,14 @@ class Daemon:
         try:
             while not self._stop:
                 self._round()
-        except BaseException as error:  # noqa: BLE001 - the waiters and the orchestrator are told
+        except BaseException as error:  # noqa: BLE001 - raised by who waits, and passed on
             with self._change:
                 self._failure = error
                 self._change.notify_all()
             self._failed(error)
 
     def _round(self) -> None:
-        # What the guard said while it was asked for events does not show in a poll.
+        # A poll does not show what the guard said while it was asked for events.
         timeout = 0 if self._guard.waiting() else 1 if self._again else None
         for descriptor, _ in self._poll.poll(timeout):
             if descriptor == self._guard.fileno():
@@ -275,11 +276,9 @@ class Daemon:
             )
         descriptor, keep = message.descriptors[0], message.number("keep")
         # A process without missing memory is served too: CRIU registers its memory all the same, so
-        # that absent pages would be waited for.
+        # that it would wait for absent pages. Its memory may come from a file.
         family = self._families.get(process)
-        if (
-            family is None
-        ):  # one without cells is none that is missing: it may have memory that comes from a file
+        if family is None:
             family = Family.empty(process, self.check_unmapped)
         self._watch(family, Member(descriptor, keep, len(family)))
 
@@ -296,14 +295,13 @@ class Daemon:
         self._guard.close_descriptor(member.keep)
 
     def _forget_dead(self) -> None:
-        """Let go of children that have ended, or execute something else by now: the kernel tells of
-        neither, and a job that forks now and then would come to the limit on descriptors. Looked
-        for whenever there are twice as many as the last time, so that it costs next to nothing a
-        fork.
+        """Forget children that have ended or execute another program: the kernel reports neither,
+        and a job that forks repeatedly would reach the limit on descriptors. To be called whenever
+        there are twice as many as the last time, so that it costs little for each fork.
         """
         for family, member in list(self._by_descriptor.values()):
-            # The processes that CRIU restored stay: they are no more than there were, and placers
-            # know them as the first of their families.
+            # The processes that CRIU restored stay: their number does not grow, and placers know
+            # them as the first of their families.
             if member.forked and member.dead():
                 with member.lock.writing():
                     self._forget(member)
@@ -320,7 +318,7 @@ class Daemon:
 
     @contextmanager
     def _writing(self, member: Member) -> Iterator[None]:
-        """Keep everybody from placing, threads and placers."""
+        """Keep all threads and placers from placing."""
         with (
             member.lock.writing(),
             self._shared.writing() if self._shared is not None else nullcontext(),
@@ -328,8 +326,8 @@ class Daemon:
             yield
 
     def _apply_events(self, family: Family, member: Member, faults: list[Fault]) -> int:
-        """Read and apply what waits on one descriptor; the write lock is held. Returns how many
-        events there were.
+        """Read and apply the events of one descriptor; the write lock is held. Return how many
+        there were.
         """
         message = self._guard.read_events(member.keep, _ANSWER_SECONDS)
         if "error" in message.about:
@@ -358,20 +356,19 @@ class Daemon:
                 case Remap(source, target, length):
                     member.map.remap(source, target, length)
                 case Unmap(start, end) | Remove(start, end):
-                    # A discarded range stays registered: giving it back to the kernel would split
-                    # the VMA, and a process that then moves it as the one mapping that it made
-                    # would fail.
+                    # A discarded range stays registered: unregistering it would split the VMA, and
+                    # a process that then moves it as the one mapping that it made would fail.
                     member.map.remove(start, end)
         return len(events)
 
     def _answer(self, family: Family, member: Member, fault: Fault) -> None:
-        """See to it that whoever waits at a fault gets its page."""
+        """Give the page to the thread that waits at a fault, or request it."""
         with member.lock.reading():
             if member.gone:
                 return
             original = member.map.original(fault.address)
             if original is not None and family.filed_at(original):
-                return  # whoever waits there is woken once it is in the file
+                return  # the kernel wakes the thread once the page is in the file
             row = family.row_at(original) if original is not None else None
             if row is not None and original is not None and family.wants(row, original):
                 if (family.process, row) not in self._touched:
@@ -386,9 +383,9 @@ class Daemon:
             self._again.append((family, member, fault))
 
     def _close_all(self) -> None:
-        """Close the descriptors of all members; each is complete, whatever the events that still
-        wait may say: a child that was forked before its parent's last placement is a member by now
-        or becomes one here.
+        """Close the descriptors of all members. Each is complete whatever the pending events say: a
+        child that was forked before its parent's last placement is a member by now, or becomes one
+        here.
         """
         deadline = time.monotonic() + _ANSWER_SECONDS
         while self._by_descriptor:
@@ -397,7 +394,7 @@ class Daemon:
                     faults: list[Fault] = []
                     while self._apply_events(family, member, faults):
                         if time.monotonic() > deadline:
-                            return  # it does not stop changing; the next round goes on
+                            return  # it keeps changing; the next round continues
                     if member.left and not member.gone and not member.dead():
                         raise RestoreFailed(
                             f"process {family.process} still misses {member.left} cells at the end of its restore"

@@ -1,12 +1,12 @@
-"""Device memory on its way to the driver, through a file in memory that CRIU maps where the driver
-had left it; its rule: no page is seen before it is there.
+"""Brings device memory to the driver through a file in memory, which CRIU maps where the driver had
+left that memory. No page can be read before it is complete.
 
-It is fetched into the file from the restore's beginning on: that needs no process. The file is of
-huge pages, where userfaultfd could place small ones only, and to unmap it frees nothing; so the
-driver, which unmaps all at the end of its work, does not do that page by page. What is not there
-yet when CRIU holds the tree is registered with userfaultfd: the driver, which reads from the lowest
-address on, waits in a page fault where it overtakes the fetching, which goes in the same order;
-what is there is given back to the kernel from the lowest address on.
+The file is filled from the beginning of the restore, which needs no process. It consists of huge
+pages, while userfaultfd could place only small ones, and unmapping it frees nothing; so the driver,
+which unmaps everything at the end, does not do that page by page. What is missing when CRIU holds
+the tree is registered with userfaultfd. The driver reads from the lowest address up, and the file
+is filled in the same order: where the driver is faster it waits in a page fault. What is complete
+is unregistered from the lowest address up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Progress
 from icecore.host.kernel import huge_file, procfs, userfaultfd
 from icecore.host.kernel.memory import address_of
-from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits, Spent
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits, Spent
+from icecore.restorer.fetch.sink import CellSink
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.fetch.spans import hand_out
 from icecore.restorer.files.images import FiledMemory, gaps, huge_pages
 from icecore.restorer.place.file_table import FileTable
@@ -40,16 +43,16 @@ from icecore.store.backend.base import Backend
 from icecore.store.format.cell import data_pages
 from icecore.store.runtime.loop import LoopThread
 
-#: So much more must be there before it is given back to the kernel.
+#: Bytes that must be complete before they are unregistered.
 _STEP = 64 << 20
 
 
 class FileUnusable(RestoreFailed):
-    """Device memory cannot come through a file: it must be placed."""
+    """Device memory cannot come through a file: it must come through userfaultfd."""
 
 
 class _Process:
-    """What of a process's mappings is there. ``lock`` guards the rest."""
+    """Which parts of a process's mappings are complete. ``lock`` guards the rest."""
 
     def __init__(self, part: FiledMemory) -> None:
         self.image = part.process
@@ -58,13 +61,14 @@ class _Process:
         self.member: Member | None = None
         self._low: list[int] = part.cells.low.tolist()
         self._there = bytearray(len(self._low))
-        #: What the file has no pages for: where the zero page is mapped, reading takes no memory.
+        #: Where the file has no pages: the zero page is mapped there, so that reading takes no
+        #: memory.
         self._holes = gaps(huge_pages(part.cells.low, part.cells.high))
         self._front = 0
         self._released = part.ranges[0][0]
 
     def add(self, rows: Iterable[int]) -> None:
-        """Cells are there."""
+        """Note that cells are complete."""
         with self.lock:
             for row in rows:
                 self._there[row] = 1
@@ -88,12 +92,12 @@ class _Process:
             self._release(member)
 
     def detach(self) -> None:
-        """Nothing of it waits for anything any more."""
+        """Forget the process: nothing of it waits any more."""
         with self.lock:
             self.member = None
 
     def _until(self) -> int:
-        """Up to where everything is there. A huge page that is there in part is not divided."""
+        """Return the address up to which everything is complete. A huge page is not divided."""
         while self._front < len(self._low) and self._there[self._front]:
             self._front += 1
         return (
@@ -111,9 +115,7 @@ class _Process:
     def _each(
         self, member: Member, start: int, end: int, call: Callable[[int, int, int], object]
     ) -> None:
-        """A call (userfaultfd, start, length) for each of the mappings' parts between two
-        addresses.
-        """
+        """Call (userfaultfd, start, length) for each part of the mappings between two addresses."""
         with member.lock.reading():
             for first, last in self.ranges:
                 low, high = max(first, start), min(last, end)
@@ -124,7 +126,7 @@ class _Process:
                 except OSError as error:
                     if not member.dead():
                         raise FileUnusable(
-                            f"the device memory of process {self.image} cannot wait for its bytes: {error}"
+                            f"cannot register the device memory of process {self.image} with userfaultfd: {error}"
                         ) from error
 
 
@@ -136,25 +138,25 @@ def _give_back(descriptor: int, start: int, length: int) -> None:
             raise
 
 
-class DeviceFile:
+class DeviceFile(CellSink):
     """Fills the file of a restore.
 
     Args:
         memory: What goes into it.
-        size: Of the file.
-        backend: Where the chunks are.
+        size: Bytes of the file.
+        backend: Holds the chunks.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
-        placers: Processes that do it, not begun, and this object's now; without any threads of this
-            one do.
+        placers: Processes that fill it, which have not begun; this object closes them. None:
+            threads fill it.
 
     Attributes:
         descriptor: Of the file, for CRIU.
         placers: How many processes fill it.
 
     Raises:
-        FileUnusable: There can be no such file here.
+        FileUnusable: The file cannot be made.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class DeviceFile:
             np.int64,
         )
         owner = np.searchsorted(first, order, "right") - 1
-        #: For each row of the table its process's number, and which of that one's cells it is.
+        #: For each row of the table the number of its process, and of the cell in that.
         self._owner, self._own = owner.tolist(), (order - first[owner]).tolist()
         records = np.concatenate([part.cells.records for part in memory])[order]
         wanted = np.concatenate([part.wanted for part in memory])[order]
@@ -202,18 +204,16 @@ class DeviceFile:
         try:
             self.descriptor = huge_file.create(size)
         except OSError as error:
-            raise FileUnusable(f"there can be no file for device memory: {error}") from error
+            raise FileUnusable(f"cannot make the file for device memory: {error}") from error
         try:
             self._mapped: mmap.mmap | None = mmap.mmap(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
-            raise FileUnusable(f"the file for device memory cannot be mapped: {error}") from error
+            raise FileUnusable(f"cannot map the file for device memory: {error}") from error
         self._mapped.madvise(mmap.MADV_DONTDUMP)
         with memoryview(self._mapped) as view:
             self._address = address_of(view)
-        self._fetcher = Fetcher(
-            backend, decoder, records, self._store, limits, loop, failed=self._fail
-        )
+        self._fetcher = Fetcher(backend, decoder, records, self, limits, loop)
         self._handed = Spent()
         self._running, self._ended = threading.Lock(), threading.Event()
         try:
@@ -224,26 +224,26 @@ class DeviceFile:
             raise
 
     def _open(self, placers: Placers, size: int) -> None:
-        """Tell placers of the file."""
+        """Hand the file to the placers."""
         placers.begin()
         table = self._table.share()
         try:
             for placer in placers.all:
-                with suppress(PlacerLost):  # who asks it first is told
+                with suppress(PlacerLost):  # raised again by the first request
                     placer.open_file(File(size, len(self._table)), self.descriptor, table)
         finally:
             os.close(table)
 
     @property
     def spent(self) -> Spent:
-        """What the workers did; complete once `run` has ended."""
+        """What the workers have done; complete once `run` has ended."""
         both = Spent()
         for one in (self._handed, self._fetcher.spent):
             both.add(one)
         return both
 
     def run(self, progress: Progress) -> None:
-        """Fill it; may be called by a thread of its own, once.
+        """Fill the file; to be called once, in any thread.
 
         Raises:
             Whatever prevents it.
@@ -252,13 +252,13 @@ class DeviceFile:
         with self._running:
             try:
                 if self._placers is not None:
-                    # Nobody waits for it yet: more threads of this interpreter, which has the
-                    # images to write and CRIU to start, would only delay those.
+                    # Nothing waits for it yet: more threads would only delay this interpreter,
+                    # which writes images and starts CRIU.
                     rows = self._hand_out(self._placers, progress)
                 else:
                     self._fetcher.progress = progress
-                # What they could not have is delivered from here, where there are other replicas,
-                # and errors with a name.
+                # This process delivers what the placers could not: it has other replicas, and
+                # errors with a name.
                 self._fetcher.start(rows)
                 self._fetcher.wait()
             except BaseException as error:
@@ -269,7 +269,7 @@ class DeviceFile:
         self._end_placers()
 
     def _hand_out(self, placers: Placers, progress: Progress) -> list[int]:
-        """Have placers fill it; the rows that they could not have."""
+        """Have placers fill it; return the rows that they could not deliver."""
         spent, total = self._handed, int(data_pages(self._table.records).sum()) * PAGE
 
         def came(first: int, answer: Stored) -> None:
@@ -289,11 +289,11 @@ class DeviceFile:
 
     @property
     def ended(self) -> bool:
-        """Whether all is there, or something prevents it."""
+        """Whether the file is complete, or never will be."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until all is there; then nothing of it is registered any more.
+        """Wait until the file is complete; then none of it is registered any more.
 
         Raises:
             Whatever prevents it.
@@ -305,15 +305,15 @@ class DeviceFile:
     def attach(
         self, member: Callable[[int], Member], failed: Callable[[BaseException], None]
     ) -> None:
-        """CRIU holds the tree, and the file is mapped: from now on the processes may read what is
-        there, and wait for the rest.
+        """Let the processes read what is complete, and wait for the rest. CRIU holds the tree and
+        has mapped the file.
 
         Args:
             member: CRIU's id of a process → its address space.
-            failed: Told once, from whatever thread, that the tree must die, and why.
+            failed: Called once, in any thread, with why the tree must die.
 
         Raises:
-            Whatever has gone wrong before.
+            Whatever went wrong before.
         """
         with self._lock:
             self._failed = failed
@@ -324,16 +324,16 @@ class DeviceFile:
 
     def _end_placers(self) -> None:
         if self._placers is not None:
-            with suppress(
-                RestoreFailed
-            ):  # one that had to be killed: what it had not done has been done
+            # One may have been killed: what it did not do has been done since.
+            with suppress(RestoreFailed):
                 self._placers.close()
 
     def check_unmapped(self, pids: Iterable[int]) -> None:
-        """The driver has moved on what is in the file; nothing runs yet.
+        """Check that no process maps the file any more: the driver has moved on what was in it, and
+        nothing runs yet.
 
         Raises:
-            FileUnusable: A process would keep the file.
+            FileUnusable: A process still maps it.
         """
         own = os.fstat(self.descriptor)
         for pid in pids:
@@ -350,9 +350,11 @@ class DeviceFile:
             process.detach()
 
     def never(self, error: BaseException) -> None:
-        """Whoever was to `run` it does not: whoever waits for it is told, unless all is there."""
+        """Note that `run` is not called or did not end: who waits raises the error, unless the file
+        is complete.
+        """
         if not self.ended:
-            self._fail(error)
+            self.failed(error)
 
     def fail(self, error: BaseException) -> None:
         """Stop filling because of an error from elsewhere."""
@@ -361,8 +363,8 @@ class DeviceFile:
         self._fetcher.fail(error)
 
     def close(self) -> None:
-        """Give the memory back, as far as no process has it mapped. May be called twice."""
-        self.fail(RestoreFailed("the restore was given up"))  # nothing, once all is there
+        """Free the memory, as far as no process maps it. May be called twice."""
+        self.fail(RestoreFailed("the restore was given up"))  # no effect once it is complete
         with self._running:
             self._fetcher.stop()
         with self._lock:
@@ -370,10 +372,11 @@ class DeviceFile:
         if mapped is not None:
             self._end_placers()
             mapped.close()
-            os.ftruncate(self.descriptor, 0)  # CRIU has a descriptor of it until it ends
+            os.ftruncate(self.descriptor, 0)  # CRIU has it open until CRIU ends
             os.close(self.descriptor)
 
-    def _fail(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
+        """See `CellSink.failed`."""
         with self._lock:
             self._failure, failed = error, self._failed
         self._ended.set()
@@ -381,12 +384,12 @@ class DeviceFile:
             failed(error)
 
     def _there(self, rows: Iterable[int]) -> None:
-        """Rows of the table are there."""
+        """Note that rows of the table are complete."""
         for number, some in groupby(rows, self._owner.__getitem__):
             self._processes[number].add([self._own[row] for row in some])
 
-    def _store(self, row: int, data: memoryview) -> None:
-        """Put a cell's wanted pages into the file; called by the fetcher's threads."""
+    def place(self, row: int, data: memoryview) -> None:
+        """Put a cell's wanted pages into the file; see `CellSink.place`."""
         source, to, bits = (
             address_of(data),
             self._address + self._position[row],

@@ -1,9 +1,10 @@
-"""The device memory of a restore, which the driver moves on; its rule: all go on together, or none
+"""Has the driver restore the device memory of all processes. All of them continue together, or none
 does.
 
 CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it.
-The driver moves memory on while that is still being fetched: it reads from the lowest address on,
-and waits in a page fault where it overtakes the fetching, which goes in the same order.
+The driver copies memory to the GPUs while it is still being fetched: it reads from the lowest
+address up, and waits in a page fault where it is faster than the fetcher, which uses the same
+order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from icecore.host.cuda.api import DeviceError
 from icecore.host.gpu.client import CALL_SECONDS, Helper, start_here
 from icecore.host.gpu.helper import in_parallel
 from icecore.host.kernel import procfs
-from icecore.restorer.fill.filling import Filling
+from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.guard.guard_process import descendants
 
@@ -29,11 +30,11 @@ _POLL_SECONDS = 0.2
 
 
 class Devices:
-    """The GPU processes of one restore. CUDA begins to be initialised in the helper, which takes a
-    while, when this is made.
+    """The GPU processes of one restore. Making it starts the helper, which takes a while to
+    initialise CUDA.
 
     Args:
-        plan: Who they are, and which GPUs they get.
+        plan: The processes, and the GPUs that they get.
         word: Shows in the helper's command line.
         emit: Gets the ``restore.gpu.…`` phases.
     """
@@ -44,46 +45,46 @@ class Devices:
         self._helper = Helper(start_here, word)
 
     def close(self) -> None:
-        """End the helper. The tree runs, or is dead."""
+        """End the helper; the tree runs or is dead."""
         self._helper.close()
 
     def holder(self) -> socket.socket:
-        """For the plugin of the CRIU that will hold the tree; to be closed."""
+        """Return a socket for CRIU's plugin, which will hold the tree; the caller closes it."""
         return self._helper.holder()
 
     @property
     def plan(self) -> GpuPlan:
-        """Who they are, and which GPUs they get."""
+        """The processes, and the GPUs that they get."""
         return self._plan
 
     def bring_back(
         self,
         root: Callable[[], int],
         sizes: Mapping[int, int],
-        filling: Filling,
+        fill: TreeFill,
         failure: Callable[[], BaseException | None],
         end_of_criu: Callable[[], BaseException | None],
         seconds: float,
     ) -> bool:
-        """Restore and unlock all, while CRIU holds the tree, which is built; then it goes on.
+        """Restore and unlock all processes while CRIU holds the tree; then let CRIU continue.
 
         Args:
-            root: Gives the tree's first process, host pid, once CRIU holds the tree.
-            sizes: Image id → how many bytes that are.
-            filling: Of the tree.
-            failure: What has broken the restore meanwhile; then this gives up.
-            end_of_criu: Why CRIU has ended meanwhile; then, too.
-            seconds: How long CRIU may take until it holds it.
+            root: Returns the tree's first process, host pid, once CRIU holds the tree.
+            sizes: Image id → bytes of device memory.
+            fill: Fills the tree.
+            failure: Returns what has broken the restore meanwhile; then this gives up.
+            end_of_criu: Returns why CRIU has ended meanwhile; then this gives up too.
+            seconds: How long CRIU may take until it holds the tree.
 
         Returns:
-            Whether it was done; otherwise CRIU did not come to hold the tree.
+            Whether it was done; False: CRIU never held the tree.
 
         Raises:
-            RestoreFailed: The driver could not; the tree must be killed.
+            RestoreFailed: The driver failed; the tree must be killed.
             MissingTool: There is no driver.
         """
         self._helper.wait_ready()
-        # Nobody runs until its pid is known.
+        # The pids are known once CRIU holds the tree.
         if not self._held(seconds):
             return False
         first = root()
@@ -92,7 +93,7 @@ class Devices:
             self._helper.bind([first, *descendants(first)])
         except DeviceError as error:
             _check([error], failure, end_of_criu)
-        filling.attach_device_file()
+        fill.attach_device_file()
         failed: list[BaseException] = []
         lost: list[int] = []
 
@@ -106,13 +107,12 @@ class Devices:
                 with suppress(FutureTimeout):
                     future.result(_POLL_SECONDS)
                     return
-                if (
-                    not filling.has_device_memory()
-                ):  # it waits for the store, which has limits of its own
+                # Until then it waits for the store, which has limits of its own.
+                if not fill.has_device_memory():
                     until = time.monotonic() + CALL_SECONDS
                 elif time.monotonic() > until:
                     raise RestoreFailed(
-                        f"the driver has not restored process {image} within {CALL_SECONDS:.0f} s after all its memory was there"
+                        f"the driver did not restore process {image} within {CALL_SECONDS:.0f} s after all its memory was loaded"
                     )
 
         def noting(image: int) -> None:
@@ -133,7 +133,7 @@ class Devices:
             _check(failed, failure, end_of_criu)
         if lost:
             return False
-        filling.check_device_file(pids.values())
+        fill.check_device_file(pids.values())
         with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
             _check(list(self._helper.unlock(pids.values()).values()), failure, end_of_criu)
         try:
@@ -147,7 +147,7 @@ class Devices:
             return self._helper.hold([], seconds)
         except DeviceError as error:
             raise RestoreFailed(
-                f"the driver cannot work: {error.message}", cure=error.cure
+                f"the driver does not work: {error.message}", cure=error.cure
             ) from error
 
 
@@ -174,17 +174,17 @@ def _check(
         cures = dict.fromkeys(error.cure for error in found if error.cure)
         words = "; ".join(error.message for error in found)
         raise RestoreFailed(
-            f"the driver could not bring device memory back: {words}", cure="; ".join(cures)
+            f"the driver could not restore device memory: {words}", cure="; ".join(cures)
         )
     if (ended := end_of_criu()) is not None:
         raise ended
 
 
 def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:
-    """Image id → pid here, of a tree's processes.
+    """Return image id → pid here, of the GPU processes of a tree.
 
     Raises:
-        RestoreFailed: A process is not there.
+        RestoreFailed: A process is missing.
     """
     found: dict[int, int] = {}
     for pid in (root, *descendants(root)):
@@ -193,6 +193,6 @@ def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:
     missing = [image for image in plan.processes if image not in found]
     if missing:
         raise RestoreFailed(
-            f"GPU processes {missing} of the snapshot are not there after CRIU restored it"
+            f"GPU processes {missing} of the snapshot are missing after CRIU restored it"
         )
     return {image: found[image] for image in plan.processes}

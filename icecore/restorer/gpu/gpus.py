@@ -1,5 +1,5 @@
-"""Which GPU each process of a snapshot gets on this machine. Pure but for NVML; the rule: a GPU is
-replaced by one of the same type and at least its memory.
+"""Chooses the GPU of this machine that each process of a snapshot gets. A GPU is replaced only by
+one of the same type with at least as much memory. Pure.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GpuPlan:
 
 
 @dataclass(frozen=True)
-class Old:
-    """A GPU that the job had, as its snapshot tells."""
+class RecordedGpu:
+    """A GPU that the job had, as its snapshot records it."""
 
     uuid: str
     name: str
@@ -38,8 +38,10 @@ class Old:
     used: bool
 
 
-def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], dict[str, int]]:
-    """What a snapshot says of GPUs.
+def read_gpus(
+    manifest: Manifest,
+) -> tuple[str, list[RecordedGpu], dict[int, list[str]], dict[str, int]]:
+    """Read what a snapshot records of GPUs.
 
     Returns:
         The driver's version, the GPUs, those that each process (by image id) had open, and the
@@ -58,7 +60,7 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
             for uuid, size in process["contexts"].items():
                 used[str(uuid)] = used.get(uuid, 0) + _bytes(size)
         devices = [
-            Old(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
+            RecordedGpu(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
             for d in manifest.requirements.devices
             if d.get("kind") == "cuda"
         ]
@@ -74,10 +76,10 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
 
 
 def _bytes(value: object) -> int:
-    """A number of bytes.
+    """Return a number of bytes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
     if not isinstance(value, int) or not 0 <= value < 1 << 56:
         raise ValueError(f"{str(value)[:40]!r} is not a number of bytes")
@@ -85,8 +87,8 @@ def _bytes(value: object) -> int:
 
 
 def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
-    """Image id of a process → where the driver had device memory in it, (start, end) in address
-    order, as far as it takes that away again.
+    """Return image id of a process → where the driver had put device memory in it that it will
+    unmap again, (start, end) in address order.
 
     Raises:
         Damaged: It makes no sense.
@@ -110,19 +112,21 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
         ) from error
 
 
-def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named,
-    the used ones and the others.
+def assign(
+    old: Sequence[RecordedGpu], here: Sequence[Gpu], wanted: Mapping[str, str]
+) -> dict[str, str]:
+    """Return old UUID → new UUID for every GPU that the job had open; the driver requires all of
+    them, also unused ones.
 
-    Those in ``wanted`` go where they are sent, the others stay where they are if they can, or get
-    one that is left, used ones first.
+    GPUs in ``wanted`` are mapped as it says. The others stay the same if possible, or get one that
+    is free, used ones first.
 
     Args:
-        wanted: What ``--gpu-map`` says: UUIDs, their beginnings, or numbers (old: in the snapshot's
-            order; new: in this machine's).
+        wanted: The value of ``--gpu-map``: UUIDs, their beginnings, or numbers (old ones in the
+            snapshot's order, new ones in this machine's).
 
     Raises:
-        RestoreRefused: That cannot be done.
+        RestoreRefused: There is no such mapping.
     """
     new = {gpu.uuid: gpu for gpu in here}
     out: dict[str, str] = {}
@@ -150,11 +154,11 @@ def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -
             if not free:
                 raise RestoreRefused(
                     f"there is no GPU for {gpu.uuid} ({gpu.name}, {gpu.memory >> 20} MiB), which the job {'used' if gpu.used else 'had open'}",
-                    cure=f"restore it where there are {len(old)} GPUs of that type"
+                    cure=f"restore on a machine with {len(old)} GPUs of that type"
                     + (
                         ""
                         if gpu.used
-                        else "; jobs that are to need fewer are started with CUDA_VISIBLE_DEVICES"
+                        else "; start jobs that need fewer GPUs with CUDA_VISIBLE_DEVICES"
                     ),
                 )
             out[gpu.uuid] = free[0].uuid
@@ -178,8 +182,8 @@ def _named(text: str, uuids: Sequence[str], where: str) -> str:
     return found[0]
 
 
-def _unfit(old: Gpu | Old, new: Gpu) -> str:
-    """Why one cannot take the other's place."""
+def _unfit(old: Gpu | RecordedGpu, new: Gpu) -> str:
+    """Return why the new GPU cannot replace the old one; empty: it can."""
     if new.name != old.name:
         return f"{new.uuid} is a {new.name}, {old.name} is needed"
     if new.memory < old.memory:
@@ -187,20 +191,20 @@ def _unfit(old: Gpu | Old, new: Gpu) -> str:
     return "it is divided (MIG)" if new.mig else ""
 
 
-def _fitting(uuid: str, old: Sequence[Old], here: Sequence[Gpu]) -> str:
+def _fitting(uuid: str, old: Sequence[RecordedGpu], here: Sequence[Gpu]) -> str:
     source = next(gpu for gpu in old if gpu.uuid == uuid)
     fitting = [gpu.uuid for gpu in here if not _unfit(source, gpu)]
     return f"{', '.join(fitting)} would do" if fitting else "no GPU of this machine would do"
 
 
 def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuPlan:
-    """The pairs for every process.
+    """Choose the GPUs of every process.
 
     Raises:
-        RestoreRefused: They cannot be had.
+        RestoreRefused: There is no such choice.
         Damaged: The manifest makes no sense.
     """
-    _, old, processes, _ = recorded(manifest)
+    _, old, processes, _ = read_gpus(manifest)
     chosen = assign(old, here.gpus, wanted)
     moved = any(source != target for source, target in chosen.items())
     if moved and here.branch < _PAIRS_DRIVER:
@@ -216,8 +220,8 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
 
 
 def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:
-    """Each GPU here and the bytes that the job will take on it."""
-    _, _, _, used = recorded(manifest)
+    """Yield each GPU of this machine, and the bytes that the job will use on it."""
+    _, _, _, used = read_gpus(manifest)
     pairs: dict[str, str] = {}
     for own in chosen.processes.values():
         pairs |= own

@@ -1,14 +1,13 @@
-"""Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the
-processes up, then mapped by them; the rule: a process runs once all of its memory is there and
-verified, or it does not run.
+"""Resident device memory of a restore: a GPU worker fills it from the store while CRIU builds the
+processes, which then map it. A process runs only after all of its memory is complete and verified.
 
-It comes through `icecore.restorer.gpu.resident_filling`, with placers where the repository is a
-directory and there are cores for them.
+`icecore.restorer.gpu.resident_fill` fills it, with placers if the repository is a directory and
+there are cores for them.
 
-With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended:
-its fingerprints are compared with the snapshot's, and only cells that differ are fetched. What the
-keeper holds beside what the snapshot has is let go of first; what it does not hold is new, and
-fetched.
+With ``from_resident`` a keeper still holds the memory on the GPUs since the processes ended: its
+fingerprints are compared with the snapshot's, and only cells that differ are fetched. The keeper
+first lets go of memory that the snapshot does not have; memory that it does not hold is allocated
+and fetched.
 """
 
 from __future__ import annotations
@@ -43,10 +42,12 @@ from icecore.host.resident.client import Agent, Keeper, ResidentFailed
 from icecore.host.resident.keeper import make_place, start_keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
-from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
-from icecore.restorer.gpu.resident_filling import Filling, Wanted, region_for
-from icecore.restorer.gpu.resident_record import Recorded, recorded
+from icecore.restorer.gpu.resident_fill import GpuCells, ResidentFill, region_for
+from icecore.restorer.gpu.resident_record import RecordedAllocation, read_record
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
 from icecore.sizes import CELL_BYTES
@@ -64,22 +65,29 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
 _POLL_SECONDS = 0.2
-#: How often processes that wait for their memory are told to go on waiting, and how long they do
+#: How often processes that wait for their memory are told to keep waiting, and how long they wait
 #: without being told.
 _HOLD_SECONDS = 2.0
 _LEASE_SECONDS = 60.0
-#: That the worker is there once its work is done.
+#: How long the worker lingers once its work is done.
 _LINGER_SECONDS = 0.3
 
 
 @dataclass
-class _Piece:
-    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of
-    it; ``held``: it has been there before.
+class _TargetAllocation:
+    """One allocation that is filled or still holds its memory.
+
+    Attributes:
+        process: The image id of its process.
+        about: What the snapshot records of it.
+        device: The GPU that it is on now.
+        handle: The worker's number for it.
+        descriptor: A descriptor of it; -1: there is none yet.
+        held: A keeper held it.
     """
 
     process: int
-    about: Recorded
+    about: RecordedAllocation
     device: str
     handle: int
     descriptor: int = -1
@@ -87,16 +95,15 @@ class _Piece:
 
 
 class Resident:
-    """The resident memory of one restore; it begins to come when this is made. Close it in the end,
+    """The resident memory of one restore, which begins to be filled when this is made. To be closed
     once `map` is done or the tree is dead.
 
     Args:
         repository, loop, reader: Where the snapshot is.
         limits: Threads, memory, patience.
         gpus: Which GPU each process gets.
-        place: The directory of keeper and agents, as this machine sees it; made where it is
-            missing.
-        held: The directory of the keeper that has the memory; None: nobody has.
+        place: The directory of keeper and agents on this machine; made if missing.
+        held: The directory of the keeper that holds the memory; None: none does.
         placers: Starts processes that place so many bytes, if they pay.
         word: Shows in the worker's command line.
         emit: Gets the ``restore.resident.…`` phases.
@@ -123,8 +130,8 @@ class Resident:
         self._held = held is not None
         self._holder = Keeper(held) if held is not None else None
         self._elsewhere = held is not None and held != place
-        _, self._processes = recorded(reader.manifest)
-        self._pieces = self._assign(gpus)
+        _, self._processes = read_record(reader.manifest)
+        self._targets = self._assign(gpus)
         try:
             self._have_keeper()
             self._worker = Worker(word)
@@ -134,23 +141,22 @@ class Resident:
         self._start_placers = placers
         self._placers: Placers | None = None
         self._region: HostRegion | None = None
-        self._filling: Filling | None = None
+        self._fill: ResidentFill | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._bring, name="resident", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the worker, which lets go of what nobody has mapped. May be called twice."""
-        if self._filling is not None:
-            self._filling.give_up()
+        """End the worker, which lets go of what no process has mapped. May be called twice."""
+        if self._fill is not None:
+            self._fill.give_up()
         self._worker.close()
         self._thread.join()
-        if self._filling is not None:
-            self._filling.stop()
+        if self._fill is not None:
+            self._fill.stop()
         if self._placers is not None:
-            with suppress(
-                RestoreFailed
-            ):  # one that had to be killed: nobody waits for what it was at
+            # One may have been killed: nothing waits for what it did.
+            with suppress(RestoreFailed):
                 self._placers.close()
         self._close_descriptors()
         if self._region is not None:
@@ -158,15 +164,15 @@ class Resident:
             self._region = None
 
     def map(self, pids: Mapping[int, int], failure: Callable[[], BaseException | None]) -> None:
-        """Wait until all is there, and have each process map it and run. The driver has unlocked
-        them.
+        """Wait until the memory is complete, and have each process map it and run. The driver has
+        unlocked them.
 
         Args:
             pids: Image id → pid here.
-            failure: What has broken the restore meanwhile; then this gives up.
+            failure: Returns what has broken the restore meanwhile; then this gives up.
 
         Raises:
-            RestoreFailed, StoreError, Damaged: It cannot be; the tree must be killed.
+            RestoreFailed, StoreError, Damaged: It cannot be done; the tree must be killed.
         """
         agents = {image: Agent(self._place, image, tracee=pids[image]) for image in self._processes}
         held = 0.0
@@ -174,8 +180,8 @@ class Resident:
             if time.monotonic() - held > _HOLD_SECONDS:
                 held = time.monotonic()
                 for agent in agents.values():
-                    # Else a process would take what its keeper has of its memory, filled or not,
-                    # and run. Who cannot be asked now is asked again.
+                    # Else a process would take its memory from its keeper, filled or not, and run.
+                    # An agent that cannot be asked now is asked again.
                     with suppress(IcecoreError):
                         agent.hold(_LEASE_SECONDS)
             self._thread.join(_POLL_SECONDS)
@@ -193,19 +199,21 @@ class Resident:
                 with suppress(WorkerFailed):  # its work is done: they run
                     self._worker.linger(_LINGER_SECONDS)
                 if self._holder is not None and self._elsewhere:
-                    for process in self._processes.values():  # the instance's own keeper has it now
-                        with suppress(NotFound):  # that one has ended, and let go of all
+                    # The instance's own keeper holds it now.
+                    for process in self._processes.values():
+                        with suppress(NotFound):  # the other has ended, and let go of everything
                             self._holder.forget(process.token)
             except IcecoreError as error:
                 raise RestoreFailed(
-                    f"resident memory could not be mapped: {error.message}", cure=error.cure
+                    f"cannot map resident memory: {error.message}", cure=error.cure
                 ) from error
 
     def outlive(self, init: int, status: Path) -> None:
-        """They run: from now on their memory outlives them, unless they end well (`Keeper.keep`).
+        """Have the memory of the processes, which run, outlive them unless they end well
+        (`Keeper.keep`).
 
         Raises:
-            NotFound, ResidentFailed, OSError: It does not.
+            NotFound, ResidentFailed, OSError: It will not.
         """
         for process in self._processes.values():
             Keeper(self._place).keep(process.token, init, status)
@@ -213,10 +221,12 @@ class Resident:
     # -- within
 
     def _descriptors(self, image: int) -> dict[int, int]:
-        """What a process maps, by its identities: of memory that several have, each gets a
-        duplicate of one descriptor, as it was.
+        """Return what a process maps, by its identities. Processes that share memory get duplicates
+        of one descriptor, as before.
         """
-        found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
+        found = {
+            (target.process, target.about.identity): target.descriptor for target in self._targets
+        }
         own = {
             identity: descriptor
             for (process, identity), descriptor in found.items()
@@ -226,13 +236,15 @@ class Resident:
             identity: found[owner] for identity, owner in self._processes[image].imports.items()
         }
 
-    def _assign(self, gpus: GpuPlan) -> list[_Piece]:
-        pieces: list[_Piece] = []
+    def _assign(self, gpus: GpuPlan) -> list[_TargetAllocation]:
+        targets: list[_TargetAllocation] = []
         for image, process in self._processes.items():
             pairs = gpus.processes.get(image, {})
             for one in process.allocations:
-                pieces.append(_Piece(image, one, pairs.get(one.device, one.device), len(pieces)))
-        return pieces
+                targets.append(
+                    _TargetAllocation(image, one, pairs.get(one.device, one.device), len(targets))
+                )
+        return targets
 
     def _have_keeper(self) -> None:
         make_place(self._place)
@@ -240,7 +252,7 @@ class Resident:
         if self._holder is not None:
             self._take(self._holder)
             return
-        # What it kept of these would be mapped, were the restore to take longer than an agent
+        # An agent would map what the keeper holds of these if the restore took longer than it
         # waits.
         tokens = {process.token for process in self._processes.values()}
         for known in keeper.processes():
@@ -248,42 +260,44 @@ class Resident:
                 keeper.forget(known.token)
 
     def _take(self, keeper: Keeper) -> None:
-        """Descriptors of what the keeper holds; what else it holds of processes that have ended it
-        lets go of.
+        """Take descriptors of what the keeper holds; have it let go of everything else that it
+        holds of processes that have ended.
 
         Raises:
-            RestoreRefused: It does not hold memory where it shall be.
+            RestoreRefused: It holds memory on another GPU.
         """
-        found: list[tuple[_Piece, Allocation]] = []
+        found: list[tuple[_TargetAllocation, Allocation]] = []
         spare: dict[bytes, list[int]] = {}
         with ExitStack() as stack:
             stack.callback(self._close_descriptors)
             for image, process in self._processes.items():
                 own = {
-                    piece.about.identity: piece for piece in self._pieces if piece.process == image
+                    target.about.identity: target
+                    for target in self._targets
+                    if target.process == image
                 }
                 for one, descriptor in keeper.take(process.token):
-                    piece = own.get(one.identity)
-                    if piece is None or (one.address, one.size) != (
-                        piece.about.address,
-                        piece.about.size,
+                    target = own.get(one.identity)
+                    if target is None or (one.address, one.size) != (
+                        target.about.address,
+                        target.about.size,
                     ):
                         os.close(descriptor)
                         spare.setdefault(process.token, []).append(one.identity)
                         continue
-                    piece.descriptor, piece.held = descriptor, True
-                    found.append((piece, one))
-            for piece, one in found:
-                if one.device != piece.device:
-                    message = f"memory of process {piece.process} is held on {one.device}, not on {piece.device}"
+                    target.descriptor, target.held = descriptor, True
+                    found.append((target, one))
+            for target, one in found:
+                if one.device != target.device:
+                    message = f"memory of process {target.process} is held on {one.device}, not on {target.device}"
                     raise RestoreRefused(
                         message, cure="restore without --from-resident: all is fetched then"
                     )
-            # Since the snapshot, or on another way from there, one may have come to have another's.
-            for number in repeated([(one, piece.descriptor) for piece, one in found]):
-                piece = found[number][0]
-                os.close(piece.descriptor)
-                piece.descriptor, piece.held = -1, False
+            # Since the snapshot a process may have begun to share the memory of another.
+            for number in repeated([(one, target.descriptor) for target, one in found]):
+                target = found[number][0]
+                os.close(target.descriptor)
+                target.descriptor, target.held = -1, False
             stack.pop_all()
         with suppress(ResidentFailed):  # an older keeper: it lets go once the processes are back
             for token, identities in spare.items():
@@ -294,15 +308,15 @@ class Resident:
                 keeper.forget(known.token)
 
     def _close_descriptors(self) -> None:
-        for piece in self._pieces:
-            if piece.descriptor >= 0:
-                os.close(piece.descriptor)
-            piece.descriptor, piece.held = -1, False
+        for target in self._targets:
+            if target.descriptor >= 0:
+                os.close(target.descriptor)
+            target.descriptor, target.held = -1, False
 
-    def _by_device(self) -> dict[str, list[_Piece]]:
-        found: dict[str, list[_Piece]] = {}
-        for piece in self._pieces:
-            found.setdefault(piece.device, []).append(piece)
+    def _by_device(self) -> dict[str, list[_TargetAllocation]]:
+        found: dict[str, list[_TargetAllocation]] = {}
+        for target in self._targets:
+            found.setdefault(target.device, []).append(target)
         return found
 
     def _bring(self) -> None:
@@ -311,31 +325,31 @@ class Resident:
             if not by_device:
                 return
             with phase(self._emit, "restore.resident.prepare"):
-                filling = self._filling_of(by_device)
+                fill = self._fill_of(by_device)
             with phase(self._emit, "restore.resident.memory") as running:
-                filling.run(running.progress)
+                fill.run(running.progress)
                 if self._placers is not None:
                     self._placers.close()
-                spent = filling.spent
+                spent = fill.spent
                 running.bytes = spent.produced
                 running.fields.update(
                     fetched=spent.cells,
                     redone=spent.redone,
-                    placers=filling.placers,
-                    digested=filling.digested,
-                    read_thread_seconds=spent.read,
-                    decode_thread_seconds=spent.decode,
-                    sink_thread_seconds=spent.sink,
+                    placers=fill.placers,
+                    digested=fill.digested,
+                    **spent.thread_seconds(),
                 )
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by `map`
             self._failure = error
 
-    def _filling_of(self, by_device: Mapping[str, list[_Piece]]) -> Filling:
-        """Have memory on the GPUs, and all ready to fill it."""
+    def _fill_of(self, by_device: Mapping[str, list[_TargetAllocation]]) -> ResidentFill:
+        """Allocate or map the memory on the GPUs, and prepare its fill."""
         devices, digests = list(by_device), list[Future[Any]]()
         with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
-            if not self._held:  # what needs no GPU, while the worker starts
-                self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
+            if not self._held:  # all that needs no GPU, while the worker starts
+                self._placers = self._start_placers(
+                    sum(target.about.size for target in self._targets)
+                )
                 region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
             self._worker.begin(devices, fingerprints=self._held)
             if self._placers is not None:
@@ -348,58 +362,57 @@ class Resident:
                     digests = self._worker.prepare_digests(devices)
                 region = pool.submit(self._have_region)
             self._worker.take_host(region.result(), devices[0])
-            filling = Filling(
+            fill = ResidentFill(
                 wanted.result(),
                 self._worker,
                 region.result(),
                 partial(self._fetcher, wanted.result()),
             )
         if self._placers is not None:
-            filling.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
-        self._filling = filling
-        return filling
+            fill.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
+        self._fill = fill
+        return fill
 
     def _have_region(self) -> HostRegion:
         self._region = region_for(self._placers)
         return self._region
 
-    def _fetcher(self, wanted: Wanted, place: Callable[[int, memoryview], None]) -> Fetcher:
+    def _fetcher(self, wanted: GpuCells, sink: CellSink) -> Fetcher:
         return Fetcher(
             self._repository.backend,
             self._reader,
             wanted.records,
-            place,
+            sink,
             self._limits,
             self._loop,
-            failed=lambda _: None,
         )
 
-    def _have(self, device: str, pieces: Sequence[_Piece]) -> None:
+    def _have(self, device: str, targets: Sequence[_TargetAllocation]) -> None:
         there, new = (
-            [piece for piece in pieces if piece.held],
-            [piece for piece in pieces if not piece.held],
+            [target for target in targets if target.held],
+            [target for target in targets if not target.held],
         )
         if there:
             sizes, descriptors = (
-                [piece.about.size for piece in there],
-                [piece.descriptor for piece in there],
+                [target.about.size for target in there],
+                [target.descriptor for target in there],
             )
-            self._worker.map(device, [piece.handle for piece in there], sizes, descriptors)
+            self._worker.map(device, [target.handle for target in there], sizes, descriptors)
         made = (
             self._worker.allocate(
-                device, [piece.handle for piece in new], [piece.about.size for piece in new]
+                device, [target.handle for target in new], [target.about.size for target in new]
             )
             if new
             else []
         )
-        for piece, descriptor in zip(new, made, strict=True):
-            piece.descriptor = descriptor
+        for target, descriptor in zip(new, made, strict=True):
+            target.descriptor = descriptor
 
     def _cells(self, space: Space) -> SpaceCells:
         return space_cells(space.regions, self._reader.records(space))
 
-    def _wanted(self, devices: Sequence[str]) -> Wanted:
-        """What is not there."""
+    def _wanted(self, devices: Sequence[str]) -> GpuCells:
+        """Return the cells to fetch."""
         tables: list[Records] = []
         device: list[int] = []
         handle: list[int] = []
@@ -411,9 +424,11 @@ class Resident:
             if s.kind == "device" and int(s.key) in self._processes
         ):
             image, cells = int(space.key), self._cells(space)
-            own = {piece.about.address: piece for piece in self._pieces if piece.process == image}
+            own = {
+                target.about.address: target for target in self._targets if target.process == image
+            }
             starts = np.array(sorted(own), np.uint64)
-            complete = len(cells) == sum(piece.about.size for piece in own.values()) // CELL_BYTES
+            complete = len(cells) == sum(target.about.size for target in own.values()) // CELL_BYTES
             if not complete:
                 raise Damaged("map", "of a space", f"device {space.key} lacks cells")
             wanted = (
@@ -422,22 +437,26 @@ class Resident:
                 else cells.records["data"].any(axis=1)
             )
             rows = np.flatnonzero(wanted)
-            pieces = [own[start] for start in starts.tolist()]
+            targets = [own[start] for start in starts.tolist()]
             at = np.searchsorted(starts, cells.base[rows], side="right") - 1
             device.extend(
-                np.array([devices.index(piece.device) for piece in pieces], np.int64)[at].tolist()
+                np.array([devices.index(target.device) for target in targets], np.int64)[
+                    at
+                ].tolist()
             )
-            handle.extend(np.array([piece.handle for piece in pieces], np.int64)[at].tolist())
+            handle.extend(np.array([target.handle for target in targets], np.int64)[at].tolist())
             offset.extend((cells.base[rows] - starts[at]).tolist())
             tables.append(cells.records[rows])
-        return Wanted(
+        return GpuCells(
             np.concatenate(tables) if tables else np.empty(0, CELL), devices, device, handle, offset
         )
 
     # -- memory that is still held
 
     def _fingerprints(self) -> tuple[int, dict[str, Fingerprints]]:
-        """The lineage's seed and the snapshot's fingerprints; without these everything is fetched."""
+        """Return the lineage's seed and the snapshot's fingerprints; without them everything is
+        fetched.
+        """
         manifest, keys = self._reader.manifest, self._repository.keys
         seed = fingerprint_seed(keys, manifest.lineage)
         with suppress(Damaged, FormatTooNew, StoreError):
@@ -459,19 +478,19 @@ class Resident:
 
     def _differing(
         self,
-        own: Mapping[int, _Piece],
+        own: Mapping[int, _TargetAllocation],
         cells: SpaceCells,
         seed: int,
         known: Fingerprints | None,
     ) -> npt.NDArray[np.bool_]:
-        """Which cells are not as the snapshot has them. New memory is zeros."""
+        """Return which cells differ from the snapshot. New memory is zeros."""
         differing = np.array(cells.records["data"].any(axis=1), np.bool_)
         if known is None or len(known.key) != len(cells) or (known.key != cells.base).any():
             return np.ones(len(cells), np.bool_)
         there = known.fingerprint.view(np.uint64).reshape(-1, 2)
-        for piece in (piece for piece in own.values() if piece.held):
-            words = self._worker.fingerprints(piece.device, [piece.handle], seed)
-            first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))
+        for target in (target for target in own.values() if target.held):
+            words = self._worker.fingerprints(target.device, [target.handle], seed)
+            first = int(np.searchsorted(cells.base, np.uint64(target.about.address)))
             differing[first : first + len(words)] = (
                 there[first : first + len(words)] != words
             ).any(axis=1)
@@ -484,7 +503,7 @@ def _explained(error: BaseException) -> BaseException:
             getattr(error, "message", f"{type(error).__name__}: {error}"),
             getattr(error, "cure", ""),
         )
-        made = RestoreFailed(f"resident memory could not be brought back: {message}", cure=cure)
+        made = RestoreFailed(f"cannot restore resident memory: {message}", cure=cure)
         made.__cause__ = error
         return made
     return error

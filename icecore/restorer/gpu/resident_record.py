@@ -1,5 +1,5 @@
-"""What a snapshot says of resident device memory; rule: what makes no sense is refused before
-anything is started.
+"""Reads what a snapshot records of resident device memory. A record that makes no sense is refused
+before anything is started.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from icecore.store.format.manifest_rules import is_path
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One allocation as the snapshot has it: as `icecore.host.resident.protocol.Allocation`."""
+class RecordedAllocation:
+    """One allocation in the snapshot: see `icecore.host.resident.protocol.Allocation`."""
 
     identity: int
     address: int
@@ -31,22 +31,23 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """One process's.
+    """The resident memory of one process.
 
     Attributes:
-        token: Names it through checkpoint and restore.
+        token: Names the process across checkpoint and restore.
+        allocations: Its own.
         imports: Allocations that are the memory of others: its identity for each → (image id,
             identity there).
     """
 
     token: bytes
-    allocations: list[Recorded]
+    allocations: list[RecordedAllocation]
     imports: dict[int, tuple[int, int]]
 
 
-def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
-    """What a snapshot says of resident memory: the directory as the job has it, and each process by
-    image id.
+def read_record(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
+    """Return what a snapshot records of resident memory: the directory as the job sees it, and each
+    process by image id.
 
     Raises:
         Damaged: It makes no sense.
@@ -61,7 +62,7 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
             int(image): RecordedProcess(
                 bytes.fromhex(about["token"]),
                 [
-                    Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True)))
+                    RecordedAllocation(*(of(one) for of, one in zip(_FIELDS, row, strict=True)))
                     for row in about["allocations"]
                 ],
                 {
@@ -101,8 +102,8 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
-    """What the preloads of its processes had left to the driver (docs/format.md); nothing where it
-    does not say, or makes no sense: nothing depends on it.
+    """Return what the preloads of its processes had left to the driver (docs/format.md); empty if
+    that is not recorded or makes no sense, because nothing depends on it.
     """
     total: Counter[str] = Counter()
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -112,14 +113,14 @@ def left_to_driver(manifest: Manifest) -> dict[str, int]:
 
 
 def outlives(manifest: Manifest) -> bool:
-    """Whether resident memory is to outlive the job where it breaks off; of a manifest that
-    `recorded` has understood.
+    """Return whether resident memory is to outlive a crash of the job; for a manifest that
+    `read_record` accepts.
     """
     return bool(json.loads(manifest.extra.get("resident", "{}")).get("outlives"))
 
 
 def resident_bytes(manifest: Manifest) -> int:
-    """What the processes have mapped of it: it goes neither into host memory nor through page
+    """Return the bytes of resident memory: they go neither into host memory nor through page
     faults.
     """
     return sum(
@@ -131,10 +132,10 @@ def resident_bytes(manifest: Manifest) -> int:
 
 
 def _number(value: object) -> int:
-    """A number of 64 bits.
+    """Return a number of 64 bits.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
     if not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise ValueError(f"{str(value)[:40]!r} is not a 64-bit number")

@@ -1,5 +1,6 @@
-"""The restorer's side of its guard process (`icecore.restorer.guard.guard_process`): it starts CRIU
-there, hears of its tasks, and asks for events. One thread receives; any thread may send.
+"""The restorer's side of its guard process (`icecore.restorer.guard.guard_process`): it has the
+guard start CRIU, hears of CRIU's tasks, and asks for events. One thread receives; any thread may
+send.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class GuardLost(RestoreFailed):
 
 @dataclass(frozen=True)
 class Message:
-    """What the guard said.
+    """A message of the guard.
 
     Attributes:
         say: ``ready``, ``started`` (CRIU runs), ``task`` (a process and its userfaultfd),
@@ -36,7 +37,7 @@ class Message:
             tree ended), ``events`` or ``killed``.
         about: The fields of the message.
         data: The raw events of ``events``.
-        descriptors: Descriptors that came with it; whoever takes the message owns them.
+        descriptors: Descriptors that came with it; the receiver closes them.
     """
 
     say: str
@@ -45,22 +46,22 @@ class Message:
     descriptors: list[int]
 
     def number(self, field: str) -> int:
-        """A field that is a number."""
+        """Return a field that is a number."""
         value = self.about[field]
         if not isinstance(value, int):
             raise GuardLost(f"the restore's guard said {self.about}")
         return value
 
 
-class Guard:
+class RestoreGuard:
     """A running guard process.
 
     Args:
         workdir: CRIU's working directory on tmpfs.
-        temporary: The directory that the guard removes when it has to kill the tree because the
+        temporary: The directory that the guard removes after it has killed the tree because the
             restorer died.
-        lock: Descriptor that the guard inherits, because it says that ``temporary`` is in use
-            (`icecore.host.workdir`); -1: there is none.
+        lock: Descriptor that the guard inherits; it marks ``temporary`` as in use
+            (`icecore.host.workdir`). -1: there is none.
     """
 
     def __init__(self, workdir: str, temporary: str, *, lock: int = -1) -> None:
@@ -91,11 +92,11 @@ class Guard:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard: the tree's processes are its descendants."""
+        """The guard's process id: the tree's processes are its descendants."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """The socket's descriptor, to be polled for messages."""
+        """Return the socket's descriptor, to be polled for messages."""
         return self._socket.fileno()
 
     def run(
@@ -104,8 +105,8 @@ class Guard:
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here, and has
-        ``environment`` beside the guard's.
+        """Start CRIU. It inherits ``descriptors`` under the same numbers, and gets ``environment``
+        beside the guard's.
         """
         own = dict(environment or {})
         self._send(
@@ -120,29 +121,29 @@ class Guard:
         self._send({"do": "undo", "argv": list(argv), "journal": str(journal)})
 
     def kill(self) -> None:
-        """Ask for the end of CRIU and the tree; ``killed`` is said when nothing is left."""
+        """Ask the guard to kill CRIU and the tree; it says ``killed`` when nothing is left."""
         self._send({"do": "kill"})
 
     def release(self, *, stay: bool) -> None:
-        """All memory is there: the guard's descriptors close, and from now on the tree lives
-        whatever happens to us.
+        """Release the tree, whose memory is complete: the guard closes its descriptors, and the
+        tree lives whatever happens to this process.
 
         Args:
-            stay: Remain the tree's parent and say how its processes end.
+            stay: Remain the tree's parent and report how its processes end.
         """
         self._send({"do": "release", "stay": stay})
 
     def close_descriptor(self, keep: int) -> None:
-        """Close the guard's copy of one userfaultfd; its memory is complete, or its process is
-        gone.
+        """Close the guard's copy of one userfaultfd, whose memory is complete or whose process has
+        ended.
         """
         self._send({"do": "close", "keep": keep})
 
     def read_events(self, keep: int, seconds: float) -> Message:
-        """Have the events of a descriptor read; other messages that come before the answer wait for
-        `receive`.
+        """Have the guard read the events of a descriptor; `receive` returns other messages that
+        come before the answer.
 
-        The caller holds the write lock of the address map that belongs to the descriptor.
+        The caller holds the write lock of the address map of the descriptor.
         """
         self._send({"do": "read", "keep": keep})
         while True:
@@ -152,7 +153,7 @@ class Guard:
             self._waiting.append(message)
 
     def receive(self, seconds: float) -> Message | None:
-        """The next message; None when none came in that time."""
+        """Return the next message; None: none came in that time."""
         if self._waiting:
             return self._waiting.popleft()
         try:
@@ -161,11 +162,11 @@ class Guard:
             return None
 
     def waiting(self) -> bool:
-        """Whether `receive` has a message that polling the socket would not show."""
+        """Return whether `receive` has a message that polling the socket does not show."""
         return bool(self._waiting)
 
     def end(self, seconds: float) -> None:
-        """Hang up and wait for the guard's end. Before `release` this kills the tree."""
+        """Close the socket and wait for the guard's end. Before `release` this kills the tree."""
         self._socket.close()
         for message in self._waiting:
             for descriptor in message.descriptors:
@@ -176,7 +177,7 @@ class Guard:
         except subprocess.TimeoutExpired:
             raise RestoreFailed(
                 f"the restore's guard {self.pid} has not ended within {seconds:.0f} s",
-                cure="look at its children with 'ps'",
+                cure="list its children with 'ps'",
             ) from None
 
     def _send(self, request: dict[str, object], descriptors: Sequence[int] = ()) -> None:
@@ -209,11 +210,11 @@ class Guard:
         if not payload:
             raise GuardLost("the restore's guard process died")
         if flags & socket.MSG_CTRUNC:
-            # Whose they were nobody can tell any more: that memory would never come.
+            # Their processes are unknown now, and would never get their memory.
             for descriptor in descriptors:
                 os.close(descriptor)
             raise RestoreFailed(
-                "this process cannot have the userfaultfd of another process: too many open files",
+                "this process cannot receive the userfaultfd of another process: too many open files",
                 cure=MORE_DESCRIPTORS,
             )
         text, _, data = payload.partition(b"\0")

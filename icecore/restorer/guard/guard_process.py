@@ -1,20 +1,20 @@
 """The guard process of a restore: it holds the first copy of every userfaultfd and is the parent of
-CRIU and of the restored tree. Its rule: while memory is missing, whoever asked for the restore may
-die at any instant and no process of the tree runs on zeros: the tree is killed first, the
-descriptors close afterwards.
+CRIU and of the restored tree. While memory is missing the restorer may die at any instant, and no
+process of the tree runs on zeros: the guard kills the tree first, and closes the descriptors
+afterwards.
 
 For that it is the server of CRIU's lazy-pages.socket, and it alone reads the descriptors' events: a
-child's descriptor is born in the process that reads of the fork. The restorer holds duplicates and
-tells it when to read, because it must hold its lock on the address map at that moment (see
-`icecore.restorer.fill.daemon`).
+child's descriptor is created in the process that reads the fork event. The restorer holds
+duplicates and tells the guard when to read, because it must hold its lock on the address map at
+that moment (see `icecore.restorer.fill.daemon`).
 
-Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few
-milliseconds. Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working
-directory, which becomes its own, and the directory to remove when the restorer dies before the tree
-is complete, and the number of a descriptor that it only holds, the lock of that directory (-1:
-none). What undoes the restore's changes of files is a command that the restorer names (``undo``)
-before it makes them. A message is one JSON object, for ``read`` followed by a zero byte and the
-events as the kernel gave them.
+It runs by its path under ``python -I -S`` and uses only the standard library: it starts in a few
+milliseconds. Arguments: the number of its end of a SOCK_SEQPACKET socket pair; CRIU's working
+directory, which becomes its own; the directory to remove if the restorer dies before the tree is
+complete; and the number of a descriptor that it only holds open, the lock of that directory (-1:
+none). The restorer names the command that undoes its changes of files (``undo``) before it makes
+them. A message is one JSON object; the answer to ``read`` is followed by a zero byte and the events
+as the kernel returned them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MAX_EVENTS = 64
 MAX_MESSAGE = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
 _OOM_SCORE = "/proc/self/oom_score_adj"
-#: What this process has (the OOM killer never chooses it), and what CRIU starts with: it sets that
-#: of a task only where the snapshot says anything but 0.
+#: The scores of this process (the OOM killer never chooses it) and of CRIU when it starts: CRIU
+#: sets the score of a task only if the snapshot records one other than 0.
 _PROTECTED, _ORDINARY = -1000, 0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextlib.contextmanager
 def ordinary_oom_score(before: int) -> Iterator[None]:
-    """Within, this process has the ``oom_score_adj`` with which CRIU starts, as far as the kernel
-    permits it; afterwards it is protected, or has ``before``.
+    """Give this process the ``oom_score_adj`` with which CRIU starts, if the kernel permits it;
+    afterwards protect it, or restore ``before``.
     """
     set_oom_score(_ORDINARY)
     try:
@@ -62,8 +62,8 @@ def ordinary_oom_score(before: int) -> Iterator[None]:
 
 
 def protect(otherwise: int) -> int:
-    """Keep the OOM killer from choosing this process; where the kernel refuses, have ``otherwise``.
-    Return what it has.
+    """Keep the OOM killer from choosing this process; if the kernel refuses, set ``otherwise``.
+    Return the resulting score.
     """
     if not set_oom_score(_PROTECTED):
         set_oom_score(otherwise)
@@ -89,7 +89,7 @@ def set_oom_score(wanted: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below ``root``, parents before children."""
+    """Return all processes below ``root``, parents before children."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -99,7 +99,7 @@ def descendants(root: int) -> list[int]:
                     # last parenthesis.
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, IndexError, ValueError):
-                continue  # it ended while we looked
+                continue  # it has ended
             children.setdefault(parent, []).append(int(name))
     found: list[int] = []
     pending = [root]
@@ -110,13 +110,13 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-class Guard:
+class GuardProcess:
     """The guard's loop and state."""
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
-        # One for each process and each child that is forked, and those for CRIU; CRIU itself gets
-        # the limit that we were given.
+        # One descriptor for each process and each forked child, and those for CRIU; CRIU itself
+        # gets the limit that this process was given.
         self.soft_limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,8 +152,8 @@ class Guard:
             self.alone = True
 
     def serve(self) -> None:
-        """Work until released, or until the restorer is gone: then kill the tree, unless it was
-        released.
+        """Serve until the tree is released or the restorer has ended; the caller kills a tree that
+        was not released.
         """
         self.say({"say": "ready"})
         while not self.alone:
@@ -170,7 +170,7 @@ class Guard:
                     return
 
     def obey(self) -> bool:
-        """One request of the restorer; false when there is nothing left to do."""
+        """Carry out one request of the restorer; return False when there is nothing left to do."""
         try:
             message, descriptors, _, _ = socket.recv_fds(
                 self.control, MAX_MESSAGE, MAX_EVENTS, socket.MSG_CMSG_CLOEXEC
@@ -207,8 +207,8 @@ class Guard:
         environment: dict[str, str],
     ) -> None:
         """Start CRIU, with the descriptors that came along under the given numbers."""
-        # First out of the way of all those numbers, so that no descriptor is overwritten before it
-        # is placed.
+        # Move all descriptors above these numbers first, so that none is overwritten before it has
+        # its number.
         above = max(numbers, default=2) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         ours = list(descriptors)
@@ -226,12 +226,13 @@ class Guard:
                     0o600,
                 )
             )
-            # As it would be without us; but it cannot be given descriptors above its limit.
+            # The limit that CRIU would have without this process; but it cannot get descriptors
+            # above its limit.
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard)
             )
-            # The tree inherits it from CRIU, with the minimum to which it may lower it: a job must
-            # not end up protected.
+            # The tree inherits the score from CRIU, with the minimum to which it may lower it: a
+            # job must not be protected.
             with ordinary_oom_score(oom_score()):
                 self.criu = os.posix_spawn(
                     argv[0],
@@ -250,10 +251,8 @@ class Guard:
                     setsigmask=[],
                 )
             self.say({"say": "started", "pid": self.criu})
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: a number above the hard limit, or a descriptor that did not arrive
+        except (OSError, ValueError) as error:
+            # ValueError: a number above the hard limit, or a descriptor that did not arrive.
             self.say({"say": "ended", "status": 127, "why": str(error)})
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -268,7 +267,7 @@ class Guard:
         self.poll.register(self.criu_connection.fileno(), select.POLLIN)
 
     def hear_criu(self) -> None:
-        """One word of CRIU: a task's id and then its userfaultfd, or the end of its part."""
+        """Read one message of CRIU: a task's id and its userfaultfd, or that CRIU has finished."""
         assert self.criu_connection is not None
         word = self.criu_connection.recv(4, socket.MSG_WAITALL)
         if len(word) < 4:
@@ -298,8 +297,8 @@ class Guard:
         return self.next_kept
 
     def read_events(self, number: int) -> None:
-        """Read the events of one descriptor; of each fork in them the child's descriptor is kept
-        and passed on.
+        """Read the events of one descriptor; keep the child's descriptor of each fork in them, and
+        pass it on.
         """
         try:
             data = os.read(self.kept[number], EVENT_BYTES * MAX_EVENTS)
@@ -325,7 +324,9 @@ class Guard:
         self.say({"say": "events", "keep": number, "children": children}, data, born)
 
     def reap(self) -> None:
-        """Collect what ended. CRIU's tasks become our children when CRIU ends."""
+        """Reap processes that have ended. CRIU's tasks become children of this process when CRIU
+        ends.
+        """
         with contextlib.suppress(BlockingIOError):
             os.read(self.child_ended, 4096)
         while True:
@@ -343,8 +344,8 @@ class Guard:
                 self.say({"say": "exited", "pid": pid, "status": code})
 
     def kill_tree(self) -> None:
-        """Kill everything below us and wait for its end. The tasks come first: CRIU traces them,
-        and those that it holds would run if it went before them.
+        """Kill all descendants and wait for their end. The tasks come first: CRIU traces them, and
+        those that it holds would run if it died before them.
         """
         while True:
             below = descendants(os.getpid())
@@ -357,8 +358,8 @@ class Guard:
             time.sleep(0.001)
 
     def undo_files(self) -> None:
-        """Have the job's files put back as they were before the restore, if the restorer did not do
-        it.
+        """Have the job's files put back as they were before the restore, unless the restorer has
+        done so.
         """
         if not self.undo or not os.path.exists(self.journal):
             return
@@ -390,14 +391,14 @@ def main() -> None:
         os.set_inheritable(int(sys.argv[4]), False)
     temporary = os.path.abspath(sys.argv[3])
     os.chdir(sys.argv[2])
-    guard = Guard(control)
+    guard = GuardProcess(control)
     try:
         guard.serve()
     finally:
         if not guard.released:
             guard.kill_tree()
             guard.undo_files()
-            import shutil  # only now: it costs milliseconds at the start
+            import shutil  # not at the start, where it costs milliseconds
 
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,9 +1,8 @@
-"""Where the bytes of a snapshot's address space belong now, while the process that owns it moves,
-drops and forks it.
+"""Maps the addresses of a snapshot to those of the process, which moves, drops and forks its memory
+meanwhile.
 
-Pure; the rule: every address of the snapshot is at one place at most, and an address that is in no
-segment holds zeros. Addresses as they were in the snapshot are called original, the process's own
-current.
+Pure. Addresses in the snapshot are called original, those of the process current. Every original
+address is at one place at most, and a current address outside all segments holds zeros.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import NamedTuple
 TOP = 1 << 56
 
 
-class Piece(NamedTuple):
-    """``length`` bytes of the snapshot at ``original`` belong at ``current``."""
+class MovedPiece(NamedTuple):
+    """``length`` bytes at ``original`` in the snapshot belong at ``current`` in the process."""
 
     current: int
     original: int
@@ -26,45 +25,43 @@ class Piece(NamedTuple):
 class AddressMap:
     """The map of one address space; at first everything is where it was. Not thread-safe.
 
-    The segments are three parallel lists in order of current addresses: start, end, and what to add
-    to get the original address.
+    The segments are three parallel lists in order of current addresses: start, end, and the
+    difference to the original address.
     """
 
     def __init__(self) -> None:
         self._start = [0]
         self._end = [TOP]
         self._shift = [0]
-        self._by_original: tuple[list[int], list[Piece]] | None = None
+        self._by_original: tuple[list[int], list[MovedPiece]] | None = None
 
     def copy(self) -> AddressMap:
-        """The map of a child that was just forked."""
+        """Return the map of a child that was just forked."""
         other = AddressMap()
         other._start, other._end, other._shift = self._start[:], self._end[:], self._shift[:]
         return other
 
     def original(self, current: int) -> int | None:
-        """What lies at a current address, or None: zeros."""
+        """Return the original address of what lies at a current address; None: zeros lie there."""
         at = bisect_right(self._start, current) - 1
         if at >= 0 and current < self._end[at]:
             return current + self._shift[at]
         return None
 
     def next_mapped(self, current: int) -> int:
-        """The lowest current address from ``current`` on that is in a segment; TOP if there is
-        none.
-        """
+        """Return the lowest address from ``current`` on that is in a segment; else TOP."""
         at = bisect_right(self._start, current) - 1
         if at >= 0 and current < self._end[at]:
             return current
         return self._start[at + 1] if at + 1 < len(self._start) else TOP
 
-    def locate(self, original: int, length: int) -> list[Piece]:
-        """Where ``length`` bytes at an original address belong now, in order; what is missing was
-        dropped.
+    def locate(self, original: int, length: int) -> list[MovedPiece]:
+        """Return where ``length`` bytes at an original address belong now, in order; dropped ones
+        are left out.
         """
         if self._by_original is None:
             pieces = sorted(
-                (start + shift, Piece(start, start + shift, end - start))
+                (start + shift, MovedPiece(start, start + shift, end - start))
                 for start, end, shift in zip(self._start, self._end, self._shift, strict=True)
             )
             self._by_original = [first for first, _ in pieces], [piece for _, piece in pieces]
@@ -79,18 +76,18 @@ class AddressMap:
                 min(stop, segment.original + segment.length),
             )
             if low < high:
-                found.append(Piece(segment.current + low - segment.original, low, high - low))
+                found.append(MovedPiece(segment.current + low - segment.original, low, high - low))
             at += 1
         return found
 
     def remove(self, start: int, end: int) -> None:
-        """The process discarded or unmapped ``start`` to ``end``: zeros, or nothing, from now on."""
+        """Note that the process discarded or unmapped ``start`` to ``end``."""
         if start < end:
             self._cut(start, end)
 
     def remap(self, source: int, target: int, length: int) -> None:
-        """The process moved ``length`` bytes from ``source`` to ``target`` (the ranges do not
-        overlap).
+        """Note that the process moved ``length`` bytes from ``source`` to ``target``; the ranges do
+        not overlap.
         """
         if source == target or length <= 0:
             return
@@ -104,7 +101,7 @@ class AddressMap:
         self._shift[at:at] = [shift + source - target for _, _, shift in moved]
 
     def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Take ``start`` to ``end`` out of the map; returns what was there as (start, end, shift)."""
+        """Remove ``start`` to ``end`` from the map; return that part as (start, end, shift)."""
         self._by_original = None
         first = bisect_right(self._start, start) - 1
         if first < 0 or self._end[first] <= start:

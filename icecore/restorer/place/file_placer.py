@@ -1,5 +1,5 @@
-"""The part of a placer that puts device memory into a file, decoded where it belongs; its rule:
-what it says is there has been verified.
+"""The part of a placer that decodes device memory into a file. What it reports as there is
+verified.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from icecore.store.snapshot.decoder import ChunkDecoder
 
 
 class FilePlacer:
-    """See the module.
+    """Puts cells into a file.
 
     Args:
         about: The message.
-        file, table: The descriptors that came with it, which are this object's now.
-        stored: Room for what is read.
+        file, table: Descriptors that came with it; this object closes them.
+        stored: Room for stored bytes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FilePlacer:
         self._scratch = Scratch()
 
     def store(self, request: Store) -> Stored:
-        """Do what a message says."""
+        """Carry out a request."""
         began = time.perf_counter()
         there, size, why = bytearray(request.stop - request.first), 0, ""
         rows, gap = range(request.first, request.stop), gap_for(self._backend.read_size)
@@ -61,7 +61,7 @@ class FilePlacer:
         return Stored(bytes(there), size, time.perf_counter() - began, why)
 
     def _batch(self, batch: Batch, first: int, there: bytearray) -> str:
-        """Bring a batch's cells; why one is not there."""
+        """Put the cells of a batch into the file; return why one is not there."""
         why = ""
         reading = Reading(self._backend, batch.reads, self._stored.view(0, batch.size))
         for _, cell, alone in in_order(batch.cells):

@@ -1,9 +1,8 @@
-"""What goes into the file of device memory, cell by cell in the order in which it goes: a table
-that the restorer and its placers have in one memory.
+"""The cells that go into the file of device memory, in the order in which they go: a table in
+memory that the restorer and its placers share.
 
-Its rule: it does not change. So a placer is told no more than which rows it is to bring, and finds
-out itself what to read for them: where that was said for each cell, the restorer's interpreter
-could not do much else beside (0.2 ms for 16 MiB).
+It never changes. So the restorer tells a placer only the rows, and the placer finds out what to
+read for them: naming each cell kept the restorer's interpreter busy (0.2 ms for 16 MiB).
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ _EACH = CELL.itemsize + BITMAP_BYTES + np.dtype(np.int64).itemsize
 
 @dataclass(frozen=True)
 class FileTable:
-    """
+    """The table.
+
     Attributes:
         records: CELL[n].
-        wanted: u1[n, 32], the pages that are wanted in the file.
+        wanted: u1[n, 32], the pages that go into the file.
         position: i8[n], where in the file each cell's window begins.
     """
 
@@ -38,7 +38,7 @@ class FileTable:
         return len(self.records)
 
     def share(self) -> int:
-        """A descriptor of memory that holds it, for `shared`; the caller closes it."""
+        """Return a descriptor of the table in memory, for `shared`; the caller closes it."""
         descriptor = os.memfd_create("icecore-file-table", os.MFD_CLOEXEC)
         with open(descriptor, "wb", buffering=0, closefd=False) as file:
             file.truncate(max(1, len(self)) * _EACH)
@@ -50,7 +50,7 @@ class FileTable:
 
     @classmethod
     def shared(cls, descriptor: int, rows: int) -> FileTable:
-        """The table of so many rows behind a descriptor, which is this call's."""
+        """Return the table of so many rows behind a descriptor, and close that."""
         try:
             data = mmap.mmap(descriptor, max(1, rows) * _EACH, access=mmap.ACCESS_READ)
         finally:

@@ -1,6 +1,4 @@
-"""Locks that many readers or one writer hold, in one process and among several; a waiting writer
-goes before new readers.
-"""
+"""Read-write locks, in one process and among processes; a waiting writer precedes new readers."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 
 
 class MapLock:
-    """Guards an address map: placements read it, whoever reads the kernel's events writes it."""
+    """Guards an address map: placements read it, the daemon applies the kernel's events to it."""
 
     def __init__(self) -> None:
         self._change = threading.Condition(threading.Lock())
@@ -23,7 +21,7 @@ class MapLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold it with other readers."""
+        """Hold the lock with other readers."""
         with self._change:
             while self._writing or self._writers_waiting:
                 self._change.wait()
@@ -38,7 +36,7 @@ class MapLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold it alone."""
+        """Hold the lock alone."""
         with self._change:
             self._writers_waiting += 1
             try:
@@ -56,15 +54,15 @@ class MapLock:
 
 
 class SharedLock:
-    """The same among processes, and a flag for each family of a restore that says whether its
+    """The same among processes, with a flag for each family of a restore that says whether its
     address space ever changed.
 
-    A reader passes a gate that a writer shuts, so that readers who follow each other do not keep it
-    out. The kernel lets go of it for who dies.
+    A reader passes a gate that a writer shuts, so that successive readers do not starve the writer.
+    The kernel releases the lock of a process that dies.
 
     Args:
-        folder: Where its files are, or are made.
-        families: How many flags; needed by who comes first.
+        folder: The directory of its files, which are made if missing.
+        families: How many flags; required in the process that makes the files.
     """
 
     def __init__(self, folder: str, families: int = 0) -> None:
@@ -85,7 +83,7 @@ class SharedLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold it with others."""
+        """Hold the lock with other readers."""
         fcntl.flock(self._gate, fcntl.LOCK_SH)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         fcntl.flock(self._gate, fcntl.LOCK_UN)
@@ -96,7 +94,7 @@ class SharedLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold it alone. One thread of a process at a time."""
+        """Hold the lock alone; one thread of a process at a time."""
         fcntl.flock(self._gate, fcntl.LOCK_EX)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -108,11 +106,11 @@ class SharedLock:
             fcntl.flock(self._gate, fcntl.LOCK_UN)
 
     def changed(self, family: int) -> bool:
-        """Whether the family's address space has changed; the lock is held."""
+        """Return whether the family's address space has changed; the lock is held."""
         return bool(self._flags[family])
 
     def set_changed(self, family: int) -> None:
-        """It has; the lock is held for writing."""
+        """Note that it has; the lock is held for writing."""
         self._flags[family] = 1
 
     def close(self) -> None:

@@ -1,10 +1,9 @@
 """Address spaces that are being filled: the restored processes and the children that they fork
 meanwhile.
 
-The rule that makes it safe: a placement holds the read lock of its member's map from looking the
-address up until the bytes are there and noted as there; the kernel's events are read and applied
-under the write lock. So what an event says (moved, dropped, forked) applies to exactly the
-placements that came before it.
+A placement holds the read lock of its member's map from the lookup of the address until the bytes
+are placed and noted as placed; the kernel's events are read and applied under the write lock. So
+what an event says (moved, dropped, forked) applies to exactly the placements before it.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from icecore.host.kernel import userfaultfd
 from icecore.host.kernel.userfaultfd import Stop
 from icecore.restorer.place.addressmap import AddressMap
 from icecore.restorer.place.locks import MapLock
-from icecore.restorer.place.placing import Move, State
+from icecore.restorer.place.placing import CellState, Move
 from icecore.restorer.plan.cells import SpaceCells, page_pieces
-from icecore.sizes import BITMAP_BYTES, CELL_BYTES, PAGE
+from icecore.sizes import BITMAP_BYTES, PAGE
 from icecore.store.format.cell import CELL, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
 ZERO_BYTES = 64 * PAGE
 _PAUSE = 0.0002
 _LONGEST_PAUSE = 0.01
-#: A page that was placed may be asked for once more by every thread that waited for it meanwhile,
-#: not for ever.
+#: How often a placed page may be asked for: each thread that waited for it asks once more, but none
+#: forever.
 _WAKES = 64
 _HOPELESS = 1 << 16
-#: How long a placement is tried again because the process is changing its address space.
+#: How long a placement is retried while the process changes its address space.
 _PATIENCE = 60.0
 
 
@@ -48,11 +47,11 @@ class Outcome(NamedTuple):
 
 
 class Placing(Protocol):
-    """Who puts bytes into a process."""
+    """Puts bytes into a process."""
 
     def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
-        """Place as `icecore.host.kernel.userfaultfd.place` does, one after the other; the member's
-        read lock is held by who asks.
+        """Place as `icecore.host.kernel.userfaultfd.place` does, one move after the other; the
+        caller holds the member's read lock.
         """
 
 
@@ -72,14 +71,14 @@ class Member:
     """One address space.
 
     Attributes:
-        descriptor: Our duplicate of its userfaultfd.
-        keep: The guard's number for its own.
-        map: Where what belongs now; read and written under ``lock``.
+        descriptor: This process's duplicate of its userfaultfd.
+        keep: The guard's number for its own copy.
+        map: Where bytes belong now; read and written under ``lock``.
         missing: A byte for each cell of the family: 1 while it is not placed.
-        left: How many are 1.
+        left: How many of them are 1.
         gone: The process has ended, or everything was placed and the descriptor is closed.
         forked: It is a child that a restored process forked.
-        woken: How often a thread was waiting, by address, for a page that had been placed.
+        woken: How often a thread waited for a page that had been placed, by address.
     """
 
     __slots__ = (
@@ -108,17 +107,16 @@ class Member:
         self._count = threading.Lock()
 
     def dead(self) -> bool:
-        """Whether its process has ended, or executes something else. Nobody closes the descriptor
-        meanwhile.
+        """Return whether its process has ended or executes another program. The descriptor must
+        stay open meanwhile.
         """
-        _, error = userfaultfd.zero(
-            self.descriptor, 0, PAGE
-        )  # there is never memory; whatever else a kernel may say of the address, somebody lives
+        # There is never memory at address 0: any other answer comes from a process that lives.
+        _, error = userfaultfd.zero(self.descriptor, 0, PAGE)
         return error == errno.ESRCH
 
     def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
-        """A child that was just forked. The write lock is held: what is missing here is missing
-        there, and what is ``wiped`` (original addresses) is zeros there.
+        """Return a child that was just forked; the write lock is held. What is missing here is
+        missing there, and what is ``wiped`` (original addresses) is zeros there.
         """
         other = Member(descriptor, keep, 0)
         other.map = self.map.copy()
@@ -131,8 +129,8 @@ class Member:
         return other
 
     def placed(self, row: int) -> None:
-        """Note that a cell is there. The read lock is held."""
-        with self._count:  # two workers may have placed the same cell, one for a fault
+        """Note that a cell is placed. The read lock is held."""
+        with self._count:  # two workers may have placed the same cell, one for a page fault
             if self.missing[row]:
                 self.missing[row] = 0
                 self.left -= 1
@@ -145,11 +143,10 @@ class Family:
         process: CRIU's id of the process.
         cells: Its cells with pages that come through userfaultfd, in address order.
         wanted: u1[n, 32], those pages.
-        unregistered: Asked when the kernel says that a page cannot be placed although it should be
-            there; raises if the page is mapped.
+        unregistered: Called where the kernel refuses a page; raises if memory is mapped there.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
         filed: Ranges (start, end) that come from a file (`icecore.restorer.fill.device_file`),
-            which answers who waits there.
+            whose page faults the file answers.
     """
 
     def __init__(
@@ -176,7 +173,7 @@ class Family:
 
     @classmethod
     def empty(cls, process: int, unregistered: Callable[[Family, Member, int], None]) -> Family:
-        """A process all of whose lazy memory is absent."""
+        """Return a process without cells: all its lazy memory is absent."""
         nothing = np.empty(0, np.uint64)
         cells = SpaceCells(np.empty(0, CELL), nothing, nothing, nothing)
         return cls(process, cells, np.empty((0, BITMAP_BYTES), np.uint8), unregistered)
@@ -185,42 +182,44 @@ class Family:
         return len(self._base)
 
     def add(self, member: Member) -> None:
-        """A member more. For a fork this happens under the parent's write lock."""
+        """Add a member; a forked child under its parent's write lock."""
         with self._adding:
             self.members = (*self.members, member)
 
     def remove(self, member: Member) -> None:
-        """A child has ended; it is ``gone``."""
+        """Remove a child that has ended; it is ``gone``."""
         with self._adding:
             self.members = tuple(other for other in self.members if other is not member)
 
     def address(self, row: int) -> int:
-        """The first address in a cell's window that is its region's: names the cell among snapshots
-        of the process.
+        """Return the first address in a cell's window that lies in its region: it names the cell
+        among snapshots of the process.
         """
         return self._low[row]
 
     def misses(self, row: int) -> bool:
-        """Whether a cell is still to be placed somewhere."""
+        """Return whether a cell is missing in any member."""
         return not self.members or any(m.missing[row] and not m.gone for m in self.members)
 
     def row_at(self, original: int) -> int | None:
-        """The cell of whose window an original address is part."""
+        """Return the cell whose window holds an original address: windows are ascending and
+        disjoint (`icecore.restorer.plan.cells.space_cells`).
+        """
         row = bisect_right(self._low, original) - 1
         return row if row >= 0 and original < self._high[row] else None
 
     def wants(self, row: int, original: int) -> bool:
-        """Whether the page at an original address in a cell's window is one that is placed."""
+        """Return whether the page at an original address in a cell's window is to be placed."""
         page = (original - self._base[row]) // PAGE
         return bool(self._wanted[32 * row + page // 8] >> (page % 8) & 1)
 
     def filed_at(self, original: int) -> bool:
-        """Whether an original address is one that comes from a file."""
+        """Return whether the memory at an original address comes from a file."""
         return any(start <= original < end for start, end in self._filed)
 
     def file_unmapped(self) -> None:
-        """What came from a file is not mapped any more: whatever is there from now on is other
-        memory.
+        """Forget what came from a file, which is no longer mapped: from now on other memory may be
+        there.
         """
         for member in self.members:
             with member.lock.writing():
@@ -229,8 +228,8 @@ class Family:
         self._filed = ()
 
     def absent_from(self, original: int) -> int:
-        """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is
-        placed.
+        """Return how many bytes from an original address on, up to ``ZERO_BYTES``, have no page to
+        place.
         """
         length = 0
         row = bisect_right(self._low, original) - 1
@@ -249,13 +248,12 @@ class Family:
     # -- placing
 
     def fill(self, row: int, source: int, placing: Placing = _HERE) -> None:
-        """Place one cell in all members that miss it, also in those that are forked while it is
-        done.
+        """Place one cell in all members that miss it, also in those that are forked meanwhile.
 
         Args:
             row: The cell.
-            source: Where its verified bytes lie in the memory of who places.
-            placing: Who does.
+            source: Address of its verified bytes in the process that places.
+            placing: Places.
 
         Raises:
             RestoreFailed: It could not be placed.
@@ -264,12 +262,14 @@ class Family:
         while todo := [m for m in self.members if m.missing[row] and not m.gone]:
             for member in todo:
                 self._fill_member(member, row, source, pieces, placing)
+            # Only a page fault asks before everything is registered; then the whole cell is placed
+            # again.
             if not self.registered:
-                return  # only for a fault: the cell is placed again, as a whole, once everything is registered
+                return
 
     def fill_all(self, rows: Sequence[tuple[int, int]], placing: Placing) -> None:
-        """Place those of several cells that anybody misses, with one call for each member as far as
-        nothing comes between. As `fill` for (row, source) each.
+        """Place those of several cells that a member misses, with one call for each member unless
+        its address space changes. As `fill` for each (row, source).
         """
         rows = [(row, source) for row, source in rows if self.misses(row)]
         for member in self.members if rows else ():
@@ -293,18 +293,18 @@ class Family:
         for row, source in rows:
             self.fill(row, source, placing)
 
-    def note(self, rows: Sequence[tuple[int, State]]) -> None:
-        """A placer has delivered cells to the restored process itself, the first member."""
+    def note(self, rows: Sequence[tuple[int, CellState]]) -> None:
+        """Note what a placer did with cells of the restored process, the first member."""
         member = self.members[0]
         with member.lock.reading():
             for row, state in rows:
-                if state is State.PLACED:
+                if state is CellState.PLACED:
                     member.placed(row)
-                elif state is State.DEAD:
+                elif state is CellState.DEAD:
                     member.gone = True
 
     def window(self, row: int) -> tuple[int, bytes]:
-        """The address of a cell's window, and the bitmap (32 bytes) of the pages that are placed."""
+        """Return the address of a cell's window, and a bitmap (32 bytes) of the pages to place."""
         return self._base[row], self._wanted[32 * row : 32 * row + 32]
 
     def _pieces(self, row: int) -> list[tuple[int, int, int]]:
@@ -337,8 +337,8 @@ class Family:
             if stop is Stop.DONE:
                 if not registered:
                     return
-                # An event may be on its way that tells why; if none is, the process really has no
-                # such memory, or it has and would find zeros there.
+                # A pending event may explain it. Without one the process has no such memory, or it
+                # has and would find zeros there.
                 tries += 1
                 if tries > 3:
                     for at in unmapped:
@@ -356,7 +356,7 @@ class Family:
     def _moves(
         self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]]
     ) -> list[Move]:
-        """Where the pieces of a cell belong now. The read lock is held."""
+        """Return where the pieces of a cell belong now. The read lock is held."""
         base = self._base[row]
         return [
             Move(piece.current, source + position + piece.original - base - offset, piece.length)
@@ -372,7 +372,7 @@ class Family:
         pieces: list[tuple[int, int, int]],
         placing: Placing,
     ) -> tuple[Stop, list[int]]:
-        """One try; returns why it ended and where pages are not registered."""
+        """Try once; return why it ended, and where pages are not registered."""
         moves = self._moves(member, row, source, pieces)
         outcomes = placing.place(member, moves) if moves else []
         for outcome in outcomes:
@@ -383,21 +383,20 @@ class Family:
         ]
 
     def wake(self, member: Member, address: int) -> None:
-        """Somebody waits for a page that was placed before: it looks again. A child that still does
-        not find it had it wiped at its fork, by an madvise that is younger than the snapshot; there
-        it is zeros. The read lock is held.
+        """Wake a thread that waits for a page that was placed before. A child that still does not
+        find the page had it wiped at its fork, by an madvise after the snapshot: it gets zeros. The
+        read lock is held.
 
         Raises:
-            RestoreFailed: The page is missing in a process that was given it.
+            RestoreFailed: The page is missing in a process in which it was placed.
         """
         member.woken[address] = member.woken.get(address, 0) + 1
         if member.forked and member.woken[address] > _WAKES:
-            userfaultfd.place_zero(
-                member.descriptor, address, PAGE
-            )  # changes nothing if it is there
+            # Changes nothing if the page is there.
+            userfaultfd.place_zero(member.descriptor, address, PAGE)
         elif member.woken[address] > _HOPELESS:
             raise RestoreFailed(
-                f"process {self.process} lost the page at {address:#x} that it was given"
+                f"process {self.process} lost the page at {address:#x} that was placed in it"
             )
         try:
             userfaultfd.wake(member.descriptor, address, PAGE)
@@ -405,12 +404,11 @@ class Family:
             pass  # the process has ended
 
     def fill_zero(self, member: Member, address: int) -> bool:
-        """Give the page at a current address, and absent ones after it, the content of absent
-        memory: zeros.
+        """Fill the page at a current address, and absent ones after it, with zeros.
 
         Returns:
-            Whether it is done; false: the address space is changing, try again when its events are
-            read.
+            Whether it is done; False: the address space is changing, and the caller must try again
+            once its events are read.
         """
         with member.lock.reading():
             if member.gone:
@@ -425,19 +423,11 @@ class Family:
             done, _ = userfaultfd.zero(member.descriptor, address, length)
             if done:
                 return True
-            # The range leaves the VMA, or some of it is there already: the page itself is what
-            # somebody waits for.
+            # The range leaves the VMA, or some of it is there already; only the first page is
+            # waited for.
             placed = userfaultfd.place_zero(member.descriptor, address, PAGE)
             if placed.stop is Stop.DEAD:
                 member.gone = True
             elif placed.stop is Stop.DONE and placed.present:
                 userfaultfd.wake(member.descriptor, address, PAGE)
             return placed.stop is not Stop.CHANGED
-
-
-def check_window(cells: SpaceCells) -> None:
-    """A family's windows are ascending, disjoint and at most a cell long; `row_at` relies on it."""
-    if ((cells.high - cells.low) > np.uint64(CELL_BYTES)).any() or (
-        cells.low[1:] < cells.high[:-1]
-    ).any():
-        raise ValueError("the cells of a process overlap")

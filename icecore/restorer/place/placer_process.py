@@ -1,9 +1,9 @@
 """The placers of a restore: processes that read, verify and place cells, because threads of one
-interpreter stand in each other's way.
+interpreter block each other.
 
-Its rule: it does what it is told and nothing on its own; when the restorer is gone, it ends. One
-process loads the libraries and then forks the placers, before it has any thread. Arguments: a word
-to know it by, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
+A placer does nothing without a request, and ends when the restorer has ended. One process loads the
+libraries and then forks the placers, before it has any thread. Arguments: a word that identifies
+the restore, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from icecore.restorer.place.placing import (
     MESSAGE,
     ROOM_CELLS,
     Answer,
+    CellState,
     Deliver,
     Delivered,
     Done,
     File,
     Forget,
     Open,
+    PinnedRegion,
     Place,
     Ready,
-    Region,
     Request,
     Stage,
-    State,
     Store,
     Target,
-    Wanted,
+    WantedCell,
 )
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.place.stager import Stager
@@ -59,7 +59,7 @@ _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Placer:
+class PlacerServer:
     """One placer's state.
 
     Args:
@@ -71,8 +71,8 @@ class Placer:
         self._decoder = ChunkDecoder(Key(order.key, order.encryption))
         self._stored = HugeBuffer(order.room, prefault=False)
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
-        # Where every cell is read or decoded to: it stays in the processor's cache, and the driver,
-        # which copies at the same time, has the memory to itself.
+        # Every cell is read or decoded to here: it stays in the processor's cache, and leaves the
+        # memory bandwidth to the driver, which copies at the same time.
         self._hot = HugeBuffer(CELL_BYTES, prefault=False)
         self._scratch = Scratch()
         self._lock = SharedLock(order.lock) if order.lock else None
@@ -81,7 +81,7 @@ class Placer:
         self._file: FilePlacer | None = None
 
     def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
-        """Do what a message says."""
+        """Carry out a request; return the answer, if it has one."""
         match request:
             case Deliver():
                 return self._deliver(request)
@@ -90,7 +90,7 @@ class Placer:
             case Stage():
                 assert self._stager is not None
                 return self._stager.stage(request)
-            case Region():
+            case PinnedRegion():
                 self._stager = Stager(
                     request,
                     descriptors[0],
@@ -117,7 +117,7 @@ class Placer:
 
     def _deliver(self, request: Deliver) -> Delivered:
         count = len(request.cells)
-        states, addresses, why = [State.MISSING] * count, [0] * count, ""
+        states, addresses, why = [CellState.MISSING] * count, [0] * count, ""
         records = np.frombuffer(request.records, CELL)
         reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
         for number, cell, alone in in_order(request.cells):
@@ -129,15 +129,17 @@ class Placer:
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             pieces = page_pieces(records[number]["data"].tobytes(), pages)
             states[number] = self._put(cell, address_of(data), pieces)
-            if states[number] is State.HELD:  # the restorer will say where it is to go
+            if states[number] is CellState.HELD:  # the restorer knows where it belongs now
                 room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
                 room[: len(data)] = data
                 addresses[number] = address_of(room)
         return Delivered(states, addresses, why)
 
-    def _read(self, cell: Wanted, record: np.void, reading: Reading, *, alone: bool) -> memoryview:
-        """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored
-        bytes.
+    def _read(
+        self, cell: WantedCell, record: np.void, reading: Reading, *, alone: bool
+    ) -> memoryview:
+        """Return a cell's verified bytes, which are valid until the next is read. ``alone``: no
+        other cell needs its stored bytes.
         """
         size = cell.stop - cell.start
         if (
@@ -159,20 +161,20 @@ class Placer:
             record, stored[cell.start : cell.stop], base, self._hot.view(), self._scratch
         )
 
-    def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
-        """Place a cell where it was in the snapshot, if its process still has that as it was."""
+    def _put(self, cell: WantedCell, source: int, pieces: list[tuple[int, int, int]]) -> CellState:
+        """Place a cell where it was in the snapshot, unless its process has changed."""
         target = self._targets[cell.target]
         assert self._lock is not None
         with self._lock.reading():
             if self._lock.changed(cell.family):
-                return State.HELD
+                return CellState.HELD
             for offset, position, length in pieces:
                 placed = userfaultfd.place(target, cell.window + offset, source + position, length)
                 if placed.stop is userfaultfd.Stop.DEAD:
-                    return State.DEAD
+                    return CellState.DEAD
                 if placed.stop is not userfaultfd.Stop.DONE or placed.unmapped:
-                    return State.HELD
-        return State.PLACED
+                    return CellState.HELD
+        return CellState.PLACED
 
     def _place(self, request: Place) -> Done:
         target = self._targets[request.target]
@@ -190,7 +192,7 @@ def serve(control: socket.socket) -> None:
     """Answer until the other end is closed."""
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
-    placer: Placer | None = None
+    placer: PlacerServer | None = None
     control.sendall(encode(Ready()))
     while True:
         data, descriptors, _, _ = socket.recv_fds(
@@ -201,7 +203,7 @@ def serve(control: socket.socket) -> None:
         request = decode(data)
         if placer is None:
             assert isinstance(request, Open)
-            placer = Placer(request)
+            placer = PlacerServer(request)
         elif (answer := placer.answer(request, descriptors)) is not None:
             control.sendall(encode(answer))
 
@@ -217,7 +219,7 @@ def main() -> None:
         if child == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
-                os._exit(1)  # it has ended before
+                os._exit(1)  # the parent ended before the prctl
             for other in numbers:
                 if other != number:
                     os.close(other)

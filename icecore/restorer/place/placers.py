@@ -1,5 +1,5 @@
-"""The restorer's side of its placers (`icecore.restorer.place.placer_process`). Its rule: a placer
-that does not answer has placed nothing that it was not asked for under a lock that is still held.
+"""The restorer's side of its placers (`icecore.restorer.place.placer_process`). A placer that does
+not answer has placed nothing but what it was asked for under a lock that is still held.
 """
 
 from __future__ import annotations
@@ -30,44 +30,45 @@ from icecore.restorer.place.placing import (
     Move,
     Open,
     Part,
+    PinnedRegion,
     Place,
-    Region,
     Request,
     Stage,
     Staged,
     Store,
     Stored,
     Target,
-    Wanted,
+    WantedCell,
 )
 from icecore.restorer.plan.memory import Batch
 from icecore.store.format.cell import Records
 from icecore.store.format.cipher import encryption_of
 
 _END_SECONDS = 5.0
-#: A placer has room for a batch as it is stored, its cells, and scratch.
+#: What a placer takes: a batch as it is stored, its cells, and scratch.
 _BYTES = 32 << 20
-#: With fewer cores threads are as fast; with less memory the restore is over before a placer has
+#: With fewer cores threads are as fast; with less memory the restore ends before a placer has
 #: begun.
 _LEAST_CORES = 5
 _LEAST_BYTES = 512 << 20
 _MOST = 16
-#: The same beside placers that fill a file, and how much is worth another one.
+#: The same beside placers that fill a file, and the bytes for which another placer pays.
 _LEAST_BESIDE, _EACH_BESIDE, _MOST_BESIDE = 128 << 20, 64 << 20, 8
 
 
 def placers_for(
     size: int, budget: int, cores: int | None = None, *, processes: int = 1, beside: bool = False
 ) -> int:
-    """How many placers pay.
+    """Return how many placers pay.
 
     Args:
         size: Bytes to place.
         budget: Bytes that all together may hold.
         cores: Of this machine.
-        processes: How many wait for their memory at once: the driver moves each one's on by itself.
+        processes: How many wait for their memory at once: the driver moves the memory of each in a
+            thread of its own.
         beside: Others fill a file meanwhile, and threads that place would keep this interpreter
-            from asking the driver.
+            from calling the driver.
     """
     cores = cores or os.cpu_count() or 1
     if beside:
@@ -84,8 +85,8 @@ def placers_for(
 
 
 class PlacerLost(RestoreFailed):
-    """A placer has ended: what it held is given back, what it was asked for may be partly done and
-    can be done again.
+    """A placer has ended: the kernel has freed what it held, and what it was asked for may be done
+    in part and can be done again.
     """
 
 
@@ -108,12 +109,10 @@ class Placer:
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun, or has ended before: then it can be asked. It takes a while to
-        load.
-        """
+        """Whether it can be asked: it has begun, or has ended. It takes a while to load."""
         if not self._ready and readable([self.fileno()], 0.0):
             self._ready = True
-            with suppress(PlacerLost):  # told when it is asked
+            with suppress(PlacerLost):  # raised again by the first request
                 self._hear()
         return self._ready
 
@@ -129,9 +128,10 @@ class Placer:
                 raise PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
 
     def deliver(
-        self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes
+        self, batch: Batch, cells: Sequence[WantedCell], records: Records, pages: bytes
     ) -> Delivered:
-        """Have cells of a batch read, decoded, verified, and placed if nothing speaks against that.
+        """Have the cells of a batch read, decoded, verified, and placed unless their process has
+        changed.
 
         Args:
             cells: With the numbers of `target`.
@@ -148,8 +148,8 @@ class Placer:
         return answer
 
     def target(self, member: Member) -> int:
-        """The number of a member's userfaultfd, which is handed over if the placer does not have
-        it.
+        """Return the number of a member's userfaultfd, which is handed over if the placer does not
+        have it.
         """
         if member.keep not in self._targets:
             self._forget_gone()
@@ -158,8 +158,8 @@ class Placer:
         return member.keep
 
     def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
-        """As `icecore.restorer.place.members.Placing` has it: sources are addresses that `deliver`
-        gave.
+        """See `icecore.restorer.place.members.Placing`; sources are addresses that `deliver`
+        returned.
 
         Raises:
             PlacerLost: It has ended, and places nothing any more.
@@ -171,15 +171,17 @@ class Placer:
             raise OSError(answer.error, answer.why)
         return [Outcome(Stop(stop), unmapped) for stop, unmapped in answer.outcomes]
 
-    def share(self, region: Region, memory: int, gpus: Sequence[int]) -> None:
-        """Where `stage` is to put cells, a memfd, and sockets to the GPUs' threads of the worker."""
+    def share(self, region: PinnedRegion, memory: int, gpus: Sequence[int]) -> None:
+        """Hand over the memfd in which `stage` puts cells, and sockets to the GPUs' threads of the
+        worker.
+        """
         self._send(region, [memory, *gpus])
 
     def stage(self, parts: Sequence[Part], *, digested: bool) -> Staged:
         """Have cells read, decoded, verified, and copied to their GPUs.
 
         Args:
-            digested: Those all of whose pages are there are verified there, by the caller.
+            digested: The caller verifies complete cells, on the GPUs.
 
         Raises:
             PlacerLost: It has ended.
@@ -189,16 +191,16 @@ class Placer:
         return answer
 
     def open_file(self, about: File, file: int, table: int) -> None:
-        """Where `store` is to put cells, and a descriptor of their table."""
+        """Hand over the file in which `store` puts cells, and their table."""
         self._send(about, [file, table])
 
     def fileno(self) -> int:
-        """What can be read when it has something to say."""
+        """Return the descriptor that is readable when the placer has said something."""
         return self._control.fileno()
 
     def store(self, rows: range) -> None:
-        """Have rows of the table put into the file: it has begun, and will answer (`stored`).
-        Several may be asked for at once.
+        """Ask a placer that has begun to put rows of the table into the file; `stored` returns the
+        answer. Several requests may be pending.
 
         Raises:
             PlacerLost: It has ended.
@@ -206,7 +208,7 @@ class Placer:
         self._send(Store(rows.start, rows.stop))
 
     def stored(self) -> Stored:
-        """The answer to the `store` that was first.
+        """Return the answer to the oldest pending `store`.
 
         Raises:
             PlacerLost: It has ended.
@@ -216,7 +218,7 @@ class Placer:
         return answer
 
     def close(self) -> None:
-        """Let it end."""
+        """Let the placer end."""
         self._control.close()
 
     def _forget_gone(self) -> None:
@@ -256,9 +258,9 @@ class Placers:
     Args:
         count: How many.
         folder: Where the repository's objects are.
-        key: Its chunk key.
+        key: The repository's chunk key.
         room: Stored bytes of a batch at most.
-        patience: Seconds that one may take to answer.
+        patience: Seconds that a placer may take to answer.
         word: Shows in their command line.
         lock: Directory of the shared lock; empty: they only stage cells.
     """
@@ -289,7 +291,7 @@ class Placers:
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # It forks once the libraries are loaded: none of them may have threads then.
+                # It forks once the libraries are loaded; none of these may have threads then.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )
@@ -301,26 +303,25 @@ class Placers:
         self._order = Open(folder, bytes(key), encryption_of(key), room, lock)
 
     def begin(self) -> None:
-        """The shared lock is there: they can be asked."""
+        """Send the first message: the shared lock exists."""
         for placer in self.all:
-            with suppress(PlacerLost):  # who asks it first is told
+            with suppress(PlacerLost):  # raised again by the first request
                 placer._send(self._order)
 
     def kill(self) -> None:
-        """End them, whatever they are at; not yet waited for (`close`)."""
+        """Kill them, whatever they do; `close` waits for their end."""
         if self._process.poll() is None:
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # it leads a session, and all placers are in its group
+            # It leads a session, and all placers are in its group.
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End them; afterwards none holds a userfaultfd. May be called twice.
 
         Raises:
-            RestoreFailed: One does not end; it was killed.
+            RestoreFailed: A placer did not end, and was killed.
         """
         if self._process.poll() is None and not any(placer.ready for placer in self.all):
-            self.kill()  # it is still loading: none has done anything
+            self.kill()  # still loading: none has done anything
         for placer in self.all:
             placer.close()
         try:

@@ -1,16 +1,16 @@
-"""What a restore says to its placers (`icecore.restorer.place.placer_process`), and they to it; its
-rule: nothing is placed but under the lock that both share.
+"""The protocol between a restore and its placers (`icecore.restorer.place.placer_process`). Bytes
+are placed only under the lock that both share.
 
-One message a packet, in msgpack. A placer reads, decodes and verifies cells into its own memory and
-places them where they were in the snapshot (`Deliver`), as long as their process is not known to
-have changed its address space. Otherwise it says where it holds them, and the restorer, which knows
-and keeps its own locks meanwhile, tells it where they belong now (`Place`). Between the two, and
-among the placers, `icecore.restorer.place.locks.SharedLock` stands: whoever places holds it for
-reading, whoever reads a process's events for writing.
+Each packet is one message in msgpack. A placer reads, decodes and verifies cells into its own
+memory and places them where they were in the snapshot (`Deliver`), unless their process has changed
+its address space. Then it answers where it holds them, and the restorer, which knows the address
+map and holds its own locks meanwhile, tells it where they belong now (`Place`). Who places holds
+`icecore.restorer.place.locks.SharedLock` for reading; who reads a process's events holds it for
+writing.
 
-Device memory goes other ways. What the driver moves on goes into a file, which processes map where
-they had that memory (`File`, `Store`); of resident memory a placer puts cells into its own part of
-pinned memory, and has the GPU worker copy them (`Region`, `Stage`).
+Device memory takes other ways. What the driver moves on goes into a file, which processes map where
+they had that memory (`File`, `Store`). Cells of resident memory go into the placer's own part of
+pinned memory, from which the GPU worker copies them (`PinnedRegion`, `Stage`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PLACER_BYTES = 16 << 20
 #: Cells that a placer has room for.
 ROOM_CELLS = 16
 #: Cells that are staged at once: half of a placer's part of the region, while the worker copies the
-#: other half. So few that the parts of 16 placers stay in a large processor's cache: 21 instead of
-#: 18 GB/s with 8 (16 cores, H200 machine).
+#: other half. Few enough for the parts of 16 placers to stay in a large processor's cache: 21 GB/s
+#: instead of 18 GB/s with 8 cells (16 cores, H200 machine).
 STAGED_CELLS = 4
 #: Parts of one `Stage` at most.
 STAGED_PARTS = 16
@@ -37,8 +37,8 @@ MESSAGE = 1 << 17
 
 
 class Move(NamedTuple):
-    """``length`` bytes at ``source``, an address of whoever places, belong to ``destination`` of a
-    process.
+    """``length`` bytes at ``source``, an address in the process that places, belong at
+    ``destination`` in a process of the tree.
     """
 
     destination: int
@@ -47,9 +47,13 @@ class Move(NamedTuple):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message. ``folder``: where the objects are; ``key``, ``encryption``: the
-    repository's chunk key; ``room``: stored bytes of a batch at most; ``lock``: the directory of
-    the shared lock, or empty: nothing is to be placed in a process.
+    """The first message.
+
+    Attributes:
+        folder: Where the objects are.
+        key, encryption: The repository's chunk key.
+        room: Stored bytes of a batch at most.
+        lock: The directory of the shared lock; empty: nothing is placed in a process.
     """
 
     folder: str
@@ -60,12 +64,12 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A placer's first message, unasked: it has begun."""
+    """A placer's first message, without a request: it has begun."""
 
 
-class Wanted(NamedTuple):
+class WantedCell(NamedTuple):
     """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the
-    address of its window; its family; that one's userfaultfd.
+    address of its window; its family; the number of the family's userfaultfd.
     """
 
     start: int
@@ -83,36 +87,41 @@ class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     reads: list[Read]
-    cells: list[Wanted]
+    cells: list[WantedCell]
     records: bytes
     pages: bytes
     size: int
 
 
-class State(enum.IntEnum):
+class CellState(enum.IntEnum):
     """What became of a cell."""
 
-    #: It could not be had.
+    #: It could not be read or decoded.
     MISSING = 0
     PLACED = 1
-    #: The placer holds it: its process has changed, or it could not be placed just like that.
+    #: The placer holds it: its process has changed, or the kernel refused a page.
     HELD = 2
-    #: Its process is gone.
+    #: Its process has ended.
     DEAD = 3
 
 
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For each cell its state, and of one that is held where its verified bytes lie in the placer's
-    memory until the next `Deliver`; ``why``: of one that could not be had.
+    """The answer to `Deliver`.
+
+    Attributes:
+        states: Of each cell.
+        addresses: Where the verified bytes of a cell that is held lie in the placer's memory, until
+            the next `Deliver`.
+        why: Why one is missing.
     """
 
-    states: list[State]
+    states: list[CellState]
     addresses: list[int]
     why: str = ""
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The userfaultfd that comes with this message has that number from now on; no answer."""
+    """Give the userfaultfd that comes with this message a number; no answer."""
 
     number: int
 
@@ -131,8 +140,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What became of each move: a `icecore.host.kernel.userfaultfd.Stop`, and bytes that are not
-    registered. ``error``: an errno; then it is over.
+    """The answer to `Place`.
+
+    Attributes:
+        outcomes: For each move an `icecore.host.kernel.userfaultfd.Stop`, and the bytes that are
+            not registered.
+        error: The errno that ended it; 0: none.
     """
 
     outcomes: list[tuple[str, int]]
@@ -140,10 +153,10 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells, from
-    ``at`` on, and the sockets that come with it lead to the GPUs' threads of the worker
-    (`icecore.host.resident.gpu_thread`), which has the memfd mapped too. No answer.
+class PinnedRegion(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Hand over where `Stage` puts cells: a memfd of ``size`` bytes, from ``at`` on. The sockets
+    that come with it lead to the GPUs' threads of the worker (`icecore.host.resident.gpu_thread`),
+    which has mapped the memfd too. No answer.
     """
 
     size: int
@@ -152,7 +165,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Bounds(NamedTuple):
     """A cell to stage: the bounds of its stored bytes, and of its base's, in the buffer; the number
-    of its GPU's socket, the worker's for its allocation, the offset in that.
+    of its GPU's socket; the worker's number for its allocation; the offset in the allocation.
     """
 
     start: int
@@ -177,8 +190,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read, decode and verify whole cells, zeros included, and have the worker copy them to their
-    GPUs. ``digested``: who asks verifies by digest, on the GPUs, the cells all of whose pages are
-    there.
+    GPUs. ``digested``: the restorer verifies complete cells by digest, on the GPUs.
     """
 
     parts: list[Part]
@@ -186,8 +198,12 @@ class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For each cell of each part whether it is on its GPU, verified or to be; ``why``: of one that
-    could not be had. ``broken``: why the worker could not copy; then it is over.
+    """The answer to `Stage`.
+
+    Attributes:
+        there: For each cell of each part whether it is on its GPU, verified or to be verified.
+        why: Why one is not.
+        broken: Why the worker could not copy, which ended it; empty: it could.
     """
 
     there: list[bool]
@@ -196,9 +212,8 @@ class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class File(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The file that comes with this message, of ``size`` bytes, is where `Store` puts cells; what
-    comes with it, too, is the `icecore.restorer.place.file_table` of them, of so many rows. No
-    answer.
+    """Hand over the file of ``size`` bytes in which `Store` puts cells, and their table
+    (`icecore.restorer.place.file_table`) of ``rows`` rows. No answer.
     """
 
     size: int
@@ -215,8 +230,13 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """``there``: a byte for each cell, 1: its pages are in the file; ``size``: bytes that were
-    read; ``seconds``: that it took; ``why``: of one that could not be had.
+    """The answer to `Store`.
+
+    Attributes:
+        there: A byte for each cell; 1: its pages are in the file.
+        size: Bytes that were read.
+        seconds: How long it took.
+        why: Why one is missing.
     """
 
     there: bytes
@@ -225,5 +245,5 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-Request = Open | Deliver | Target | Forget | Place | Region | Stage | File | Store
+Request = Open | Deliver | Target | Forget | Place | PinnedRegion | Stage | File | Store
 Answer = Ready | Delivered | Done | Staged | Stored

@@ -1,4 +1,4 @@
-"""How placers read the ranges of a batch; rule: what is read is what is needed next, so that it is
+"""Reads the ranges of a batch for a placer, each part just before it is needed, so that it is
 decoded while it is in the processor's cache.
 """
 
@@ -33,8 +33,8 @@ _Cell = TypeVar("_Cell", bound=_Stored)
 
 
 def in_order(cells: Sequence[_Cell]) -> Iterator[tuple[int, _Cell, bool]]:
-    """Cells, (number, cell, whether no other one needs its stored bytes), in the order in which
-    these are read.
+    """Yield (number, cell, whether no other cell needs its stored bytes) in the order of their
+    stored bytes.
     """
     needed = Counter(cell.start for cell in cells)
     needed.update(cell.base_start for cell in cells if cell.base_stop > cell.base_start)
@@ -58,7 +58,7 @@ class Reading:
         self._there = 0
 
     def until(self, position: int) -> memoryview:
-        """The buffer, read up to ``position`` at least.
+        """Read up to ``position`` at least; return the buffer.
 
         Raises:
             StoreError, Damaged: It cannot be read.
@@ -69,10 +69,10 @@ class Reading:
         return self._stored
 
     def straight(self, start: int, to: memoryview) -> bool:
-        """Read what comes next to where it belongs instead; it is missing in the buffer then.
+        """Read what comes next to ``to`` and not to the buffer.
 
         Returns:
-            Whether that was possible: it begins at ``start``, and lies in one range.
+            Whether that was possible: it begins at ``start`` and lies in one range.
 
         Raises:
             As `until`.
@@ -98,14 +98,13 @@ class Reading:
         alone: bool,
         verified: bool = True,
     ) -> None:
-        """Bring a cell all of whose pages are there to ``to``, without going through another place
-        if that can be.
+        """Decode a complete cell to ``to``, without a copy where possible.
 
         Args:
             bounds: Of its stored bytes, and of its base's, in the buffer.
             to, room: `CELL_BYTES` each.
             alone: No other cell needs its stored bytes.
-            verified: Whether its bytes must be the snapshot's.
+            verified: Whether to verify its bytes.
 
         Raises:
             As `until`; Damaged: It is not what was written.

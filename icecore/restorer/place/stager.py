@@ -1,7 +1,6 @@
-"""The part of a placer that brings cells to GPUs: decoded into its own part of pinned memory,
-copied from there by the GPU worker; verified here, or there.
-
-Its rule: a half of that part is written to again once the worker has copied all of it.
+"""The part of a placer that brings cells to GPUs: it decodes them into its own part of pinned
+memory, from which the GPU worker copies them. They are verified here or on the GPU. A half of that
+part is reused only after the worker has copied all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from icecore.errors import IcecoreError
 from icecore.host.kernel.memory import HugeBuffer, address_of
 from icecore.host.resident.gpu_thread import PLACE_MESSAGE
-from icecore.restorer.place.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
+from icecore.restorer.place.placing import STAGED_CELLS, Bounds, Part, PinnedRegion, Stage, Staged
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
 from icecore.sizes import CELL_BYTES
@@ -33,7 +32,7 @@ _COPY_SECONDS = 300.0
 
 
 class CopyFailed(Exception):
-    """The worker is gone, or could not copy."""
+    """The worker has ended, or could not copy."""
 
 
 class _Copies:
@@ -46,7 +45,7 @@ class _Copies:
         self._under_way: tuple[set[int], set[int]] = (set(), set())
 
     def begin(self, half: int, cells: Iterable[tuple[int, int, int]]) -> None:
-        """Have cells, (allocation, offset, place in the region) each, copied from there."""
+        """Have cells copied, each given as (allocation, offset, place in the region)."""
         self._number += 1
         try:
             self._control.sendall(array("q", [self._number, *chain.from_iterable(cells)]).tobytes())
@@ -55,7 +54,7 @@ class _Copies:
         self._under_way[half].add(self._number)
 
     def finish(self, half: int) -> None:
-        """Wait for those of a half."""
+        """Wait for the copies of a half."""
         while self._under_way[half]:
             try:
                 data = self._control.recv(PLACE_MESSAGE)
@@ -71,17 +70,17 @@ class _Copies:
 
 
 class Stager:
-    """See the module.
+    """Stages cells.
 
     Args:
-        region: Of the message.
-        memory, gpus: Descriptors that came with it, and are this object's now.
-        stored: Room for what is read.
+        region: The message.
+        memory, gpus: Descriptors that came with it; this object closes them.
+        stored: Room for stored bytes.
     """
 
     def __init__(
         self,
-        region: Region,
+        region: PinnedRegion,
         memory: int,
         gpus: Sequence[int],
         backend: LocalBackend,
@@ -98,7 +97,7 @@ class Stager:
         self._half = 0
 
     def stage(self, request: Stage) -> Staged:
-        """Do what a message says."""
+        """Carry out a request."""
         there: list[bool] = []
         why = ""
         try:
@@ -119,8 +118,8 @@ class Stager:
         return Staged(there, why)
 
     def _part(self, part: Part, at: int, *, verified: bool) -> tuple[list[bool], str]:
-        """Stage the cells of a part from ``at`` on; which are there, and why one is not.
-        ``verified``: also those all of whose pages are there.
+        """Stage the cells of a part from ``at`` on; return which are there, and why one is not.
+        ``verified``: verify complete cells too.
         """
         there, why = [False] * len(part.cells), ""
         records = np.frombuffer(part.records, CELL)
@@ -158,7 +157,7 @@ class Stager:
         alone: bool,
         verified: bool,
     ) -> None:
-        """Put a cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""
+        """Decode a cell to ``to``. ``alone``: no other cell needs its stored bytes."""
         bitmap = record["data"].tobytes()
         if bitmap == FULL_CELL:
             reading.whole_cell(

@@ -1,1 +1,5 @@
-"""What a restore needs: which cells go where."""
+"""Decides what a restore reads, without I/O.
+
+`cells` says which pages of which cell go where, and `memory` in which order and in which batches
+cells are read.
+"""

@@ -1,6 +1,5 @@
-"""The cells of a snapshot that a restore fills, as columns: which pages of which cell come through
-userfaultfd, and which go into CRIU's page images. Pure numpy; the rule: CRIU's pagemap decides, the
-records must agree with it.
+"""The cells of a snapshot as columns: which pages of which cell come through userfaultfd, and which
+go into CRIU's page images. CRIU's pagemap decides, and the records must agree with it. Pure numpy.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def space_cells(regions: Sequence[Region], records: Sequence[Records]) -> SpaceC
 
 
 def covered(bitmaps: Bytes, base: Addresses, extents: Extents) -> Bytes:
-    """Of each row's pages those that lie in the extents.
+    """Return those of each row's pages that lie in the extents.
 
     Args:
         bitmaps: u1[n, 32], pages of cells.
@@ -102,10 +101,10 @@ def _covered_pages(bitmaps: Bytes, base: Addresses, starts: Addresses, ends: Add
 
 
 def check_complete(cells: SpaceCells, extents: Extents, name: str) -> None:
-    """Make sure that every page of a pagemap is in the records, as bytes or as zeros.
+    """Check that the records have every page of a pagemap, as bytes or as zeros.
 
     Raises:
-        Damaged: One is not: a restore would invent its content.
+        Damaged: One is missing: a restore would invent its content.
     """
     there = cells.records["data"] | cells.records["zero"]
     held = int(np.bitwise_count(covered(there, cells.base, extents)).sum(dtype=np.int64))
@@ -117,12 +116,11 @@ def check_complete(cells: SpaceCells, extents: Extents, name: str) -> None:
 
 
 class FileLayout:
-    """Where the pages of a pagemap lie in its pages-*.img: one after the other in the pagemap's
-    order.
+    """The layout of a pages-*.img: the pages lie one after the other in the pagemap's order.
 
     Args:
         extents: The pagemap's entries whose pages are in the image, sorted by address.
-        offset: Where the first lies in the file, bytes.
+        offset: Of the first page in the file, in bytes.
     """
 
     def __init__(self, extents: Extents, offset: int = 0) -> None:
@@ -130,15 +128,15 @@ class FileLayout:
         self._start = extents["address"].astype(np.int64)
         length = extents["pages"].astype(np.int64) * PAGE
         self._offset = offset + np.cumsum(length) - length
-        #: Where the last page ends in the file.
+        #: The end of the last page in the file.
         self.end = offset + int(length.sum())
 
     def runs(self, base: int, bitmap: Bytes, within: Bytes) -> list[tuple[int, int, int]]:
-        """How the bytes of one cell go into the file.
+        """Return where the bytes of one cell go in the file.
 
         Args:
             base: Address of the cell's window.
-            bitmap: Its data pages: their bytes are what will be written, in order.
+            bitmap: Its data pages, whose bytes are written in order.
             within: Those of them that the layout covers.
 
         Returns:
@@ -168,7 +166,7 @@ _WHOLE = [(0, 0, CELL_PAGES * PAGE)]
 
 
 def page_pieces(bitmap: bytes, wanted: bytes) -> list[tuple[int, int, int]]:
-    """Runs of a cell's wanted pages.
+    """Return the runs of a cell's wanted pages.
 
     Args:
         bitmap: Its data pages; their bytes lie one after the other.
@@ -179,8 +177,8 @@ def page_pieces(bitmap: bytes, wanted: bytes) -> list[tuple[int, int, int]]:
     """
     if wanted == FULL_CELL:
         return _WHOLE
-    # Whole numbers as bit sets: a cell has few runs, and numpy's calls would cost more than the
-    # placing of small cells.
+    # Integers as bit sets: a cell has few runs, and numpy's calls would cost more than placing a
+    # small cell.
     data, left, page = int.from_bytes(bitmap, "little"), int.from_bytes(wanted, "little"), 0
     pieces = []
     while left:

@@ -1,9 +1,9 @@
-"""What is read in which order: cells in restore order, gathered into batches of coalesced ranges of
+"""Plans what is read in which order: cells in restore order, in batches of coalesced ranges of
 shards.
 
-Pure; the rule: the plan follows from the snapshot's own records, no index is asked. A batch is what
-one worker or one fetch handles: the ranges to read, and for each cell where its stored bytes (and
-its base's) lie in them.
+Pure: the plan follows from the snapshot's own records, without an index. A batch is what one worker
+or one fetch handles: the ranges to read, and for each cell where its stored bytes (and its base's)
+lie in them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from icecore.store.format.cell import Records
 #: and room for encryption).
 STORED_LIMIT = CELL_BYTES + 1024
 MAX_CELLS = 64
-#: Unwanted bytes between two chunks that are read along, at most, and as a share of the storage's
+#: Unwanted bytes between two chunks that are read too: at most, and as a share of the storage's
 #: preferred read.
 _MAX_GAP = 1 << 20
 _GAP_SHARE = 16
@@ -36,8 +36,8 @@ class Read(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One cell of a batch: its row, and the bounds of its stored bytes, and of its base's (0, 0
-    without one), in the batch's buffer.
+    """One cell of a batch: its row, and in the batch's buffer the bounds of its stored bytes and of
+    its base's (0, 0 without one).
     """
 
     row: int
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Ranges that are read together and the cells that they give; ``size`` bytes of buffer."""
+    """Ranges that are read together into a buffer of ``size`` bytes, and the cells in them."""
 
     reads: tuple[Read, ...]
     cells: tuple[Cell, ...]
@@ -62,13 +62,13 @@ class _Stored(NamedTuple):
 
 
 def room_for(read_size: int) -> int:
-    """Bytes of buffer that the largest batch for ``read_size`` needs."""
+    """Return the bytes of buffer that the largest batch for ``read_size`` needs."""
     return read_size + 2 * STORED_LIMIT
 
 
 def gap_for(read_size: int) -> int:
-    """Unwanted bytes that are read along where that costs less than another read, for storage with
-    this preferred read.
+    """Return how many unwanted bytes cost less than another read, for storage with this preferred
+    read.
     """
     return min(_MAX_GAP, read_size // _GAP_SHARE)
 
@@ -76,18 +76,18 @@ def gap_for(read_size: int) -> int:
 def plan_batches(
     records: Records, order: Iterable[int], *, gap: int, read_size: int, cells: int = MAX_CELLS
 ) -> Iterator[Batch]:
-    """Batches that cover the rows of ``order`` in that order.
+    """Yield batches that cover the rows of ``order`` in that order.
 
     Args:
         records: CELL records of all spaces.
         order: Rows that have data pages.
-        gap: Unwanted bytes between two chunks that are read along rather than asked for separately.
+        gap: Unwanted bytes between two chunks up to which both are read in one range.
         read_size: Bytes of one batch; a single cell may take more.
         cells: Cells of one batch at most.
 
     Yields:
-        Batches of at most `room_for` (read_size) bytes. Their ranges are ascending, disjoint and at
-        most ``read_size`` long, but for one that holds a single chunk.
+        Batches of at most `room_for` (read_size) bytes. Their ranges are ascending, disjoint, and
+        at most ``read_size`` long unless they hold a single chunk.
     """
     rows: list[int] = []
     places: list[tuple[_Stored, _Stored]] = []
@@ -105,14 +105,14 @@ def plan_batches(
 
 
 def plan_one(records: Records, row: int) -> Batch:
-    """The batch of one cell, for a fault."""
+    """Return the batch of one cell, for a page fault."""
     ((_, own, base),) = _all_stored(records, [row])
     return _batch([row], [(own, base)], 0, 0)
 
 
 def interleave(parts: Sequence[Sequence[int]]) -> list[int]:
-    """The rows of several processes merged so that all progress alike, in proportion to their size,
-    in runs of a few cells (neighbours in a shard stay together).
+    """Merge the rows of several processes so that all progress in proportion to their size, in runs
+    of a few cells: neighbours in a shard stay together.
     """
     if len(parts) == 1:
         return list(parts[0])
@@ -125,8 +125,8 @@ def interleave(parts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _all_stored(records: Records, order: Iterable[int]) -> Iterator[tuple[int, _Stored, _Stored]]:
-    """Row, and where its chunk and its base lie. Many rows are taken from the table at a time: a
-    field of one record costs a microsecond.
+    """Yield each row, and where its chunk and its base lie. Many rows are read from the table at
+    once: a field of one record costs a microsecond.
     """
     rows = iter(order)
     while some := list(islice(rows, _ROWS)):

@@ -1,9 +1,9 @@
-"""Cells on their way from the store to GPUs, through pinned memory that a GPU worker copies from;
-the rule: what is there is verified.
+"""Brings cells from the store to GPUs, through pinned memory from which a GPU worker copies them.
+Every cell on a GPU is verified.
 
-Placers read and decode cells into their own parts of that memory; what has all its pages is
-verified where it arrived, by digest (`icecore.host.resident.digest`), and fetched again by this
-process where it is another. Without placers the fetcher's threads do all of it.
+Placers read and decode cells into their own parts of that memory. Complete cells are verified on
+the GPU, by digest (`icecore.host.resident.digest`), and this process fetches those that differ
+again. Without placers the fetcher's threads do everything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from icecore.errors import RestoreFailed
 from icecore.events import Progress
 from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
 from icecore.host.kernel.memory import address_of
-from icecore.restorer.fetch.fetcher import Fetcher, Spent, Through
+from icecore.restorer.fetch.fetcher import Fetcher, Through
+from icecore.restorer.fetch.limits import Spent
+from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.place.placers import Placer, PlacerLost, Placers
-from icecore.restorer.place.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, Region
+from icecore.restorer.place.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, PinnedRegion
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
 from icecore.restorer.plan.memory import Batch
 from icecore.sizes import CELL_BYTES
@@ -31,17 +33,20 @@ from icecore.store.format.cell import Records
 
 #: Cells of the region for the fetcher's threads.
 _SLOTS = 64
-#: Requests that each placer gets at the least.
+#: The fewest requests that each placer gets.
 _TURNS = 4
 _POLL_SECONDS = 0.2
 
 
-class Wanted(NamedTuple):
-    """CELL[n] to fetch, and where each goes.
+class GpuCells(NamedTuple):
+    """The cells to fetch, and where each goes.
 
     Attributes:
-        devices: Of the GPUs, and for each cell the number among them.
-        handle, offset: For each cell: the worker's number for its allocation, and where in that.
+        records: CELL[n].
+        devices: The GPUs.
+        device: For each cell the number of its GPU.
+        handle: For each cell the worker's number for its allocation.
+        offset: For each cell the offset in the allocation.
     """
 
     records: Records
@@ -52,37 +57,37 @@ class Wanted(NamedTuple):
 
 
 def region_for(placers: Placers | None) -> HostRegion:
-    """Host memory for a filling with so many placers, resident; the caller's to close."""
+    """Return prefaulted host memory for a fill with these placers; the caller closes it."""
     staged = len(placers.all) * 2 * STAGED_CELLS if placers is not None else 0
     region = HostRegion((_SLOTS + staged) * CELL_BYTES)
     region.prefault()
     return region
 
 
-class Filling:
+class ResidentFill(CellSink):
     """Brings cells to GPUs.
 
     Args:
         wanted: What goes where.
-        worker: Has the allocations, and the region.
-        region: `region_for` the placers.
-        fetcher: Makes the one that reads, given whoever places a cell's data pages.
+        worker: Has mapped the allocations and the region.
+        region: Of `region_for`.
+        fetcher: Makes the fetcher for this sink.
 
     Attributes:
-        spent: What it did, once `run` has ended.
-        placers: How many processes were handed cells.
-        digested: Whether what those brought was verified by digest, at least in the end.
+        spent: What the workers have done; complete once `run` has ended.
+        placers: How many processes get cells.
+        digested: Whether cells from placers were verified by digest, at least in the end.
     """
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: GpuCells,
         worker: Worker,
         region: HostRegion,
-        fetcher: Callable[[Callable[[int, memoryview], None]], Fetcher],
+        fetcher: Callable[[CellSink], Fetcher],
     ) -> None:
         self._wanted, self._worker, self._region = wanted, worker, region
-        self._fetcher = fetcher(self._place)
+        self._fetcher = fetcher(self)
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._ended = False
@@ -95,26 +100,25 @@ class Filling:
 
     @property
     def spent(self) -> Spent:
-        """What the fetcher's threads have counted."""
+        """What the fetcher's threads have done."""
         return self._fetcher.spent
 
     def run(self, progress: Progress) -> None:
-        """Until all is there.
+        """Fill until everything is complete.
 
         Raises:
-            WorkerFailed, StoreError, Damaged, RestoreFailed: It cannot be.
+            WorkerFailed, StoreError, Damaged, RestoreFailed: It cannot be done.
         """
         for slot in range(_SLOTS):
             self._slots.put(slot)
         empty = [not any(bitmap) for bitmap in self._bitmaps]
-        for row in np.flatnonzero(
-            empty
-        ).tolist():  # memory that is still held, where it is not zeros any more
-            self._place(row, memoryview(b""))
+        # Memory that is still held, and no longer zeros there.
+        for row in np.flatnonzero(empty).tolist():
+            self.place(row, memoryview(b""))
         self._fetcher.progress = progress
         self._fetcher.start(np.flatnonzero(~np.array(empty, np.bool_)).tolist())
         self._fetcher.wait()
-        for _ in range(_SLOTS):  # all have come back: everything is where it belongs
+        for _ in range(_SLOTS):  # all slots are free again: every copy is done
             self._slot()
         if self._failure is not None:
             raise self._failure
@@ -122,16 +126,16 @@ class Filling:
         self._look_again()
 
     def _look_again(self) -> None:
-        """What a placer had staged that was lost may have arrived after what was fetched in its
-        place: nobody has verified that.
+        """Verify the cells of lost placers again: what such a placer had staged may have arrived
+        after the cell that was fetched in its place.
 
         Raises:
-            RestoreFailed: It is other than in the snapshot.
+            RestoreFailed: A cell differs from the snapshot.
         """
         if self._doubtful:
             self._worker.begin(
                 self._wanted.devices, fingerprints=False
-            )  # once all that was under way has arrived
+            )  # once all copies in flight are done
             if self._other(self._doubtful, self._key):
                 raise RestoreFailed(
                     "a placer process was lost, and cells are damaged",
@@ -139,7 +143,7 @@ class Filling:
                 )
 
     def give_up(self) -> None:
-        """Have `run` end; nothing, once it is complete."""
+        """Have `run` end; no effect once it is complete."""
         self._ended = True
         self._fetcher.fail(RestoreFailed("the restore was given up"))
 
@@ -151,23 +155,25 @@ class Filling:
         """Have placers stage cells, and the worker copy them from there; before `run`.
 
         Args:
-            digests: What `Worker.prepare_digests` gave: until they have ended, and where a GPU
-                cannot make them, the placers verify.
+            digests: Of `Worker.prepare_digests`: until they are done, and if a GPU cannot compute
+                digests, the placers verify.
             key: The repository's chunk key.
         """
         placers.begin()
         for number, placer in enumerate(placers.all):
-            region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES)
+            region = PinnedRegion(
+                self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES
+            )
             with ExitStack() as stack:
                 gpus = [
                     stack.enter_context(self._worker.connect(device)).fileno()
                     for device in self._wanted.devices
                 ]
-                with suppress(PlacerLost):  # who asks it first is told
+                with suppress(PlacerLost):  # raised again by the first request
                     placer.share(region, self._region.descriptor, gpus)
         self._digests = digests
-        # Few large requests: this process does little then. Not so large that one placer works
-        # while the others have no more.
+        # Few large requests keep this process idle; too large ones leave one placer working while
+        # the others have ended.
         share = len(self._wanted.records) // (len(placers.all) * _TURNS * STAGED_CELLS)
         batches = max(1, min(STAGED_PARTS, share))
         self._key = key
@@ -218,9 +224,7 @@ class Filling:
         return through
 
     def _other(self, rows: Sequence[int], key: bytes) -> set[int]:
-        """Which of these cells, if all of their pages are there, are on their GPU other than in the
-        snapshot.
-        """
+        """Return which complete cells of these differ on their GPU from the snapshot."""
         records, devices, device, handle, offset = self._wanted
         found: set[int] = set()
         for number, name in enumerate(devices):
@@ -242,8 +246,8 @@ class Filling:
                 if self._ended:
                     raise RestoreFailed("the restore was given up") from None
 
-    def _place(self, row: int, data: memoryview) -> None:
-        """Put a cell on its GPU; called by the fetcher's threads."""
+    def place(self, row: int, data: memoryview) -> None:
+        """Put a cell on its GPU; see `CellSink.place`."""
         bitmap = self._bitmaps[row]
         slot = self._slot()
         to = self._region.address + slot * CELL_BYTES

@@ -1,6 +1,6 @@
-"""The lazily restored memory of a whole tree: its families, the fetcher that fills them, and the
-daemon that hears what they wait for. The rule: when this says that everything is resident, every
-descriptor is closed and no page is missing.
+"""Fills the memory of a whole tree: its families, the fetcher that fills them, and the daemon that
+answers their page faults. Once `TreeFill.complete` returns no page is missing, and every descriptor
+is closed.
 """
 
 from __future__ import annotations
@@ -14,43 +14,46 @@ import numpy as np
 from icecore.errors import RestoreFailed
 from icecore.events import Progress
 from icecore.host.kernel.memory import address_of
-from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits, Spent
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits, Spent
+from icecore.restorer.fetch.sink import CellSink
+from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile
-from icecore.restorer.guard.client import Guard
+from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
 from icecore.restorer.place.placers import Placer, Placers
-from icecore.restorer.place.placing import State, Wanted
+from icecore.restorer.place.placing import CellState, WantedCell
 from icecore.restorer.plan.memory import Batch, interleave
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import CELL, Records
 from icecore.store.runtime.loop import LoopThread
 
-#: What share of all cells is placed before device memory in any case.
+#: If the host's cells are at most this share of all, they are placed before device memory.
 _LITTLE = 0.125
 _NO_USERFAULTFD = "CRIU handed over no userfaultfd of process {}"
 
 
-class Filling:
+class TreeFill(CellSink):
     """Fills a tree.
 
     Args:
-        guard: Has not started CRIU yet.
+        guard: It has not started CRIU yet.
         memory: What comes through userfaultfd, by process.
-        backend: Where the chunks are.
+        backend: Holds the chunks.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
-        failed: Told once, from whatever thread, that the tree must die, and why.
-        placers: Processes that place; without any this one does it.
+        failed: Called once, in any thread, with why the tree must die.
+        placers: Processes that place; None: threads do.
         device_file: The device memory that does not come through userfaultfd.
     """
 
     def __init__(
         self,
-        guard: Guard,
+        guard: RestoreGuard,
         memory: Sequence[LazyMemory],
         backend: Backend,
         decoder: Decoder,
@@ -85,14 +88,12 @@ class Filling:
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
         #: A byte for each cell: whether it is device memory.
         self._device = b"".join(part.device.tobytes() for part in memory)
-        #: Rows of it that may still be to come, the last ones first.
+        #: Its rows that may still be missing, the last ones first.
         self._device_left = [row for row, device in enumerate(self._device) if device][::-1]
         self._looking = threading.Lock()
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
-        self._fetcher = Fetcher(
-            backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
-        )
+        self._fetcher = Fetcher(backend, decoder, records, self, limits, loop)
         if placers is not None and self._families:
             self._records = records
             shared = SharedLock(placers.lock, len(self._families))
@@ -104,20 +105,20 @@ class Filling:
 
     @property
     def spent(self) -> Spent:
-        """What the workers did; complete once everything is resident or stopped."""
+        """What the workers have done; complete once everything is loaded or stopped."""
         return self._fetcher.spent
 
     @property
     def placers(self) -> int:
-        """How many processes place; 0: threads of this one do."""
+        """How many processes place; 0: threads do."""
         return len(self._placers.all) if self._placers is not None else 0
 
     def listen(self) -> None:
-        """From now on CRIU and the kernel are heard."""
+        """Start to hear CRIU and the kernel."""
         self.daemon.start()
 
     def start(self, first: Sequence[tuple[int, int]] = ()) -> None:
-        """After `listen`: fetch ahead; nothing but faults is served before `open`.
+        """Start to fetch, after `listen`; only page faults are answered before `open`.
 
         Args:
             first: (process, cell of it) that are wanted before the others, in that order.
@@ -125,7 +126,7 @@ class Filling:
         self._fetcher.start(self._order(first), opened=False, faulting=len(self._families))
 
     def open(self) -> None:
-        """Everything is registered with userfaultfd: place what the plan says.
+        """Start to place: everything is registered with userfaultfd.
 
         Raises:
             RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
@@ -136,10 +137,10 @@ class Filling:
         self._fetcher.open()
 
     def complete(self, progress: Progress, seconds: float | None = None) -> None:
-        """Wait until everything is resident and every descriptor is closed.
+        """Wait until everything is loaded and every descriptor is closed.
 
         Args:
-            progress: Told, now and then, of the bytes that were placed, of all.
+            progress: Called, now and then, with the bytes that were placed, of all.
 
         Raises:
             Whatever prevents it.
@@ -155,14 +156,14 @@ class Filling:
         self._fetcher.stop()
 
     def kill_placers(self) -> None:
-        """The tree is to die. One that hangs holds the lock that the daemon and the threads may be
-        waiting for.
+        """Kill the placers of a tree that is to die: one that hangs would hold the lock that the
+        daemon and the threads may be waiting for.
         """
         if self._placers is not None:
             self._placers.kill()
 
     def stop(self) -> None:
-        """End all threads and placers. The tree is dead, or complete."""
+        """End all threads and placers of a tree that is dead or complete."""
         self.kill_placers()
         self._fetcher.stop()
         if self._placers is not None:
@@ -176,21 +177,21 @@ class Filling:
             self._device_file.fail(error)
 
     def attach_device_file(self) -> None:
-        """CRIU holds the tree, in which nothing has run yet: it may read what is in the file of
-        device memory, and waits for the rest.
+        """Let the tree, which CRIU holds and in which nothing has run yet, read what is in the file
+        of device memory, and wait for the rest.
 
         Raises:
             RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
-            Whatever has prevented that the file is filled.
+            Whatever has prevented filling the file.
         """
         if self._device_file is not None:
             self._device_file.attach(self._member, self._failed)
 
     def check_device_file(self, pids: Iterable[int]) -> None:
-        """The driver has moved everything on; nothing of the tree runs yet.
+        """Check that the driver has unmapped the file, before anything of the tree runs.
 
         Raises:
-            FileUnusable: A process would keep the file.
+            FileUnusable: A process still maps the file.
         """
         if self._device_file is not None:
             self._device_file.check_unmapped(pids)
@@ -198,11 +199,11 @@ class Filling:
                 family.file_unmapped()
 
     def has_device_memory(self) -> bool:
-        """Whether all device memory is there: whoever reads it waits for nothing any more.
+        """Return whether all device memory is loaded, so that reading it causes no page fault.
         Thread-safe.
         """
         with self._looking:
-            while self._device_left and not self._needed(self._device_left[-1]):
+            while self._device_left and not self.needs(self._device_left[-1]):
                 self._device_left.pop()
             return not self._device_left and (self._device_file is None or self._device_file.ended)
 
@@ -213,15 +214,13 @@ class Filling:
         raise RestoreFailed(_NO_USERFAULTFD.format(process))
 
     def touched(self) -> list[tuple[int, int]]:
-        """(process, `Family.address` of the cell) in the order in which the tree first asked for
-        them.
-        """
+        """Return (process, `Family.address` of the cell) in the order of the first page faults."""
         families = {family.process: family for family in self._families}
         return [(process, families[process].address(row)) for process, row in self.daemon.touched]
 
     def rows_at(self, addresses: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The inverse of `touched`: those (process, cell) that this snapshot has at (process,
-        address).
+        """Return the inverse of `touched`: (process, cell) for each (process, address) that this
+        snapshot has.
         """
         families = {family.process: family for family in self._families}
         found = []
@@ -233,8 +232,8 @@ class Filling:
         return found
 
     def _order(self, first: Sequence[tuple[int, int]]) -> list[int]:
-        """Device memory before the host's, because the driver moves it on; but little host memory
-        first, because the driver needs some of it before.
+        """Return the order of all rows: device memory before the host's, because the driver moves
+        it on; but little host memory comes first, because the driver needs some of it.
         """
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
@@ -253,12 +252,13 @@ class Filling:
     def _urgent(self, family: Family, row: int) -> None:
         self._fetcher.urgent(self._first[family.process] + row)
 
-    def _place(self, row: int, data: memoryview) -> None:
+    def place(self, row: int, data: memoryview) -> None:
+        """See `CellSink.place`."""
         number = self._family_of[row]
         self._families[number].fill(row - self._rows[number][0], address_of(data))
 
     def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
-        """Have a placer deliver a batch, the only one; the rows that it could not have."""
+        """Have a placer deliver a single batch; return the rows that it could not deliver."""
         (batch,) = batches
         rows = [cell.row for cell in batch.cells]
         owners = [
@@ -272,7 +272,7 @@ class Filling:
             window, bits = family.window(own)
             target = placer.target(family.members[0])
             wanted.append(
-                Wanted(
+                WantedCell(
                     cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target
                 )
             )
@@ -284,15 +284,20 @@ class Filling:
             self._families[number].note([(row, state) for row, state, _ in mine])
             # What was in the way.
             self._families[number].fill_all(
-                [(row, at) for row, state, at in mine if state is State.HELD], placer
+                [(row, at) for row, state, at in mine if state is CellState.HELD], placer
             )
-        # What could not be had, and what children miss that were born meanwhile.
+        # What could not be read, and what children miss that were forked meanwhile.
         return [
             row
             for row, (number, own) in zip(rows, owners, strict=True)
             if self._families[number].misses(own)
         ]
 
-    def _needed(self, row: int) -> bool:
+    def failed(self, error: BaseException) -> None:
+        """See `CellSink.failed`."""
+        self._failed(error)
+
+    def needs(self, row: int) -> bool:
+        """See `CellSink.needs`."""
         number = self._family_of[row]
         return self._families[number].misses(row - self._rows[number][0])

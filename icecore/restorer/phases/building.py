@@ -1,0 +1,112 @@
+"""The fourth phase: have CRIU build the tree while its memory is fetched."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.events import phase
+from icecore.host.criu.program import restore_environment
+from icecore.host.cuda import holder as plugin
+from icecore.restorer import workingset
+from icecore.restorer.files.images import FILE_NAME
+from icecore.restorer.phases.attempt import Attempt
+from icecore.restorer.phases.files import Prepared
+from icecore.restorer.phases.planning import Plan, Workspace
+from icecore.restorer.phases.resources import Resources, own_placers
+from icecore.restorer.phases.undoing import Undo
+from icecore.restorer.tree import Tree, criu_arguments
+
+
+@dataclass(frozen=True)
+class Built:
+    """A tree that CRIU has built.
+
+    Attributes:
+        tree: Held, unless it is restored lazily and no file was changed.
+        early: (process, address) of the cells that an earlier restore saw used first.
+    """
+
+    tree: Tree
+    early: list[tuple[int, int]]
+
+
+def build_tree(
+    attempt: Attempt,
+    undo: Undo,
+    workspace: Workspace,
+    plan: Plan,
+    resources: Resources,
+    prepared: Prepared,
+) -> Built:
+    """Run CRIU; the daemon listens from before the first page fault.
+
+    Raises:
+        RestoreFailed: CRIU failed.
+    """
+    word, placers = str(workspace.work), resources.placers
+    if resources.memory.filed and not prepared.memory.filed:  # it does not come through a file
+        placers = own_placers(attempt, undo, plan, resources.memory.size, word, word)
+    device_file = prepared.device_file.file if prepared.device_file is not None else None
+    undo.tree = tree = Tree(
+        f"the restore of snapshot {attempt.snapshot}",
+        workspace.guard,
+        workspace.work,
+        prepared.memory.lazy,
+        attempt.repository.backend,
+        plan.reader,
+        plan.limits,
+        attempt.loop,
+        placers=placers,
+        device_file=device_file,
+    )
+    options, restoring, devices = attempt.options, resources.restoring, resources.devices
+    # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
+    held = (
+        tree.hold_script(undo.stack)
+        if options.mode == "full" or prepared.put_back or prepared.expected is not None
+        else None
+    )
+    own, prefix, descriptors = (
+        (restoring.options, restoring.prefix, restoring.pass_fds) if restoring else ([], [], ())
+    )
+    if device_file is not None:
+        own = [*own, "--inherit-fd", f"fd[{device_file.descriptor}]:{FILE_NAME}"]
+        descriptors = (*descriptors, device_file.descriptor)
+    plugins = _plugins(attempt, workspace.images, resources)
+    arguments = criu_arguments(plan.manifest, options, [*own, *plugins], held)
+    early: list[tuple[int, int]] = []
+    if options.mode == "lazy":
+        early = attempt.loop.run(
+            workingset.recall(attempt.repository, plan.manifest.lineage, attempt.snapshot)
+        )
+    tree.fill.listen()
+    with phase(attempt.emit, "restore.criu") as running:
+        with devices.holder() if devices is not None else nullcontext() as holder:
+            environment = restore_environment() | plugin.restore_environment(
+                holder.fileno() if holder is not None else None, plan.criu.version
+            )
+            given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
+            tree.build(
+                plan.criu,
+                workspace.images,
+                arguments,
+                prefix,
+                given,
+                options.criu_seconds,
+                environment,
+                early,
+            )
+        running.fields["faults"] = tree.daemon.faults
+    return Built(tree, early)
+
+
+def _plugins(attempt: Attempt, images: Path, resources: Resources) -> list[str]:
+    """Return where CRIU takes its plugins from: never its own directory, whose plugin for CUDA
+    would make the driver's calls a second time.
+    """
+    folder = attempt.options.criu_plugins
+    if resources.devices is not None or (images / plugin.RECORD).exists():
+        folder = str(plugin.plugin_folder(images.with_name("plugins"), folder))
+    return ["--libdir", folder] if folder else []

@@ -1,0 +1,280 @@
+"""The third phase: write the job's files and CRIU's images, and put the files in place.
+
+CRIU opens files by their paths and checks their sizes. So they are exchanged before CRIU starts,
+and they stay only if the job runs: `hand_over` is the last moment at which nothing is undone yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from icecore.errors import RestoreFailed, RestoreRefused
+from icecore.events import Event, phase
+from icecore.host.criu.image_changes import forget_sizes
+from icecore.host.jobs.job import Stream
+from icecore.host.jobs.namespaces import INSTANCE_MOUNT
+from icecore.host.jobs.registry import Restoring
+from icecore.restorer.files.copies import require_all_covered
+from icecore.restorer.files.file_recovery import command as recovery_command
+from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
+from icecore.restorer.files.held_files import require_files
+from icecore.restorer.files.images import (
+    FILE_NAME,
+    Memory,
+    image_targets,
+    plan_memory,
+    read_spaces,
+    spaces_of,
+)
+from icecore.restorer.files.jobfiles import Inode
+from icecore.restorer.files.put_back import PutBack
+from icecore.restorer.fill.device_file import DeviceFile
+from icecore.restorer.phases.attempt import Attempt
+from icecore.restorer.phases.planning import OWN_FOLDERS, Plan, Workspace
+from icecore.restorer.phases.resources import Resources
+from icecore.restorer.phases.undoing import Undo
+from icecore.restorer.plan.cells import SpaceCells
+from icecore.restorer.tree import Tree
+from icecore.store.format.manifest import Space
+
+
+@dataclass(frozen=True)
+class ExpectedFiles:
+    """The files that the tree may have open.
+
+    Attributes:
+        inodes: Those that were put back or left as they are.
+        places: Paths that the instance has for itself begin with one of these.
+        given: Files that CRIU is handed as descriptors.
+    """
+
+    inodes: frozenset[Inode]
+    places: tuple[str, ...]
+    given: frozenset[str]
+
+
+@dataclass(frozen=True)
+class FilledFile:
+    """The file of device memory, and what becomes of the thread that fills it."""
+
+    file: DeviceFile
+    filled: Future[None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What CRIU finds.
+
+    Attributes:
+        memory: What is to come through userfaultfd.
+        device_file: The device memory that does not; None: all does.
+        device_bytes: Image id → bytes of device memory.
+        put_back: The changes of the job's files.
+        expected: What the tree may have open; None: nothing is checked.
+        log_sizes: Bytes in the logs of the new instance.
+    """
+
+    memory: Memory
+    device_file: FilledFile | None
+    device_bytes: Mapping[int, int]
+    put_back: PutBack
+    expected: ExpectedFiles | None
+    log_sizes: Mapping[Stream, int]
+
+
+def prepare_files(
+    attempt: Attempt, undo: Undo, workspace: Workspace, plan: Plan, resources: Resources
+) -> Prepared:
+    """Write all files, and exchange the job's.
+
+    Raises:
+        RestoreRefused: There is no room for CRIU's images.
+        RestoreFailed: A file cannot be written or exchanged.
+        Damaged: The snapshot's images make no sense.
+    """
+    with phase(attempt.emit, "restore.images", snapshot=attempt.snapshot) as running:
+        folder, manifest = workspace.images, plan.manifest
+        copies, restoring = plan.requirements.copies, resources.restoring
+        spaces = _Spaces.of(attempt, plan)
+        undo.put_back = put_back = PutBack(
+            plan.requirements.files.actions,
+            lambda path: spaces.files[copies.own_path(path)],
+            attempt.state,
+            attempt.options.root,
+            attempt.snapshot,
+        )
+        put_back.prepare()
+        logs = _logs(restoring, spaces)
+        images = image_targets(folder, spaces.images, spaces.image_cells)
+        running.bytes += _write(attempt, plan, [*images, *put_back.targets, *logs])
+        if resources.record is not None:
+            require_all_covered(folder, copies, manifest, resources.record)
+        memory = plan_memory(
+            folder,
+            spaces.memory,
+            plan.criu.version,
+            lazily=True,
+            temporary=resources.memory.temporary,
+        )
+        device_file = None
+        if memory.filed:
+            device_file = _start_device_file(attempt, undo, plan, resources, memory)
+        if short := shortage(folder, memory.page_images):
+            raise RestoreRefused(
+                f"there is no room for CRIU's page images: {short}",
+                cure="name another directory with --workdir",
+            )
+        running.bytes += _write(attempt, plan, memory.page_images)
+        _exchange(attempt, workspace, put_back)
+        forget_sizes(folder, plan.requirements.shared)
+        expected = _expected_files(plan, put_back)
+        log_sizes: Mapping[Stream, int] = {}
+        if restoring is not None:
+            restoring.bind_copies(folder)
+            log_sizes = restoring.job.log_sizes()
+        running.fields |= {
+            "files": len(put_back.targets) + len(logs),
+            "page_image_bytes": sum(target.size for target in memory.page_images),
+        }
+    return Prepared(memory, device_file, spaces.device_bytes(), put_back, expected, log_sizes)
+
+
+def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:
+    """Check the files that the tree has open, which is about to run, and leave the exchanged ones
+    to it. It is held, unless only root could change anything about its files and nothing was
+    changed.
+
+    Raises:
+        RestoreFailed: The tree has another file open.
+    """
+    expected = prepared.expected
+    if expected is not None and tree.held:
+        require_files(
+            tree.root(), workspace.images, expected.inodes, expected.places, expected.given
+        )
+    prepared.put_back.hand_over()
+
+
+@dataclass(frozen=True)
+class _Spaces:
+    """The spaces of a snapshot with their cells: CRIU's images, files by path, memory."""
+
+    images: list[Space]
+    image_cells: list[SpaceCells]
+    files: dict[str, SpaceCells]
+    sizes: dict[str, int]
+    memory: list[tuple[Space, SpaceCells]]
+
+    @classmethod
+    def of(cls, attempt: Attempt, plan: Plan) -> _Spaces:
+        """Read the cells of all spaces, the images' first."""
+        images, files = spaces_of(plan.manifest, "image"), spaces_of(plan.manifest, "file")
+        memory = spaces_of(plan.manifest, "process", "shared")
+        far = not attempt.repository.backend.direct
+        cells = iter(read_spaces(plan.reader, [*images, *files, *memory], parallel=far))
+        return cls(
+            images,
+            [next(cells) for _ in images],
+            {space.key: next(cells) for space in files},
+            {space.key: space.size for space in files},
+            list(zip(memory, cells, strict=True)),
+        )
+
+    def device_bytes(self) -> dict[int, int]:
+        return {
+            int(space.key): sum(
+                region.length for region in space.regions if region.kind == "device"
+            )
+            for space, _ in self.memory
+            if space.kind == "process"
+        }
+
+
+def _logs(restoring: Restoring | None, spaces: _Spaces) -> list[FileTarget]:
+    """Return what fills the logs of the new instance with what the job's logs held."""
+    if restoring is None:
+        return []
+    return [
+        FileTarget(str(place), spaces.sizes[path], spaces.files[path], existing=True)
+        for path, place in restoring.redirected.items()
+        if spaces.sizes.get(path) and place.name.endswith(".log")
+    ]
+
+
+def _write(attempt: Attempt, plan: Plan, targets: Sequence[FileTarget]) -> int:
+    """Write files from the store; return their bytes."""
+    try:
+        backend = attempt.repository.backend
+        return write_files(backend, plan.reader, targets, plan.limits, attempt.loop)
+    except OSError as error:
+        raise RestoreFailed(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def _exchange(attempt: Attempt, workspace: Workspace, put_back: PutBack) -> None:
+    """Put the files in place. From now on the guard undoes that if this process dies."""
+    if put_back.journal is not None:
+        workspace.guard.undo_with(recovery_command(attempt.state), put_back.journal.folder)
+    for path in put_back.exchange():
+        message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not put back"
+        attempt.emit(Event("restore.warning", {"name": "mode", "message": message}))
+
+
+def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
+    """Return what the tree may have open; None if that is unknown (imported images), or if only
+    root could change where a path leads.
+    """
+    files = plan.requirements.files
+    if not files.exposed or not all(file.inode for file in plan.manifest.files):
+        return None
+    given = {f"/{FILE_NAME}"}
+    places: tuple[str, ...] = ()
+    if plan.record is not None:
+        given |= set(plan.record.files.values())
+        if plan.record.isolation.root:
+            places = (f"{INSTANCE_MOUNT}/", *OWN_FOLDERS)
+    return ExpectedFiles(files.untouched | put_back.inodes, places, frozenset(given))
+
+
+def _start_device_file(
+    attempt: Attempt, undo: Undo, plan: Plan, resources: Resources, memory: Memory
+) -> FilledFile:
+    """Start to fill the file of device memory: that needs neither CRIU nor the processes."""
+    made = DeviceFile(
+        memory.filed,
+        memory.size,
+        attempt.repository.backend,
+        plan.reader,
+        plan.limits,
+        attempt.loop,
+        placers=resources.file_placers,
+    )
+    pool = undo.stack.enter_context(ThreadPoolExecutor(1, "device-file"))
+    undo.stack.callback(made.close)
+
+    def fill() -> None:
+        with _telling(made), phase(attempt.emit, "restore.gpu.memory") as running:
+            made.run(running.progress)
+            spent = made.spent
+            running.bytes = spent.produced
+            running.fields |= {
+                "stored": spent.stored,
+                "cells": spent.cells,
+                "placers": made.placers,
+                "redone": spent.redone,
+                **spent.thread_seconds(),
+            }
+
+    return FilledFile(made, pool.submit(fill))
+
+
+@contextmanager
+def _telling(made: DeviceFile) -> Iterator[None]:
+    """Fail the fill if the event sink raises: the driver would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        made.never(error)
+        raise
