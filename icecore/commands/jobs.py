@@ -1,5 +1,6 @@
-"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm; rule: whatever happens
-to the command line, the job runs on.
+"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm.
+
+A job continues to run whatever happens to the command line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
+from icecore.commands.context import JOB, Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings, job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
@@ -33,102 +34,141 @@ def add(commands: Commands) -> None:
     parser = command(
         "run",
         run,
-        "Start a command as a job that can be snapshotted and restored.",
-        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running. Its standard input is empty (/dev/null).",
+        "Start a command as a job.",
+        "icecore run -d --name train -- python3 train.py",
+        "icecore run --gpu --env HF_TOKEN -- torchrun --nproc-per-node 8 train.py",
+        more="A job can be snapshotted and restored. In the foreground this command prints the job's output and returns the job's exit status; Ctrl-C"
+        " leaves the job running. The job's standard input is /dev/null.",
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )  # a command without '--'
     parser.add_argument(
-        "-d", "--detach", action="store_true", help="return at once; print the job's name"
+        "-d", "--detach", action="store_true", help="return at once and print the job's name"
     )
-    parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument(
-        "--cwd", default="", metavar="DIR", help="directory to start in (default: this one)"
+        "--name", metavar="NAME", default="", help="name of the job (default: the program's name)"
+    )
+    parser.add_argument(
+        "--cwd",
+        default="",
+        metavar="DIR",
+        help="working directory of the job (default: the current directory)",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="set a variable, or pass on one that is withheld; may be repeated",
+        help="set a variable, or pass on a variable that jobs do not inherit; repeatable",
     )
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted",
+        help="prepare a job that uses NVIDIA GPUs, and NCCL, for snapshots",
     )
     parser.add_argument(
         "--rm",
         action="store_true",
-        help="forget the job and its logs once it has ended (foreground only)",
+        help="forget the job and its logs once it ends (foreground only)",
     )
     for key, what in (
         (
             "pid",
-            "process ids: its own, so that it can be restored anywhere and several times at once, or the host's",
+            "process ids: private allows restores anywhere and several times at once",
         ),
-        ("ipc", "System V IPC and message queues"),
-        ("network", "network: the host's, or one of its own that has loopback only"),
+        ("ipc", "System V IPC and POSIX message queues"),
+        ("network", "network: private has a loopback device only"),
         (
             "root",
-            "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm",
+            "file system: private binds the host's mounts into a root with its own /proc and /dev/shm",
         ),
     ):
         add_setting(parser, RunSettings, key, what)
-    about = "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: yes, where it was built)"
-    add_setting(parser, RunSettings, "resident", about)
-    about = "with --gpu: device memory outlives a crash after a snapshot, for restore --from-resident, until rm (default: no)"
+    about = "with --gpu: keep device memory in place during snapshots, which shortens the window"
+    add_setting(parser, RunSettings, "resident", about, default="yes, where the preload is built")
+    about = (
+        "with --gpu: after a snapshot, keep device memory on its GPUs if the job crashes,"
+        " for 'restore --from-resident', until 'icecore rm'"
+    )
     add_setting(parser, RunSettings, "keep_resident", about)
 
-    parser = command("ps", ps, "List the jobs of this node.")
-    parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
+    parser = command("ps", ps, "List the jobs of this node.", "icecore ps -a")
+    parser.add_argument("-a", "--all", action="store_true", help="include jobs that have ended")
 
-    parser = command("logs", logs, "Show what a job has written.")
-    parser.add_argument("job", help="name, instance or pid")
+    parser = command("logs", logs, "Print a job's output.", "icecore logs -f train")
+    parser.add_argument("job", metavar="JOB", help=JOB)
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="and what it writes until it ends"
+        "-f", "--follow", action="store_true", help="continue with new output until the job ends"
     )
     parser.add_argument(
-        "--stream", choices=("both", "stdout", "stderr"), default="both", help="only this one"
+        "--stream",
+        choices=("both", "stdout", "stderr"),
+        default="both",
+        metavar="both|stdout|stderr",
+        help="print only this stream (default: both)",
     )
 
     parser = command(
         "attach",
         attach,
-        "Follow a job's output from now on and return its exit status; Ctrl-C leaves it running.",
+        "Follow a job's output.",
+        "icecore attach train",
+        more="Prints new output until the job ends and returns the job's exit status; Ctrl-C leaves the job running.",
     )
-    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("job", metavar="JOB", help=JOB)
 
     parser = command(
-        "wait", wait, "Wait until a job has ended and return its exit status, after a restore too."
+        "wait",
+        wait,
+        "Wait until a job ends.",
+        "icecore wait --timeout 10min train",
+        more="Returns the job's exit status, also for restored jobs.",
     )
-    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("job", metavar="JOB", help=JOB)
     parser.add_argument(
-        "--timeout", type=SECONDS, metavar="TIME", help="give up after this time (exit status 124)"
-    )
-
-    parser = command("kill", kill, "Send a signal to a job; KILL ends all its processes at once.")
-    parser.add_argument("job", help="name, instance or pid")
-    parser.add_argument(
-        "-s", "--signal", default="TERM", metavar="NAME", help="name or number (default: TERM)"
+        "--timeout",
+        type=SECONDS,
+        metavar="DURATION",
+        help="give up after this time, with exit status 124 (default: none)",
     )
 
     parser = command(
-        "rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched."
+        "kill",
+        kill,
+        "Send a signal to a job.",
+        "icecore kill -s KILL train",
+        more="The signal goes to the job's command; KILL ends all processes of the job.",
     )
-    parser.add_argument("job", nargs="*", help="name or instance")
+    parser.add_argument("job", metavar="JOB", help=JOB)
+    parser.add_argument(
+        "-s",
+        "--signal",
+        default="TERM",
+        metavar="SIGNAL",
+        help="name or number of the signal (default: TERM)",
+    )
+
+    parser = command(
+        "rm",
+        remove,
+        "Forget jobs that have ended, and their logs.",
+        "icecore rm train",
+        "icecore rm --ended 7d",
+        more="Snapshots are unaffected.",
+    )
+    parser.add_argument("job", nargs="*", metavar="JOB", help="a job's name or instance id")
     parser.add_argument(
         "--ended",
         type=SECONDS,
-        metavar="TIME",
-        help="all that ended and were started longer ago than this",
+        metavar="DURATION",
+        help="all ended jobs that were started longer ago than this",
     )
 
 
 def run(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore run."""
+    """Run icecore run."""
     from icecore.host.jobs.namespaces import Isolation
 
     if arguments.words:
@@ -233,7 +273,7 @@ def _stdin_holds_something() -> bool:
 
 
 def ps(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore ps."""
+    """Run icecore ps."""
     rows, keeps = [], []
     registry = context.registry()
     _say_damaged(registry, context)
@@ -299,7 +339,7 @@ def _fields(job: Job) -> dict[str, Value]:
 
 
 def logs(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore logs."""
+    """Run icecore logs."""
     job = context.registry().find(arguments.job)
     writer = _Writer(job, context, arguments.stream)
     for piece in job.logs(follow=arguments.follow):
@@ -308,7 +348,7 @@ def logs(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def attach(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore attach."""
+    """Run icecore attach."""
     job = context.registry().find(arguments.job)
     return follow(job, context, seen=job.log_sizes())
 
@@ -376,7 +416,7 @@ class _Writer:
 
 
 def wait(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore wait."""
+    """Run icecore wait."""
     job = context.registry().find(arguments.job)
     try:
         status = job.wait(arguments.timeout)
@@ -394,7 +434,7 @@ def wait(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def kill(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore kill."""
+    """Run icecore kill."""
     job = context.registry().find(arguments.job)
     number = _signal_number(arguments.signal)
     job.kill(number)
@@ -420,7 +460,7 @@ def _signal_number(text: str) -> int:
 
 
 def remove(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore rm."""
+    """Run icecore rm."""
     registry = context.registry()
     if not arguments.job and arguments.ended is None:
         raise UsageError("no job is named", cure="name jobs, or give --ended 7d")

@@ -98,10 +98,10 @@ def test_standard_files() -> None:
 
 
 def test_every_key_can_be_overridden_by_the_environment() -> None:
-    texts = {"TEXT": "word", "TEXT …": "one two", "SIZE": "3MiB", "TIME": "7s", "N": "5"}
+    texts = {"SIZE": "3MiB", "DURATION": "7s", "N": "5", "PLACE …": "one two"}
     for section, key, kind, default in config.every_setting():
         text = next((word for word in kind.words if word != default), "") or texts.get(
-            kind.short, ""
+            kind.short, "word"
         )
         if kind is config.SWITCH:
             text = "no" if default else "yes"
