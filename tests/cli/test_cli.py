@@ -48,7 +48,7 @@ def test_what_follows_the_dashes_is_the_jobs() -> None:
     [
         (["nonsense"], "invalid choice"),
         (["ls", "--jsno"], "unrecognized arguments"),
-        (["dump"], "required: target"),
+        (["dump"], "required: JOB|PID"),
         (
             ["dump", "x", "--max-window", "soon"],
             "argument --max-window: 'soon' is not a duration such as '30 s' or a number of seconds",
