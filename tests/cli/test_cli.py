@@ -215,7 +215,7 @@ def test_doctor_names_what_is_bad(cli: Cli) -> None:
     } <= by_name.keys()
     assert all(event["cure"] for event in findings if event["state"] != "good")
     assert (
-        "no NVIDIA driver here"
+        "no NVIDIA driver"
         in cli.run("doctor", status=1, ICECORE_CUDA=f"fake:{cli.folder}/none").stdout
     )
     done = cli.run("doctor", status=1, ICECORE_CRIU="/nowhere/criu")

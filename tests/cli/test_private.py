@@ -73,7 +73,7 @@ def test_a_loose_directory_is_tightened_and_that_is_said(cli: Cli) -> None:
     for path in (state, state / "jobs"):
         path.chmod(0o777)
     done = cli.run("run", "--", "true")
-    assert done.stderr.count("it is for its owner alone now") == 2
+    assert done.stderr.count("now only its owner has") == 2
     assert open_to_others(state) == []
     assert "owner alone" not in cli.run("run", "--", "true").stderr
 

@@ -123,8 +123,8 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     said = cli.run("dump", "gpu").stderr
     assert (
         "8.0 MiB stay on GPUs, " in said
-        and " are moved\n  a window of about 579." in said
-        and "if all that stays has changed\n" in said
+        and " will be moved\n  a window of about 579." in said
+        and "if all resident memory has changed\n" in said
     )
     assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
     shown = cli.one("snapshot.details", "show", "gpu")
@@ -377,7 +377,7 @@ def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["driver"] is False
-    assert "no NVIDIA driver here" in "\n".join(describe(about)) and "is resident" not in "\n".join(
+    assert "no NVIDIA driver" in "\n".join(describe(about)) and "is resident" not in "\n".join(
         describe(about)
     )
 
