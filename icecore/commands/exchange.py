@@ -92,7 +92,7 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
             emit=context.output.event,
         )
     except Damaged as error:
-        if error.kind == "image":  # one of the directory, not of the repository
+        if error.kind == "image":  # in the directory, not in the repository
             raise Damaged(
                 error.kind,
                 error.name,
@@ -140,7 +140,9 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
     context.output.result("export.done", fields, words)
     if done.open_files:
         context.output.note(
-            f"{len(done.open_files)} files that it had open lie in {done.directory / OPEN_FILES}: put them in place first"
+            f"{len(done.open_files)} open files of the job are in {done.directory / OPEN_FILES}: copy them to their paths first"
         )
-    context.output.note("the directory holds what the job had in memory, secrets too")
+    context.output.note(
+        "the directory contains everything that the job had in memory, including secrets"
+    )
     return 0

@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.rm and arguments.detach:
         raise UsageError(
-            "--rm needs the foreground, because nobody else waits for the job's end",
+            "--rm needs the foreground, because a detached run does not wait for the job's end",
             cure="leave out -d or --rm",
         )
     if arguments.keep_resident and not arguments.gpu:
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             cure="add --gpu, or leave out --keep-resident",
         )
     if arguments.keep_resident and arguments.rm:
-        raise UsageError("--rm lets go of what --keep-resident keeps", cure="leave out one of them")
+        raise UsageError("--rm releases what --keep-resident keeps", cure="leave out one of them")
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
         pid=own.pid == "private",
@@ -203,7 +203,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     environment = _environment(arguments, context)
     if _stdin_holds_something():
         context.output.note(
-            "note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
+            "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
         )
     registry = context.registry()
     if arguments.gpu:
@@ -242,7 +242,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, str]:
-    """Return the job's environment: this process's without credentials, with what ``--env`` says."""
+    """Return the job's environment: this process's without credentials, plus ``--env``."""
     environment, held = job_environment(os.environ)
     for pair in arguments.env:
         name, separator, value = pair.partition("=")
@@ -262,13 +262,13 @@ def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, s
 
 
 def _stdin_holds_something() -> bool:
-    """Whether this process's standard input is a pipe, or a file with something left to read."""
+    """Return whether standard input is a pipe, or a file with unread content."""
     try:
         about = os.fstat(0)
         return stat.S_ISFIFO(about.st_mode) or (
             stat.S_ISREG(about.st_mode) and os.lseek(0, 0, os.SEEK_CUR) < about.st_size
         )
-    except OSError:  # it is closed
+    except OSError:  # closed
         return False
 
 
@@ -317,7 +317,7 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _say_damaged(registry: Registry, context: Context) -> None:
-    """Which instances cannot be listed."""
+    """Report instances that cannot be listed."""
     for instance, error in registry.damaged().items():
         context.output.event(Event("job.damaged", {"instance": instance, "error": str(error)}))
 
@@ -354,17 +354,17 @@ def attach(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = None) -> int:
-    """Show a job's output until it ends; its exit status.
+    """Print a job's output until it ends; return its exit status.
 
     Args:
-        seen: Bytes at the beginning of each log that are not shown; None: all is, and that the job
-            is followed goes without saying.
+        seen: Bytes at the beginning of each log to skip. None: skip nothing, and do not announce
+            that the job is followed.
     """
     writer = _Writer(job, context, "both")
     skip = dict(seen or {})
     if seen is not None:
         context.output.result("job.attached", {"job": job.name, "instance": job.instance})
-        context.output.note(f"following job {job.name} from now on; Ctrl-C lets go of it")
+        context.output.note(f"following job {job.name}; Ctrl-C detaches and leaves it running")
     try:
         for piece in job.logs(follow=True):
             skipped = min(skip.get(piece.stream, 0), len(piece.data))
@@ -375,7 +375,7 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
     except Interrupted:
         context.output.note("")
         context.output.note(
-            f"job {job.name} runs on; 'icecore attach {job.name}' shows its output again, 'icecore kill {job.name}' ends it"
+            f"job {job.name} continues; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it"
         )
         raise
     context.output.result(
@@ -393,7 +393,7 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
 
 
 class _Writer:
-    """Writes pieces of a job's output as they are, or as ``job.output`` events."""
+    """Writes a job's output unchanged, or as ``job.output`` events."""
 
     def __init__(self, job: Job, context: Context, stream: str) -> None:
         self._job = job
@@ -403,7 +403,7 @@ class _Writer:
         self._decoders = {name: make("surrogateescape") for name in ("stdout", "stderr")}
 
     def write(self, piece: LogPiece) -> None:
-        """Write one."""
+        """Write one piece."""
         if not piece.data or self._stream not in ("both", piece.stream):
             return
         if self._output.as_json:
@@ -480,7 +480,7 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
         _say_damaged(registry, context)
     wanted = [(job.name, job.instance, partial(registry.remove, job)) for job in found]
     wanted += [("", instance, partial(registry.remove_damaged, instance)) for instance in damaged]
-    for name, instance, forget in wanted:  # one that cannot be forgotten does not keep the others
+    for name, instance, forget in wanted:  # a failure does not keep the others
         try:
             forget()
         except IcecoreError as error:

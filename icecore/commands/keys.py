@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 
 def new_passphrase(arguments: argparse.Namespace) -> passphrase.Passphrase:
-    """What gives the new passphrase: the options, ICECORE_NEW_PASSPHRASE, or the terminal."""
+    """Return the source of the new passphrase: options, ICECORE_NEW_PASSPHRASE, or the terminal."""
     return passphrase.new(arguments.new_file, arguments.new_command)
 
 
@@ -75,7 +75,9 @@ def key(arguments: argparse.Namespace, context: Context) -> int:
     repository = context.repository()
     if action == "list":
         if which:
-            raise UsageError(f"'key list' lists all, not {which!r}", cure="leave it out")
+            raise UsageError(
+                f"'key list' takes no argument, but got {which!r}", cure="leave it out"
+            )
         slots = repository.key_slots()
     elif action == "add":
         if not which:
@@ -118,7 +120,7 @@ def _export(path: Path, context: Context) -> int:
     )
     if repository.encrypted:
         context.output.note(
-            "the current passphrases open it, even after their removal: keep it apart from the repository"
+            "the current passphrases open the file even after their removal: keep it apart from the repository"
         )
     else:
         context.output.note(
@@ -156,7 +158,7 @@ def _import(path: Path, context: Context) -> int:
         )
     if not mends:
         context.output.note(
-            "the repository has everything that is in the file: nothing was changed"
+            "the repository lacks nothing that the file contains: nothing was changed"
         )
     return 0
 

@@ -97,19 +97,19 @@ def sync(arguments: argparse.Namespace, context: Context) -> int:
             "kept": done.kept,
             "lost": [lost.snapshot for lost in done.lost],
         },
-        f"brought {len(done.snapshots)} snapshots, {units.size(done.bytes)} in {done.objects} objects; {done.present} were there"
+        f"brought {len(done.snapshots)} snapshots, {units.size(done.bytes)} in {done.objects} objects; {done.present} were present"
         + (f"; pins and tags of {len(done.marked)}" if done.marked else "")
         + (f"; forgot {len(done.forgotten)}" if forget else ""),
     )
     for snapshot in done.kept:
         context.output.note(f"KEPT {snapshot}: it is pinned there")
     if forget and done.lost:
-        context.output.note("nothing was forgotten there, as snapshots had to be left out")
+        context.output.note("nothing was forgotten there, because snapshots were left out")
     return _lost(done.lost, context)
 
 
 def _would_sync(plan: Plan, forget: bool, context: Context) -> int:
-    """What a dry run says."""
+    """Print the plan of a dry run."""
     keep = {record.snapshot for record in plan.keep}
     parts = {
         "bring": [record.snapshot for record in plan.bring],

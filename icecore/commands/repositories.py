@@ -229,7 +229,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
 
     location = arguments.location or context.location
     if arguments.replica_of and arguments.encrypt:
-        raise UsageError("a replica is encrypted if the repository is", cure="leave out --encrypt")
+        raise UsageError("a replica is encrypted if its repository is", cure="leave out --encrypt")
     if arguments.plain and arguments.encrypt:
         raise UsageError("--plain and --encrypt exclude each other", cure="leave one out")
     config = context.config
@@ -276,7 +276,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.encrypt:
         context.output.note(
-            "without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another"
+            "without the passphrase the repository is unreadable: keep the passphrase apart, or add another with 'icecore key add'"
         )
         return 0
     if passphrase.current(config).configured and not repository.encrypted and not arguments.plain:
@@ -284,7 +284,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
             "the repository is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes an encrypted one"
         )
     context.output.note(
-        "it will hold whatever jobs have in memory, secrets too: only you may read it"
+        "snapshots contain everything that jobs have in memory, including secrets: only you have access to the repository"
     )
     return 0
 
@@ -301,7 +301,8 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.snapshot:
         if given or arguments.keep_tag or arguments.job:
             raise UsageError(
-                "snapshots are named and a policy is given as well", cure="do one, then the other"
+                "named snapshots and a policy exclude each other",
+                cure="forget by name, then by policy",
             )
         records = [repository.find(text) for text in arguments.snapshot]
         pinned = [record.snapshot for record in records if record.pinned]
@@ -530,7 +531,7 @@ def repair(arguments: argparse.Namespace, context: Context) -> int:
             "repair.loss", {"snapshot": snapshot, "why": why}, f"QUARANTINED {snapshot}: {why}"
         )
     for snapshot in plan.release:
-        output.result("repair.release", {"snapshot": snapshot}, f"{snapshot} reads again")
+        output.result("repair.release", {"snapshot": snapshot}, f"{snapshot} is readable again")
     for damage in plan.beyond:
         output.result(
             "repair.beyond",
@@ -548,8 +549,8 @@ def repair(arguments: argparse.Namespace, context: Context) -> int:
             "beyond": len(plan.beyond),
             "recovered": len(plan.recovered),
         },
-        f"{len(plan.damages)} damages, {len(plan.fixes)} things {'to put' if arguments.dry_run else 'put'} right; "
-        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} read again"
+        f"{len(plan.damages)} damages, {len(plan.fixes)} things {'to repair' if arguments.dry_run else 'repaired'}; "
+        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} are readable again"
         + (f", {len(plan.recovered)} found again" if plan.recovered else ""),
     )
     return Damaged.exit_code if plan.quarantine or plan.beyond else 0

@@ -1,4 +1,4 @@
-"""Commands that take, list, compare and restore snapshots: dump, restore, ls, show, diff."""
+"""Commands on snapshots: dump, restore, ls, show, diff."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     )
     seconds = restored.wait_resident()
     if options.mode == "lazy":
-        context.output.line(f"all its memory is there after {units.seconds(seconds)}")
+        context.output.line(f"all its memory is loaded after {units.seconds(seconds)}")
     if not arguments.attach:
         return 0
     if restored.job is not None:
@@ -329,7 +329,7 @@ def _gpu_map(pairs: list[str]) -> dict[str, str]:
 
 
 def _report_requirements(found: Requirements, context: Context) -> None:
-    """What stands in the way, and what would be done to files."""
+    """Print the requirements, and what a restore would do to files."""
     for check in found.checks:
         sign = "ok" if check.met else "BAD" if check.hard else "warn"
         fields: dict[str, Value] = {
@@ -346,16 +346,16 @@ def _report_requirements(found: Requirements, context: Context) -> None:
             context.output.line(f"      cure: {check.cure}")
     _report_files(found.files.actions, context)
     found.require()
-    context.output.line("nothing stands in the way")
+    context.output.line("this machine meets all requirements")
 
 
 def _report_files(actions: Sequence[Action], context: Context) -> None:
-    """Every file that the restore would change: what it is now, and what it would be."""
+    """Print every file that the restore would change, with its present and its future state."""
     rows = []
     for action in actions:
         then = action.file
         now = None if action.mtime_ns is None else action.mtime_ns / 1e9
-        # A file that is cut keeps the time of the cut; imported snapshots have no times.
+        # Truncation sets the time itself; imported snapshots record no times.
         later = None if action.kind == "truncate" or not then.mtime_ns else then.mtime_ns / 1e9
         fields: dict[str, Value] = {
             "path": then.path,
@@ -373,7 +373,7 @@ def _report_files(actions: Sequence[Action], context: Context) -> None:
         context.output.line("")
         columns = ["ACTION", "SIZE NOW", "SIZE THEN", "MODIFIED NOW", "MODIFIED THEN", "PATH"]
         context.output.table(
-            columns, rows, title="files that it would change", right=["SIZE NOW", "SIZE THEN"]
+            columns, rows, title="files that would change", right=["SIZE NOW", "SIZE THEN"]
         )
         context.output.line("")
 
@@ -428,7 +428,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
-    """A snapshot as the fields of an event."""
+    """Return a snapshot's record as the fields of an event."""
     return {
         "snapshot": record.snapshot,
         "job": record.job,
@@ -496,7 +496,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("host memory", f"{units.size(host)} of data"),
             (
                 "device memory",
-                f"{units.size(sizes.device)} of data; {units.size(resident + moved)} with its zeros"
+                f"{units.size(sizes.device)} of data; {units.size(resident + moved)} including zeros"
                 if device
                 else "none",
             ),
@@ -504,19 +504,19 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
                 [
                     (
                         "of it resident",
-                        f"{units.size(resident)} with its zeros; windows leave it where it is",
+                        f"{units.size(resident)} including zeros; stays in place in windows",
                     )
                 ]
                 if resident
                 else []
             ),
             *(
-                [("of it moved", f"{units.size(moved)} with its zeros, by the driver")]
+                [("of it moved", f"{units.size(moved)} including zeros, by the driver")]
                 if moved
                 else []
             ),
             *([("allocated", words)] if (words := left_words(left)) else []),
-            ("zeros", f"{units.size(sizes.zero)} in all memory, which take no room"),
+            ("zeros", f"{units.size(sizes.zero)} in all memory, not stored"),
             (
                 "changed",
                 f"{units.size(sizes.changed)} against the parent"
@@ -591,8 +591,8 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
 
 
 def _show_regions(manifest: Manifest, context: Context, everything: bool) -> None:
-    """Regions summed up by kind within each space: their number and the addresses that they span,
-    present or not.
+    """Print the regions by kind within each space: their number, and the size of their address
+    ranges, including absent pages.
     """
     spans: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()

@@ -96,7 +96,7 @@ def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:
         ):
             out, error = run(stdin)
             assert out == "0\n/dev/null\n"
-            assert ("does not get what comes on standard input" in error) is said
+            assert ("does not get this standard input" in error) is said
     for fd in (ours, theirs, *terminal):
         os.close(fd)
     assert "/dev/null" in cli.run("run", "--help").stdout

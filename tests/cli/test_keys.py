@@ -21,7 +21,7 @@ FIRST = "the passphrase of the first"
 def test_a_life_with_several_passphrases(cli: Cli, tmp_path: Path) -> None:
     secret = {"ICECORE_PASSPHRASE": FIRST}
     assert "none is given" in cli.run("init", "--encrypt", status=14).stderr
-    assert "nobody can bring it back" in cli.run("init", "--encrypt", **secret).stderr
+    assert "the repository is unreadable" in cli.run("init", "--encrypt", **secret).stderr
     assert "none is given" in cli.run("ls", status=14).stderr
     assert "opens none" in cli.run("ls", status=14, ICECORE_PASSPHRASE="another").stderr
     cli.run("ls", **secret)

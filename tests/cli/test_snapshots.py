@@ -152,7 +152,7 @@ def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) 
     assert shown == expected
     text = cli.run("restore", "-n", "writer").stdout
     assert (
-        "files that it would change" in text
+        "files that would change" in text
         and str(kept) in text
         and "17 B" in text
         and "2001-09-09" in text

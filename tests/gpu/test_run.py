@@ -129,7 +129,7 @@ def test_dump_show_and_restore(
     shown = cli.run("show", "gpu").stdout
     assert (
         GPUS[0] in shown
-        and "3.0 MiB of data; 3.0 MiB with its zeros" in shown
+        and "3.0 MiB of data; 3.0 MiB including zeros" in shown
         and "of it moved" in shown
     )
     assert "resident" not in shown and "allocated" not in shown

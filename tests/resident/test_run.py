@@ -136,10 +136,10 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     lines = {
         line[:14].strip(): line[14:].strip() for line in cli.run("show", "gpu").stdout.splitlines()
     }
-    assert lines["device memory"].endswith("of data; 8.5 MiB with its zeros")
-    assert lines["of it resident"].startswith("8.0 MiB with its zeros") and lines[
+    assert lines["device memory"].endswith("of data; 8.5 MiB including zeros")
+    assert lines["of it resident"].startswith("8.0 MiB including zeros") and lines[
         "of it moved"
-    ].startswith("512 KiB with its zeros")
+    ].startswith("512 KiB including zeros")
     assert lines["allocated"] == "512 KiB with the driver: 512 KiB in small allocations"
     if root == "private":  # beside the first, on the other GPU
         for event in cli.events("restore", "gpu", "--name", "second", "--gpu-map", "0=1"):
@@ -364,7 +364,7 @@ def test_python_api(asked: bool | None, tmp_path: Path, monkeypatch: pytest.Monk
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
-    assert ("its device memory is resident" in "\n".join(describe(about))) is (asked is not False)
+    assert ("device memory is resident" in "\n".join(describe(about))) is (asked is not False)
 
 
 def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
