@@ -545,7 +545,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         output.table(["", ""], [[name, text] for name, text in lines])
         output.line("")
     _show_processes(manifest, context)
-    _show_regions(manifest, context, arguments.all)
+    _show_regions(manifest, context)
     _show_files(manifest, context, arguments.all)
     return 0
 
@@ -590,7 +590,7 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
     )
 
 
-def _show_regions(manifest: Manifest, context: Context, everything: bool) -> None:
+def _show_regions(manifest: Manifest, context: Context) -> None:
     """Print the regions by kind within each space: their number, and the size of their address
     ranges, including absent pages.
     """

@@ -76,7 +76,7 @@ def test_snapshots_of_the_repository_are_offered(cli: Cli, needs_criu: None) -> 
     snapshot = cli.one("dump.done", "dump", "train", "--job", "kept")["snapshot"]
     offered = {"latest", "train", "kept", snapshot}
     assert set(cli.run("completion", "snapshots").stdout.split()) == offered
-    # A passphrase makes opening slow: only what this node knows is offered.
+    # A passphrase makes opening slow, so only names known to this node are offered.
     words = cli.run("completion", "snapshots", ICECORE_PASSPHRASE="x").stdout.split()
     assert words == ["latest", "train"]
     cli.run("kill", "-s", "KILL", "train")

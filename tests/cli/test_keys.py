@@ -1,5 +1,5 @@
-"""Encrypted repositories on the command line: where passphrases come from, who can open what, and
-that no job inherits them.
+"""Encrypted repositories on the command line: sources of passphrases, who can open what, and that
+no job inherits a passphrase.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_plain_repositories_have_no_slots(cli: Cli) -> None:
         "not encrypted"
         in cli.run("key", "add", "x", status=2, ICECORE_NEW_PASSPHRASE="long enough").stderr
     )
-    cli.run("ls")  # nothing asks for a passphrase
+    cli.run("ls")  # no prompt for a passphrase
 
 
 def test_asked_at_the_terminal(cli: Cli) -> None:
@@ -85,7 +85,7 @@ def test_asked_at_the_terminal(cli: Cli) -> None:
                     assert asking.stderr is not None
                     seen += os.read(asking.stderr.fileno(), 1000)
                 assert prompt in seen
-                time.sleep(0.1)  # getpass flushes what was typed before it asked
+                time.sleep(0.1)  # getpass discards input from before the prompt
                 os.write(ours, FIRST.encode() + b"\n")
             out, error = asking.communicate(timeout=SECONDS)
         assert asking.returncode == 0, (out, error)

@@ -1,4 +1,4 @@
-"""What people are told, of events and figures that no test can bring about."""
+"""Texts for people about events and figures that tests cannot produce."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_left_to_the_driver(counts: Counts, words: str) -> None:
 
 
 def test_what_snapshots_say_of_it() -> None:
-    """Nothing depends on it: what makes no sense is not told."""
+    """The record is informative only, so invalid content is ignored."""
 
     def left(text: str | None) -> dict[str, int]:
         return left_to_driver(
