@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    _add_init(commands)
     _add_forget(commands.of_group("snapshots"))
     _add_mark(commands.of_group("snapshots"))
+    _add_init(commands)
     parser = commands.add(
         "gc",
         gc,
