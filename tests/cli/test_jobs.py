@@ -227,7 +227,7 @@ def test_a_signal_lets_go_of_the_job(cli: Cli, number: signal.Signals) -> None:
     following.send_signal(number)
     _, error = following.communicate(timeout=20)
     assert following.returncode == 128 + number
-    assert "job count runs on" in error and "icecore attach count" in error
+    assert "job count continues" in error and "icecore attach count" in error
     assert cli.job("count").alive
 
 

@@ -81,7 +81,7 @@ def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
     assert cli.one("sync.plan", "sync", "far", "-n")["forget"] == []
     assert len(cli.run("-r", "far", "ls").stdout.splitlines()) == 4, "a dry run changes nothing"
 
-    assert "named ones" in cli.run("sync", "far", kept, "--forget", status=2).stderr
+    assert "named snapshots" in cli.run("sync", "far", kept, "--forget", status=2).stderr
     marked = cli.one("sync.done", "sync", "far")
     check_event(marked, documented)
     assert (marked["marked"], marked["forgotten"], marked["snapshots"]) == ([kept], [], [])

@@ -99,7 +99,7 @@ def test_a_read_only_repository_says_so(read_only: tuple[Cli, str]) -> None:
     }
     assert (
         findings["repository"]["state"] == "warning"
-        and "cannot be written" in findings["repository"]["message"]
+        and "is not writable" in findings["repository"]["message"]
     )
 
 

@@ -304,7 +304,7 @@ def test_what_cannot_be_kept(cli: Cli) -> None:
         api.run(["true"], keep_resident=True)
     for resident in ("--no-resident", "--rm"):
         said = cli.run("run", "--gpu", "--keep-resident", resident, "--", "true", status=2).stderr
-        assert "can be kept" in said if resident == "--no-resident" else "--rm lets go" in said
+        assert "can be kept" in said if resident == "--no-resident" else "--rm releases" in said
     with pytest.raises(UsageError, match="only resident memory"):
         api.run(["true"], gpu=True, resident=False, keep_resident=True)
     assert cli.registry.instances() == []
