@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -34,4 +35,4 @@ def test_the_man_page() -> None:
         ["groff", "-man", "-Tutf8", "-ww"], input=page, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--files-to DIR" in done.stdout
+    assert "--files-to DIR" in re.sub(".\b", "", done.stdout), "bold is overstruck"
