@@ -1,7 +1,7 @@
-"""icecore: transparent, incremental snapshots of running process trees, kept deduplicated, restored
-fast.
+"""icecore: transparent, incremental snapshots of running process trees, stored deduplicated and
+restored fast.
 
-The public names load on first use, so that importing this costs nothing::
+Public names load on first use, so importing the package is cheap::
 
     import icecore
 
@@ -58,34 +58,38 @@ __all__ = [
 ]
 
 
+#: The module of each public name.
+_HOMES = {
+    "Config": "config",
+    "Difference": "difference",
+    "DumpOptions": "dumper.options",
+    "DumpResult": "dumper.dump",
+    "Event": "events",
+    "ExitStatus": "host.jobs.job",
+    "IcecoreError": "errors",
+    "Isolation": "host.jobs.namespaces",
+    "Job": "host.jobs.job",
+    "Manifest": "store.format.manifest",
+    "Policy": "store.maintenance.forget",
+    "Registry": "host.jobs.registry",
+    "Repository": "repository",
+    "RestoreOptions": "restorer.options",
+    "Restored": "restorer.restored",
+    "SnapshotRecord": "store.format.state",
+    "check_restore": "api",
+    "dump": "api",
+    "restore": "api",
+    "run": "api",
+}
+
+
 def __getattr__(name: str) -> object:
-    """Load a public name (PEP 562)."""
-    home = {
-        "Config": "config",
-        "Difference": "difference",
-        "DumpOptions": "dumper.options",
-        "DumpResult": "dumper.dump",
-        "Event": "events",
-        "ExitStatus": "host.jobs.job",
-        "IcecoreError": "errors",
-        "Isolation": "host.jobs.namespaces",
-        "Job": "host.jobs.job",
-        "Manifest": "store.format.manifest",
-        "Policy": "store.maintenance.forget",
-        "Registry": "host.jobs.registry",
-        "Repository": "repository",
-        "RestoreOptions": "restorer.options",
-        "Restored": "restorer.restored",
-        "SnapshotRecord": "store.format.state",
-        "check_restore": "api",
-        "dump": "api",
-        "restore": "api",
-        "run": "api",
-    }.get(name)
+    """Load a public name on first use (PEP 562)."""
+    home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'icecore' has no attribute {name!r}")
     value: object = getattr(import_module(f"icecore.{home}"), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses bypass this function
     return value
 
 

@@ -1,5 +1,6 @@
-"""What people write to mean a snapshot: an id or its beginning, ``JOB``, ``JOB~1``, ``JOB@3``,
-``latest``; pure, and an ambiguous word is an error.
+"""Names of snapshots: an id or the beginning of one, ``JOB``, ``JOB~1``, ``JOB@3``, ``latest``.
+
+An ambiguous name is an error.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ _CURE = "'icecore ls' lists them"
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` may be a whole id."""
+    """Return whether the text has the form of a full id."""
     return len(text) == _ID_DIGITS and _ID.fullmatch(text) is not None
 
 
 def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:
-    """The snapshot that ``text`` means.
+    """Return the snapshot that a name means.
 
     Args:
-        records: All snapshots in order of their commits.
-        text: A whole id, or a job's name or ``latest`` (the newest), either followed by ``~N`` (N
-            snapshots before that one) or ``@N`` (the N-th that is kept, counted from 1, oldest
-            first), or the beginning of only one id. A job's name goes before the beginning of an
-            id.
+        records: All snapshots in commit order.
+        text: A full id; or a job's name or ``latest`` (its newest snapshot), optionally followed by
+            ``~N`` (N snapshots before that one) or ``@N`` (the N-th snapshot, counted from 1,
+            oldest first); or an unambiguous beginning of an id. A job's name takes precedence over
+            the beginning of an id.
 
     Raises:
-        NotFound: There is none.
+        NotFound: There is no such snapshot.
         UsageError: ``text`` is empty, or several ids begin so.
     """
     if not text:
@@ -43,12 +44,12 @@ def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:
     for record in records:
         if record.snapshot == text:
             return record
-    # A job's name may itself hold ~ or @: the whole text first.
+    # A job's name may contain ~ or @, so the whole text is tried first.
     whole = [record for record in records if record.job == text]
     if whole:
         return whole[-1]
     parts = _PART.fullmatch(text)
-    assert parts is not None  # one character is enough
+    assert parts is not None  # the pattern matches any non-empty text
     name = parts["name"]
     if name == LATEST:
         return _counted(records, parts, text)
@@ -84,7 +85,7 @@ def _counted(records: Sequence[SnapshotRecord], parts: re.Match[str], text: str)
 
 
 def shortest(records: Sequence[SnapshotRecord], least: int = 8) -> int:
-    """How many digits of an id tell all ``records`` apart, ``least`` at least."""
+    """Return how many digits distinguish the ids of all ``records``, at least ``least``."""
     for digits in range(least, 32):
         if len({record.snapshot[:digits] for record in records}) == len(records):
             return digits

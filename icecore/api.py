@@ -1,5 +1,6 @@
-"""The public calls that act on running jobs: run, dump, restore; rule: they do what the command
-line does, for they are what it calls.
+"""The public functions that act on running jobs: run, dump, restore, check_restore.
+
+The command line calls the same functions.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", DumpOptions, RestoreOptions)
-#: A namespace as it was asked for; "": it was not.
+#: A requested namespace; "" if none was requested.
 Word = Literal["", "host", "private"]
 
 
 def with_settings(options: Options, settings: DataclassInstance) -> Options:
-    """``options`` with every setting of the same name."""
+    """Return ``options`` with the values of all settings that have the same name."""
     known = {about.name for about in fields(options)}
     values: dict[str, Any] = {
         about.name: getattr(settings, about.name) for about in fields(settings)
@@ -56,25 +57,25 @@ def with_settings(options: Options, settings: DataclassInstance) -> Options:
 
 
 def dump_options(config: Config) -> DumpOptions:
-    """The options of a dump as the configuration has them."""
+    """Return the configured options of a dump."""
     return with_settings(DumpOptions(), config.dump)
 
 
 def restore_options(config: Config) -> RestoreOptions:
-    """The options of a restore as the configuration has them."""
+    """Return the configured options of a restore."""
     return with_settings(RestoreOptions(), config.restore)
 
 
 def registry(config: Config) -> Registry:
-    """The jobs of this node."""
+    """Return the registry of this node's jobs."""
     return Registry(state_directory(config.state))
 
 
 def criu_of(config: Config) -> Criu:
-    """The CRIU that the configuration means.
+    """Return the configured CRIU.
 
     Raises:
-        MissingTool: There is none.
+        MissingTool: There is no such CRIU.
     """
     return find_criu(config.criu or None)
 
@@ -92,35 +93,32 @@ def run(
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
-    """Start a command as a job: one that can be snapshotted, and restored anywhere and several
-    times.
+    """Start a command as a job, which can be snapshotted, and restored anywhere and several times.
 
-    It survives this process, has no terminal and no standard input, and writes to log files of its
-    own (`Job.logs`).
+    The job outlives this process, has no terminal and no standard input, and writes to its own log
+    files (`Job.logs`).
 
     Args:
         command: Program and arguments.
-        name: The job's name. Empty: the program's, with a number where that is taken.
-        isolation: Its namespaces; default: what the configuration says.
-        cwd: Its directory; empty: this process's.
-        environment: Its environment; default: this process's without what opens a repository
+        name: The job's name. Empty: the program's name, with a number if that is taken.
+        isolation: The job's namespaces. Default: the configured ones.
+        cwd: The working directory. Empty: this process's.
+        environment: The environment. Default: this process's, without credentials
             (`icecore.config.CREDENTIALS`).
-        gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless
-            ``isolation`` says otherwise), and NCCL is told what makes its jobs snapshotable
-            (docs/gpu.md).
-        resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md);
-            None: what the configuration says.
-        keep_resident: With ``gpu``: where it breaks off after a snapshot, its device memory stays
-            on its GPUs, for a restore with `RestoreOptions.from_resident`, until the instance is
-            removed. Default: what the configuration says.
-        config: Instead of the one that is found (`icecore.config.load`).
+        gpu: The job uses NVIDIA GPUs. It gets what CUDA requires in a private pid namespace (unless
+            ``isolation`` differs), and variables that make NCCL jobs snapshotable.
+        resident: With ``gpu``: keep device memory in place in windows. Default: configured.
+        keep_resident: With ``gpu``: if the job crashes after a snapshot, its device memory stays on
+            its GPUs, for a restore with `RestoreOptions.from_resident`, until the instance is
+            removed. Default: configured.
+        config: Default: `icecore.config.load`.
         emit: Gets the events.
 
     Raises:
-        UsageError: A bad or taken name, a program that cannot be executed, or ``keep_resident`` of
-            memory that is not resident.
+        UsageError: The name is invalid or taken, the program is not executable, or
+            ``keep_resident`` is set without ``resident``.
         NotFound: There is no such program or directory.
-        MissingTool: What ``keep_resident`` needs was not built.
+        MissingTool: The preload that ``keep_resident`` requires was not built.
     """
     config = config or load()
     environment = _environment(emit) if environment is None else environment
@@ -159,7 +157,7 @@ def run(
 
 
 def _environment(emit: Sink) -> dict[str, str]:
-    """Return what a job gets of this process's environment."""
+    """Return the part of this process's environment that a job inherits."""
     environment, held = job_environment(os.environ)
     if held:
         emit(Event("run.withheld", {"names": list(held)}))
@@ -188,8 +186,8 @@ def start_gpu(
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
 
     Args:
-        must_keep: ``keep_resident`` was asked for, and is not only what the configuration says:
-            where it cannot be, nothing is started.
+        must_keep: The caller requested ``keep_resident``: if it is not available, the call fails.
+            Without this, a configured ``keep_resident`` is dropped.
     """
     if must_keep and not resident:
         raise UsageError(
@@ -211,7 +209,7 @@ def start_gpu(
     notes = [
         *how.notes,
         *missing,
-        *([] if driver else ["there is no NVIDIA driver here: the command will find no GPU"]),
+        *([] if driver else ["this machine has no NVIDIA driver: the command will find no GPU"]),
     ]
     job = jobs.start(
         command,
@@ -250,31 +248,31 @@ def dump(
     config: Config | None = None,
     emit: Sink = discard,
 ) -> DumpResult:
-    """Take a snapshot of a running job or of any process tree. It goes on running, unless
-    ``options.stop`` says otherwise.
+    """Take a snapshot of a running job or of any process tree. The job continues, unless
+    ``options.stop`` is set.
 
-    A snapshot holds everything that the job had in memory: its keys, tokens and random state too.
+    A snapshot contains everything that the job had in memory, including keys, tokens and random
+    state.
 
     Args:
-        target: Name of a job of this node, or the pid of the root of a tree (of a process of a job:
-            the whole job).
-        repository: Where to, open or its location. Empty: the configuration's.
-        options: Default: what the configuration says.
-        config: Instead of the one that is found (`icecore.config.load`).
+        target: The name of a job of this node, or the pid of a tree's root. A pid of any of a job's
+            processes means the whole job.
+        repository: The repository, open or as a location. Empty: the configured one.
+        options: Default: the configured options.
+        config: Default: `icecore.config.load`.
         emit: Gets the events (docs/events.md), from several threads.
 
     Returns:
-        The snapshot's id, its sizes in bytes, and the seconds that the job stood still.
+        The snapshot's id, its sizes in bytes, and the length of the window in seconds.
 
     Raises:
         NotFound: There is no such job, process or repository.
-        UsageError: ``options.job`` is no name for a job.
-        PreflightRefused: Something would lose or hang the job; nothing was stopped.
-        WindowExceeded: The job would have stood still for longer than ``options.max_window``
-            seconds; it runs.
+        UsageError: ``options.job`` is not a valid name.
+        PreflightRefused: The dump could lose or hang the job; nothing was stopped.
+        WindowExceeded: The window would have exceeded ``options.max_window`` seconds; the job runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: The storage failed; the job runs.
-        HookFailed: The snapshot is committed, but the command after it failed.
+        HookFailed: The snapshot is committed, but the hook after it failed.
     """
     config = config or load()
     options = options or dump_options(config)
@@ -314,33 +312,33 @@ def restore(
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Restored:
-    """Bring a snapshot's process tree back, once or several times, beside the original or on
-    another machine.
+    """Restore a snapshot's process tree, once or several times, beside the original or on another
+    machine.
 
     The restored job has the secrets and the random state of the snapshot: two instances of it draw
     the same random numbers.
 
     Args:
-        snapshot: An id or its beginning, ``JOB``, ``JOB~1``, ``JOB@1`` or ``latest``.
-        repository: Where it is, open or its location. Empty: the configuration's. An open one must
-            stay open until `Restored.wait_resident` returns.
-        options: Default: what the configuration says. With ``mode`` lazy the tree dies with this
-            process until all its memory is there.
-        config: Instead of the one that is found (`icecore.config.load`).
+        snapshot: An id or the beginning of one, ``JOB``, ``JOB~1``, ``JOB@1`` or ``latest``.
+        repository: The repository, open or as a location. Empty: the configured one. An open one
+            must stay open until `Restored.wait_resident` returns.
+        options: Default: the configured options. With ``mode`` lazy, the tree dies with this
+            process until all its memory is loaded.
+        config: Default: `icecore.config.load`.
         emit: Gets the events (docs/events.md), from several threads.
 
     Returns:
-        Once the tree runs: its root's pid, and the job that it is now.
+        The pid of the tree's root and the restored job, as soon as the tree runs.
 
     Raises:
         NotFound: There is no such snapshot or repository.
-        UsageError: ``options.instance`` is no name for a job, or one that a living job has, or the
-            snapshot is of no job.
-        RestoreRefused: This machine does not meet what the snapshot requires; nothing was started.
-        RestoreFailed: It broke off; nothing of the tree runs.
-        Damaged: An object is not what was written; nothing of the tree runs.
-        StoreError: The storage failed; nothing of the tree runs.
-        HookFailed: The command of ``restore.after`` failed; the tree runs, with all its memory.
+        UsageError: ``options.instance`` is invalid or the name of a running job, or the snapshot
+            belongs to no job.
+        RestoreRefused: This machine does not meet the snapshot's requirements; nothing was started.
+        RestoreFailed: The restore failed; no process of the tree runs.
+        Damaged: An object is damaged; no process of the tree runs.
+        StoreError: The storage failed; no process of the tree runs.
+        HookFailed: The hook ``restore.after`` failed; the tree runs with all its memory.
     """
     config = config or load()
     options = options or restore_options(config)
@@ -356,14 +354,14 @@ def restore(
             emit=emit,
         )
         if restored.seconds_to_resident is None:
-            # What is still to come needs the repository; whoever opened it closes it.
+            # Loading the remaining memory needs the repository, so the thread closes it.
             Thread(
                 target=_close_when_resident, args=(restored, stack.pop_all()), daemon=True
             ).start()
         variables = {
             "ICECORE_JOB": restored.job.name
             if restored.job
-            else harmless(record.job),  # whoever wrote the repository chose it
+            else harmless(record.job),  # the repository's writer chose the name
             "ICECORE_SNAPSHOT": record.snapshot,
             "ICECORE_PID": str(restored.pid),
         }
@@ -372,16 +370,17 @@ def restore(
                 config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit
             )
         except HookFailed:
-            restored.wait_resident()  # the caller gets nothing to wait for, may end, and the tree would die with it
+            # The caller gets no result to wait for; if it exits early, the tree dies with it.
+            restored.wait_resident()
             raise
         return restored
 
 
 def _whole(record: SnapshotRecord) -> SnapshotRecord:
-    """The record of a snapshot that has lost nothing.
+    """Return the record of an intact snapshot.
 
     Raises:
-        Damaged: It is in quarantine.
+        Damaged: The snapshot is in quarantine.
     """
     if record.quarantined:
         raise lost(record)
@@ -389,7 +388,7 @@ def _whole(record: SnapshotRecord) -> SnapshotRecord:
 
 
 def _close_when_resident(restored: Restored, stack: ExitStack) -> None:
-    with stack, suppress(Exception):  # whoever waits for the memory is told
+    with stack, suppress(Exception):  # wait_resident raises in its caller, too
         restored.wait_resident()
 
 
@@ -400,12 +399,12 @@ def check_restore(
     *,
     config: Config | None = None,
 ) -> Requirements:
-    """What stands in the way of a restore on this machine, and what would be done to open files;
-    nothing is started.
+    """Compare a snapshot's requirements with this machine, and list what a restore would do to
+    files. Starts nothing.
 
     Args:
-        snapshot, options, config: As in `restore`.
-        repository: Where it is, open.
+        snapshot, options, config: As for `restore`.
+        repository: The open repository.
 
     Raises:
         NotFound: There is no such snapshot.
@@ -419,7 +418,7 @@ def check_restore(
 
 
 def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:
-    """The job that is meant, if it is one, and the pid of the tree's root.
+    """Return the job that the target names, if any, and the pid of the tree's root.
 
     Raises:
         NotFound: There is no such job or process, or the job has ended.
@@ -437,8 +436,8 @@ def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:
         return None, int(text)
     if not job.alive:
         raise NotFound(
-            f"job {job.name} does not run: {job.status() or job.state}",
-            cure="'icecore ps' lists the jobs that do",
+            f"job {job.name} is not running: {job.status() or job.state}",
+            cure="'icecore ps' lists the running jobs",
         )
     return job, job.pid
 

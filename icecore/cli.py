@@ -1,5 +1,5 @@
-"""The command line: parses, loads the configuration, runs one command, and turns errors into exit
-codes (docs/cli.md).
+"""The command line: parses arguments, loads the configuration, runs one command, and maps errors to
+exit codes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from icecore import config
 from icecore.commands import (
+    completion,
     exchange,
     jobs,
     keys,
@@ -28,39 +29,61 @@ from icecore.commands import (
     supervise,
     trust,
 )
-from icecore.commands.context import Commands, Context, Interrupted, Parser, load_numpy
+from icecore.commands.context import (
+    CommandParser,
+    Commands,
+    Context,
+    Interrupted,
+    TopParser,
+    load_numpy,
+)
 from icecore.errors import IcecoreError, StoreFull, UsageError
 from icecore.host.workdir import sweep
 from icecore.output import Output
 
-GROUPS = (jobs, supervise, snapshots, repositories, trust, keys, regions, exchange, node)
-#: Commands that see or change what runs on this node: they put right first what a killed restore
-#: left among jobs' files.
+#: The groups of commands in the order of the help text.
+GROUPS = (
+    ("jobs", (jobs, supervise)),
+    ("snapshots", (snapshots,)),
+    ("repositories", (repositories, trust)),
+    ("replicas and exchange", (regions, exchange)),
+    ("node and keys", (keys, node, completion)),
+)
+#: Commands that see or change what runs on this node. They first recover the files that a killed
+#: restore left changed.
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def build_parser() -> Parser:
-    """The parser with all commands."""
-    parser = Parser(
+def build_parser() -> TopParser:
+    """Return the parser of all commands."""
+    parser = TopParser(
         prog="icecore",
+        usage="icecore [options] COMMAND ...",
         description="Transparent, incremental snapshots of running process trees.",
-        epilog="Snapshots hold everything that a job had in memory, secrets too: guard the repository like the job itself.",
+        epilog="'icecore COMMAND --help' explains a command and shows examples.\n\n"
+        "A snapshot contains everything that the job had in memory, including secrets: "
+        "protect the repository like the job itself.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and end")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     _common(parser, first=True)
     parsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", parser_class=Parser
+        dest="command",
+        metavar="COMMAND",
+        title="commands",
+        prog="icecore",
+        parser_class=CommandParser,
     )
     commands = Commands(parsers, _common)
-    for group in GROUPS:
-        group.add(commands)
+    for title, modules in GROUPS:
+        for module in modules:
+            module.add(commands.of_group(title))
     return parser
 
 
 def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
-    """The options of every command; they may stand before it or after it."""
+    """Add the options of every command, which may precede or follow the command."""
 
     def default(value: object) -> object:
         return value if first else argparse.SUPPRESS
@@ -71,25 +94,33 @@ def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
         "--repository",
         metavar="PLACE",
         default=default(""),
-        help="the repository (or ICECORE_REPOSITORY)",
+        help="the repository: a directory, or s3://BUCKET/PREFIX (default: ICECORE_REPOSITORY, "
+        "or the configured one)",
     )
     group.add_argument(
-        "--config", metavar="FILE", default=default(""), help="a further configuration file"
+        "--config",
+        metavar="FILE",
+        default=default(""),
+        help="read this configuration file after the standard ones (default: ICECORE_CONFIG)",
     )
     group.add_argument(
         "--json",
         action="store_true",
         default=default(False),
-        help="print JSON objects, one a line (docs/events.md)",
+        help="print one JSON object per line instead of text",
     )
     group.add_argument(
-        "-q", "--quiet", action="store_true", default=default(False), help="show no progress"
+        "-q",
+        "--quiet",
+        action="store_true",
+        default=default(False),
+        help="print no progress and no remarks",
     )
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The words before the first ``--`` and those after it, which are a job's command and not ours
-    to parse.
+    """Split the arguments at the first ``--``: icecore's own, and the job's command, which is not
+    parsed. The latter is None without a ``--``.
     """
     if "--" not in words:
         return list(words), None
@@ -98,7 +129,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     own, rest = split_command(sys.argv[1:] if words is None else words)
     _prepare_streams()
     output = Output(as_json="--json" in own, quiet=True)
@@ -116,20 +147,18 @@ def main(words: Sequence[str] | None = None) -> int:
     except Interrupted as interrupted:
         return 128 + interrupted.number
     except BrokenPipeError:
-        # Whoever read the output has seen enough; nothing may be flushed into the pipe at exit.
+        # The reader closed the pipe: flushing it at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError:
         output.error(
-            IcecoreError(
-                "this machine has too little memory for that", cure="lower --staging or --budget"
-            )
+            IcecoreError("this machine has too little memory", cure="lower --staging or --budget")
         )
         return 1
     except OSError as error:
         output.error(_of_system(error))
         return 1
-    except Exception as error:  # noqa: BLE001 - a mistake of ours: told in full, and to whoever reads JSON as well
+    except Exception as error:  # noqa: BLE001 - a bug: report it in full, to readers of JSON too
         output.trace(traceback.format_exc())
         output.error(
             IcecoreError(
@@ -145,10 +174,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Make the standard streams usable, whatever was closed and whatever the locale says.
+    """Make the standard streams usable, even if they are closed and whatever the locale is.
 
-    A closed one is /dev/null: else the next file that is opened got its number, and would be
-    written to by who means the stream. What an encoding cannot say is escaped, and is no error.
+    A closed stream becomes /dev/null: otherwise the next open file gets its number, and output for
+    the stream goes into that file. Characters that the encoding lacks are escaped.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
@@ -156,18 +185,18 @@ def _prepare_streams() -> None:
             try:
                 os.fstat(number)
             except OSError:
-                os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
-            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115 - for as long as the process lives
+                os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115 - stays open until exit
             setattr(sys, name, stream)
         if number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _require_utf8() -> None:
-    """Refuse an encoding of names in which bytes and texts are not what they are elsewhere.
+    """Require UTF-8 as the encoding of file names.
 
     Raises:
-        UsageError: It is not UTF-8.
+        UsageError: The locale uses another encoding.
     """
     found = sys.getfilesystemencoding()
     if codecs.lookup(found).name != "utf-8":
@@ -187,13 +216,14 @@ def _run(words: list[str], rest: list[str] | None) -> int:
         return 0
     if arguments.command is None:
         parser.print_help(sys.stderr)
-        raise UsageError("no command is given", cure="'icecore COMMAND --help' explains one")
+        raise UsageError("no command is given", cure="'icecore COMMAND --help' explains a command")
     if rest is not None and arguments.command != "run":
         raise UsageError(
-            f"'--' and what follows it belong to 'run', not to '{arguments.command}'",
+            f"'--' and the words after it belong to 'run', not to '{arguments.command}'",
             cure="leave them out",
         )
     arguments.job_command = rest or []
+    arguments.parser = parser
     settings = config.load(arguments.config)
     if arguments.numpy:
         load_numpy()
@@ -210,7 +240,7 @@ def _run(words: list[str], rest: list[str] | None) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # Once is enough: a second signal must not break the undoing.
+    # A second signal must not interrupt the rollback.
     for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise Interrupted(number)
@@ -220,7 +250,7 @@ def _of_system(error: OSError) -> IcecoreError:
     import errno
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull(f"no space left: {error}", cure="make room, or name another --workdir")
+        return StoreFull(f"no space left: {error}", cure="free space, or use another --workdir")
     cure = "run as root" if error.errno in (errno.EPERM, errno.EACCES) and os.geteuid() else ""
     return IcecoreError(
         f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", cure=cure

@@ -1,5 +1,6 @@
-"""Configuration: TOML files in layers, then the environment; rule: a wrong value is refused with
-its file, its key and what would be right.
+"""Configuration from layered TOML files and the environment.
+
+Every wrong value is an error that names the file, the key and what is expected.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from icecore.text import harmless
 
 T = TypeVar("T")
 
-#: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, and
-#: ICECORE_<KEY> for keys of no section.
+#: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, or ICECORE_<KEY>
+#: for top-level keys.
 PREFIX = "ICECORE_"
-#: Variables that hold a secret: never passed on to jobs and hooks.
+#: Variables that hold a secret. Jobs and hooks never inherit them.
 SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
-#: Variables that open a repository: what boto3 takes credentials from, and where a passphrase comes
-#: from. No job gets them unless it is asked for by name.
+#: Variables that give access to a repository: sources of boto3's credentials and of passphrases.
+#: A job inherits one of them only if the user names it.
 CREDENTIALS = (
     *SECRET,
     *(
@@ -50,7 +51,7 @@ CREDENTIALS = (
     "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
     "BOTO_CONFIG",
 )
-_WHY_OWN = "its settings are commands that would be run as you"
+_WHY_OWN = "its settings include commands that run as you"
 _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
 }
@@ -70,7 +71,7 @@ _TIMES = {
 }
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+", re.IGNORECASE)
-#: More than any machine has cores for; some tens of thousands cannot be started.
+#: More than the cores of any machine; starting tens of thousands of threads fails.
 _MOST_THREADS = 1024
 _WORDS = {
     "1": True,
@@ -86,14 +87,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """What a value may be.
+    """The type of a setting.
 
     Attributes:
-        expects: In words, for messages.
-        read: The value from a TOML value; raises ValueError or TypeError.
-        parse: The value from text (environment, command line); raises ValueError.
-        short: What stands for a value in usage lines.
-        words: All values there are, if they are few words.
+        expects: A description of valid values, for messages.
+        read: Converts a TOML value; raises ValueError or TypeError.
+        parse: Converts text from the environment or the command line; raises ValueError.
+        short: The placeholder for a value in usage lines.
+        words: All valid values, if the type is an enumeration.
     """
 
     expects: str
@@ -103,7 +104,7 @@ class Kind(Generic[T]):
     words: tuple[str, ...] = ()
 
     def __call__(self, text: str) -> T:
-        """``parse``, with an error that argparse understands."""
+        """Parse the text; raise the error that argparse reports."""
         try:
             return self.parse(text)
         except ValueError:
@@ -118,20 +119,20 @@ def _quantity(text: str, units: Mapping[str, float]) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``2 GiB``, ``500MB``, ``4096``; binary units have an i.
+    """Return the bytes of a size such as ``2 GiB``, ``500MB`` or ``4096``; binary units have an i.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: The text is not a size.
     """
     return int(_quantity(text, _SIZES))
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in ``30``, ``250ms``, ``5min``, ``36h``, ``2w 3d``, ``1y6mo`` (a month has 30 days, a
-    year 365).
+    """Return the seconds of a duration such as ``30``, ``250ms``, ``5min``, ``36h``, ``2w 3d`` or
+    ``1y6mo`` (a month has 30 days, a year 365).
 
     Raises:
-        ValueError: It is no duration.
+        ValueError: The text is not a duration.
     """
     if not _NUMBERS.fullmatch(text):
         raise ValueError(text)
@@ -197,7 +198,7 @@ SECONDS: Kind[float] = Kind(
     "a duration such as '30 s' or a number of seconds",
     _number(parse_seconds, float, int, float),
     parse_seconds,
-    "TIME",
+    "DURATION",
 )
 COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
 THREADS: Kind[int] = Kind(
@@ -206,10 +207,15 @@ THREADS: Kind[int] = Kind(
 TEXT: Kind[str] = Kind(
     "a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain
 )
+DIRECTORY: Kind[str] = replace(TEXT, short="DIR")
+FILE: Kind[str] = replace(TEXT, short="FILE")
+COMMAND: Kind[str] = replace(TEXT, short="COMMAND")
+PLACE: Kind[str] = replace(TEXT, short="PLACE")
 LABEL: Kind[str] = Kind(
     "a label: a text that is not empty, without control characters",
     lambda value: _label(value) if isinstance(value, str) else _refuse(value),
     _label,
+    "LABEL",
 )
 KEEP: Kind[int] = Kind(
     "a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N"
@@ -224,13 +230,13 @@ SWITCH: Kind[bool] = Kind(
 )
 
 
-TEXTS: Kind[tuple[str, ...]] = Kind(
-    "a list of texts", _texts, lambda text: tuple(text.split()), "TEXT …"
+PLACES: Kind[tuple[str, ...]] = Kind(
+    "a list of texts", _texts, lambda text: tuple(text.split()), "PLACE …"
 )
 
 
 def choice(*words: str) -> Kind[Any]:
-    """One of ``words``."""
+    """Return the type whose values are ``words``."""
 
     def parse(text: Any) -> str:
         return text if isinstance(text, str) and text in words else _refuse(text)
@@ -245,9 +251,7 @@ def _setting(default: T, kind: Kind[T]) -> T:
 
 @dataclass(frozen=True)
 class DumpSettings:
-    """[dump]: defaults of ``icecore dump``; the meaning of each is in
-    `icecore.dumper.options.DumpOptions`.
-    """
+    """[dump]: defaults of ``icecore dump``, explained in `icecore.dumper.options.DumpOptions`."""
 
     max_window: float = _setting(30.0, SECONDS)
     pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
@@ -261,23 +265,23 @@ class DumpSettings:
     ghost_limit: int = _setting(1 << 30, SIZE)
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     link_rate: int = _setting(0, SIZE)
-    workdir: str = _setting("/dev/shm", TEXT)
+    workdir: str = _setting("/dev/shm", DIRECTORY)
     gpu_lock: float = _setting(10.0, SECONDS)
     gpu_shared: bool = _setting(False, SWITCH)
     populate: bool = _setting(True, SWITCH)
-    criu_plugins: str = _setting("", TEXT)
-    before: str = _setting("", TEXT)
-    after: str = _setting("", TEXT)
+    criu_plugins: str = _setting("", DIRECTORY)
+    before: str = _setting("", COMMAND)
+    after: str = _setting("", COMMAND)
     hook_seconds: float = _setting(300.0, SECONDS)
 
 
 @dataclass(frozen=True)
 class RestoreSettings:
-    """[restore]: defaults of ``icecore restore``; the meaning of each is in
+    """[restore]: defaults of ``icecore restore``, explained in
     `icecore.restorer.options.RestoreOptions`.
 
-    ``after`` is a shell command that is run once the restored job runs, ``hook_seconds`` the time
-    that it may take.
+    ``after`` is a shell command that runs once the restored job runs; ``hook_seconds`` limits its
+    run time.
     """
 
     mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
@@ -289,19 +293,19 @@ class RestoreSettings:
     budget_bytes: int = _setting(0, SIZE)
     threads: int = _setting(0, THREADS)
     placers: int = _setting(0, THREADS)
-    workdir: str = _setting("", TEXT)
+    workdir: str = _setting("", DIRECTORY)
     criu_seconds: float = _setting(120.0, SECONDS)
-    criu_plugins: str = _setting("", TEXT)
+    criu_plugins: str = _setting("", DIRECTORY)
     stall_seconds: float = _setting(60.0, SECONDS)
     attempts: int = _setting(4, COUNT)
-    after: str = _setting("", TEXT)
+    after: str = _setting("", COMMAND)
     hook_seconds: float = _setting(300.0, SECONDS)
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """[run]: defaults of ``icecore run``: which namespaces of the host a job shares, and which are
-    its own; whether a GPU job's memory is to stay in place, and to outlive a crash.
+    """[run]: defaults of ``icecore run``: which namespaces a job shares with the host, whether a
+    GPU job's device memory is resident, and whether it outlives a crash.
     """
 
     pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
@@ -331,8 +335,8 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class ForgetSettings:
-    """[forget]: what ``icecore forget`` keeps of each job when it is given no ``--keep-…``; 0: that
-    rule keeps nothing, -1 ("all"): no bound.
+    """[forget]: the retention policy of ``icecore forget`` for each job, unless ``--keep-…`` options
+    override it. 0 disables a rule; -1 ("all") removes its bound.
     """
 
     keep_last: int = _setting(0, KEEP)
@@ -346,8 +350,9 @@ class ForgetSettings:
 
 @dataclass(frozen=True)
 class GcSettings:
-    """[gc]: how ``icecore gc`` collects. ``fence_seconds``: silence after which a session is taken
-    for dead; its work is then void.
+    """[gc]: settings of ``icecore gc``.
+
+    ``fence_seconds`` is the silence after which a session counts as dead; its work is then void.
     """
 
     fence_seconds: float = _setting(1800.0, SECONDS)
@@ -355,15 +360,15 @@ class GcSettings:
 
 @dataclass(frozen=True)
 class S3Settings:
-    """[s3]: how repositories in buckets are reached; what is empty, boto3 finds (environment,
-    ~/.aws, the machine's role).
+    """[s3]: access to buckets. boto3 resolves empty settings from the environment, ~/.aws and the
+    machine's role.
 
     Attributes:
-        endpoint, region, profile, addressing: As in `icecore.store.backend.s3.S3Place`.
-        requests: At once.
-        budget_bytes: Of requests at once.
-        patience: Seconds without an answer after which a request has failed.
-        attempts: How often a request is sent before its failure counts.
+        endpoint, region, profile, addressing: See `icecore.store.backend.s3.S3Place`.
+        requests: Maximum number of concurrent requests.
+        budget_bytes: Maximum bytes of concurrent requests.
+        patience: Seconds without a response after which a request fails.
+        attempts: How often a request is sent before its failure is final.
     """
 
     endpoint: str = _setting("", TEXT)
@@ -380,11 +385,11 @@ class S3Settings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """[cache]: what was read from a bucket is kept in ``directory`` on local disk, at most
-    ``bytes`` of it. No directory: nothing is kept.
+    """[cache]: a local cache of what was read from buckets, in ``directory``, of at most ``bytes``
+    bytes. Without a directory there is no cache.
     """
 
-    directory: str = _setting("", TEXT)
+    directory: str = _setting("", DIRECTORY)
     bytes: int = _setting(20 << 30, SIZE)
 
 
@@ -393,25 +398,25 @@ class Config:
     """All settings.
 
     Attributes:
-        repository: Where snapshots are kept when ``--repository`` does not say; empty: it has to.
-        criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in
+        repository: The default repository; if empty, commands require ``--repository``.
+        criu: The CRIU program; if empty, the one that tools/install-criu installed, else the one in
             PATH.
-        replicas: Locations of the repository's replicas, the nearest first.
+        replicas: Locations of the repository's replicas, nearest first.
         passphrase_file: A file that holds the passphrase of an encrypted repository.
-        passphrase_command: A shell command that prints it.
-        plain_places: Places whose repositories are meant to be plain although a passphrase is
+        passphrase_command: A shell command that prints the passphrase.
+        plain_places: Places whose repositories are plain on purpose, although a passphrase is
             configured.
-        state: Directory of the jobs of this node and of what is remembered of repositories; empty:
-            /var/lib/icecore, or below ~/.local/state for others than root.
+        state: Directory for the jobs of this node and for the records of known repositories; if
+            empty, /var/lib/icecore, or a directory below ~/.local/state for users other than root.
     """
 
-    repository: str = _setting("", TEXT)
-    replicas: tuple[str, ...] = _setting((), TEXTS)
-    passphrase_file: str = _setting("", TEXT)
-    passphrase_command: str = _setting("", TEXT)
-    plain_places: tuple[str, ...] = _setting((), TEXTS)
-    criu: str = _setting("", TEXT)
-    state: str = _setting("", TEXT)
+    repository: str = _setting("", PLACE)
+    replicas: tuple[str, ...] = _setting((), PLACES)
+    passphrase_file: str = _setting("", FILE)
+    passphrase_command: str = _setting("", COMMAND)
+    plain_places: tuple[str, ...] = _setting((), PLACES)
+    criu: str = _setting("", FILE)
+    state: str = _setting("", DIRECTORY)
     dump: DumpSettings = DumpSettings()
     restore: RestoreSettings = RestoreSettings()
     run: RunSettings = RunSettings()
@@ -428,8 +433,10 @@ def _kind(about: Field[Any]) -> Kind[Any] | None:
 
 
 def every_setting(config: Config | None = None) -> Iterator[tuple[str, str, Kind[Any], Any]]:
-    """Section ("" for none), key, kind and value of every setting; of the built-in defaults if no
-    ``config`` is given.
+    """Yield section ("" for top-level keys), key, type and value of every setting.
+
+    Args:
+        config: Default: the built-in defaults.
     """
     config = config or Config()
     for about in fields(config):
@@ -445,7 +452,7 @@ def every_setting(config: Config | None = None) -> Iterator[tuple[str, str, Kind
 
 
 def variable(section: str, key: str) -> str:
-    """The environment variable that overrides a key."""
+    """Return the environment variable that overrides a key."""
     return PREFIX + (f"{section}_{key}" if section else key).upper()
 
 
@@ -456,13 +463,13 @@ def _changed(config: Config, section: str, key: str, value: Any) -> Config:
 
 
 def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
-    """``config`` with the values of one TOML document.
+    """Return ``config`` with the values of one TOML document.
 
     Args:
         where: The file, for messages.
 
     Raises:
-        UsageError: An unknown section or key, or a value that is not what it should be.
+        UsageError: A section or key is unknown, or a value is invalid.
     """
     known = {(section, key): kind for section, key, kind, _ in every_setting()}
     sections = {section for section, _ in known if section}
@@ -498,11 +505,10 @@ def _suggest(name: str, known: Mapping[tuple[str, str], Kind[Any]]) -> str:
 
 
 def override(config: Config, environment: Mapping[str, str]) -> Config:
-    """``config`` with the values of the environment.
+    """Return ``config`` with the values of the environment.
 
     Raises:
-        UsageError: A variable of a known section names no key, or its value is not what it should
-            be.
+        UsageError: A variable of a known section names an unknown key, or a value is invalid.
     """
     known = {
         variable(section, key): (section, key, kind) for section, key, kind, _ in every_setting()
@@ -532,37 +538,35 @@ def _of(name: str, known: Mapping[str, object]) -> list[str]:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` as others may see it."""
+    """Return the environment without secrets."""
     return {name: value for name, value in environment.items() if name not in SECRET}
 
 
 def job_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Split an environment.
-
-    Returns:
-        What a job gets of it, and the names of the credentials that it does not get.
+    """Return the part of the environment that a job inherits, and the names of the credentials that
+    it does not inherit.
     """
     held = [name for name in CREDENTIALS if name in environment]
     return {name: value for name, value in environment.items() if name not in held}, held
 
 
 def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:
-    """Where configuration is looked for, weakest first: the machine's, the user's, the working
-    directory's.
+    """Return the standard configuration files, lowest priority first: the machine's, the user's, the
+    working directory's.
     """
     own = environment.get("XDG_CONFIG_HOME") or str(Path(environment.get("HOME", "/")) / ".config")
     return [Path("/etc/icecore.toml"), Path(own) / "icecore.toml", directory / "icecore.toml"]
 
 
 def read_file(path: Path) -> dict[str, Any] | None:
-    """Return the document in a file, None if there is none.
+    """Return the document in a file, or None if the file does not exist.
 
     Raises:
-        UsageError: It cannot be read, is not TOML, or others can change it: settings hold commands
-            that are run.
+        UsageError: The file cannot be read, is not TOML, or can be changed by others: settings
+            include commands that run.
     """
     try:
-        # Somebody else's FIFO must not keep this process waiting before it is seen whose it is.
+        # Opening another user's FIFO must not block before its owner is checked.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             require_unchangeable(path, os.fstat(descriptor), _WHY_OWN)
@@ -588,17 +592,19 @@ def load(
     environment: Mapping[str, str] | None = None,
     files: Sequence[Path] | None = None,
 ) -> Config:
-    """The configuration: defaults, /etc/icecore.toml, ~/.config/icecore.toml, ./icecore.toml,
-    ``path``, the environment; later ones win, key by key.
+    """Load the configuration: defaults, /etc/icecore.toml, ~/.config/icecore.toml, ./icecore.toml,
+    ``path``, the environment. Later sources override earlier ones key by key.
 
     Args:
-        path: A further file, which has to exist. Empty: the one that ICECORE_CONFIG names, if any.
-        environment: Instead of this process's.
-        files: Instead of the three standard ones.
+        path: An additional file, which must exist. If empty: the file that ICECORE_CONFIG names, if
+            any.
+        environment: Default: this process's environment.
+        files: Default: the three standard files.
 
     Raises:
-        NotFound: There is no file ``path``.
-        UsageError: Names the file, the key, the value, and what would be right.
+        NotFound: The file ``path`` does not exist.
+        UsageError: A value is wrong; the message names the file, the key, the value and what is
+            expected.
     """
     environment = os.environ if environment is None else environment
     config = Config()

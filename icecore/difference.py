@@ -1,5 +1,6 @@
-"""What differs between two snapshots, told from their maps alone: no memory is read, so bytes count
-by whole cells (1 MiB).
+"""Differences between two snapshots, computed from their maps alone.
+
+No memory is read, so bytes count by whole cells (1 MiB).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ State = Literal["added", "removed", "changed"]
 
 
 class Reader(Protocol):
-    """What is needed of a snapshot's reader."""
+    """The part of a snapshot's reader that a comparison needs."""
 
     @property
     def manifest(self) -> Manifest:
-        """The snapshot's."""
+        """Return the snapshot's manifest."""
 
     def records(self, space: Space) -> list[Records]:
-        """The CELL records of a space, one array per region."""
+        """Return the CELL records of a space, one array per region."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,15 @@ class RegionChange:
 
     Attributes:
         space: Kind of its space: process, shared, file, image, device.
-        key: Which one: the process's id, the file's path, …
+        key: The key of its space: the process's id, the file's path, …
         kind: Kind of the region: anonymous, heap, stack, …
         name: What the region maps; empty for anonymous memory.
-        start: Where it begins: an address, or 0.
-        length: Its bytes.
+        start: Its start address, or 0.
+        length: Its length in bytes.
         cells: Cells (1 MiB) that differ.
-        changed: Data bytes in those cells, as they are in the newer snapshot (the older, for one
-            that was removed).
-        stored: Bytes in the repository for chunks of those cells that the older snapshot does not
-            use.
+        changed: Data bytes of those cells in the newer snapshot (for a removed region, in the
+            older).
+        stored: Bytes in the repository of those cells' chunks that the older snapshot does not use.
     """
 
     state: State
@@ -63,8 +63,8 @@ class RegionChange:
 
 @dataclass(frozen=True)
 class Total:
-    """Bytes of one kind of space: all data in the newer snapshot, what differs, and what that takes
-    in the repository.
+    """Bytes of one kind of space: all data of the newer snapshot, data that differs, and the size of
+    the latter in the repository.
     """
 
     logical: int
@@ -78,10 +78,10 @@ class Difference:
 
     Attributes:
         older, newer: Their ids.
-        processes: Processes that are new, gone, or run another program, by state.
-        files: Open files that are new, gone, or have another size or mtime.
-        regions: Memory and content that differs.
-        totals: By kind of space.
+        processes: Processes that were added, removed, or run another program.
+        files: Open files that were added, removed, or have another size or mtime.
+        regions: Regions that differ.
+        totals: Bytes by kind of space.
     """
 
     older: str
@@ -93,12 +93,14 @@ class Difference:
 
 
 def compare(older: Reader, newer: Reader) -> Difference:
-    """Compare two snapshots; those of one lineage share addresses, others match only where regions
-    begin at the same ones.
+    """Compare two snapshots.
+
+    Regions match by their origin: snapshots of one lineage share addresses, others match only
+    where regions happen to start at the same address.
 
     Raises:
-        Damaged: A map of one of them is.
-        ObjectMissing: A map is gone.
+        Damaged: A map is damaged.
+        ObjectMissing: A map is missing.
     """
     before = {
         (space.kind, _known_as(space.key, older.manifest)): space for space in older.manifest.spaces
@@ -113,7 +115,7 @@ def compare(older: Reader, newer: Reader) -> Difference:
         nothing = Space(some.kind, some.key, 0, [])
         old, new = before.get(key, nothing), after.get(key, nothing)
         old_records = older.records(old) if old.regions else []
-        # Equal references are equal content: the same map is not read twice.
+        # Equal references mean equal content, so the same map is not read twice.
         same = old.regions == new.regions and old.nodes == new.nodes
         new_records = old_records if same else newer.records(new) if new.regions else []
         pairs.append((old, old_records, new, new_records))
@@ -140,8 +142,9 @@ def compare(older: Reader, newer: Reader) -> Difference:
 
 
 def _known_as(path: str, manifest: Manifest) -> str:
-    """A path by which the same file is found in another snapshot: what is an instance's own has
-    another path in each.
+    """Return a path that names the same file in both snapshots.
+
+    Files in an instance's own directory have a different path in each instance.
     """
     text = manifest.extra.get("run")
     if text is None or not path.startswith("/"):
@@ -216,7 +219,9 @@ def _change(
 
 
 def _equal(records: Records, others: Records) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of ``records`` (ascending by cell) hold what ``others`` hold in the same cell."""
+    """Return which of ``records`` (ascending by cell) equal the record of the same cell in
+    ``others``.
+    """
     if not len(others):
         return np.zeros(len(records), np.bool_)
     at = np.minimum(np.searchsorted(others["cell"], records["cell"]), len(others) - 1)

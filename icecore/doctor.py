@@ -1,5 +1,6 @@
-"""What this machine lacks for dumps and restores; rule: every line that is not good says what cures
-it, and nothing is changed.
+"""Checks of this machine for dumps and restores.
+
+Nothing is changed, and every finding that is not good names its cure.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, what was found, and what cures it."""
+    """One finding: what was examined, its state, what was found, and the cure."""
 
     name: str
     state: State
@@ -51,8 +52,9 @@ class Finding:
 
 
 def examine(config: Config, location: str) -> Iterator[Finding]:
-    """Look at this machine and at the repository at ``location``; findings one by one, as some take
-    a second.
+    """Examine this machine and the repository at ``location``.
+
+    Yields findings one by one, because some checks take a second.
     """
     yield from _platform()
     yield from _privileges()
@@ -85,7 +87,7 @@ def _platform() -> Iterator[Finding]:
         yield Finding(
             "kernel",
             "warning",
-            f"{release} has no PAGEMAP_SCAN (6.7): pages are found more slowly",
+            f"{release} has no PAGEMAP_SCAN (6.7): finding pages is slower",
             "use a newer kernel",
         )
     else:
@@ -112,10 +114,10 @@ def _privileges() -> Iterator[Finding]:
         yield Finding("capabilities", "good", "CAP_SYS_ADMIN, CAP_SYS_PTRACE")
     if "CAP_SYS_RESOURCE" in limits.capabilities():
         yield Finding(
-            "OOM killer", "good", "it spares CRIU and its guards: they get oom_score_adj -1000"
+            "OOM killer", "good", "spares CRIU and its guards, which run with oom_score_adj -1000"
         )
     else:
-        message = "CAP_SYS_RESOURCE missing: the OOM killer may choose CRIU during a dump, which can lose the job"
+        message = "CAP_SYS_RESOURCE missing: the OOM killer may kill CRIU during a dump, which can lose the job"
         yield Finding("OOM killer", "warning", message, oom.CURE)
     try:
         os.close(create())
@@ -127,7 +129,7 @@ def _privileges() -> Iterator[Finding]:
             "run as root, or sysctl -w vm.unprivileged_userfaultfd=1",
         )
     else:
-        yield Finding("userfaultfd", "good", "with the events that a restore needs")
+        yield Finding("userfaultfd", "good", "available, with the events that a restore needs")
 
 
 def _criu(config: Config) -> Iterator[Finding]:
@@ -140,38 +142,38 @@ def _criu(config: Config) -> Iterator[Finding]:
     version = ".".join(map(str, criu.version))
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
     if not CRIU_LIBRARY.exists() or not RESTORE_LIBRARY.exists():
-        message = "built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: a hundred and more)"
-        message += " and by some 45 ms for each GiB of small pages that it uses; and a restore fails where processes end others while CRIU lets them go"
-        yield Finding("CRIU's library", "warning", message, "install gcc, then icecore once more")
+        message = "built without a C compiler: windows are longer by 7 ms per GiB of address space that a job reserves (GPU jobs reserve 100 GiB and more)"
+        message += " and by about 45 ms per GiB of small pages that it uses; and a restore fails if processes kill others while CRIU releases them"
+        yield Finding("CRIU's library", "warning", message, "install gcc, then reinstall icecore")
 
 
 def _scanning() -> Finding:
     lacks = native_scan_lacks()
     if not lacks:
-        return Finding(
-            "scanning", "good", "memory is read and fingerprinted without the interpreter"
-        )
+        return Finding("scanning", "good", "memory is read and fingerprinted by native code")
     cure = (
-        "install gcc, then icecore once more"
+        "install gcc, then reinstall icecore"
         if "XXH3" not in lacks
         else "pip install --force-reinstall --only-binary=xxhash xxhash, or install libxxhash0"
     )
     return Finding(
         "scanning",
         "warning",
-        f"through the interpreter, which is slower on many cores: {lacks}",
+        f"by the Python interpreter, which is slower on many cores: {lacks}",
         cure,
     )
 
 
 def _pipes(config: Config) -> Finding:
-    """CRIU holds the pages of a frozen process in pipes, if it sees them: how large may a process
-    be?
+    """Check how large a process may be: CRIU holds the pages of a frozen process in pipes, unless
+    they are hidden from it.
     """
     with suppress(IcecoreError):
         if hides(find_criu(config.criu or None)):
             return Finding(
-                "pipes", "good", "CRIU needs them only for small mappings: jobs of any size"
+                "pipes",
+                "good",
+                "sufficient for jobs of any size: CRIU needs them only for small mappings",
             )
     descriptors, capacity = limits.descriptor_limit(), limits.pipe_capacity()
     most = max(0, (descriptors - limits.pipe_need(0)) // 2) * capacity
@@ -188,22 +190,20 @@ def _pipes(config: Config) -> Finding:
 def _io_uring() -> Finding:
     disabled = limits.io_uring_disabled()
     if disabled == 2:
-        return Finding(
-            "io_uring", "good", "off: no job can come to use it, and CRIU cannot dump it"
-        )
+        return Finding("io_uring", "good", "off: no job can use it")
     return Finding(
         "io_uring",
         "warning",
-        "on: CRIU cannot dump a job that uses it ('icecore run' keeps Node.js and PyTorch off it)",
+        "on: CRIU cannot dump a job that uses it ('icecore run' disables it in Node.js and PyTorch)",
         "sysctl -w kernel.io_uring_disabled=2",
     )
 
 
 def _gpus() -> Iterator[Finding]:
-    """The driver, its bindings, and what GPU jobs need of the machine."""
+    """Check the driver, its bindings, and the machine's support for GPU jobs."""
     backend = find_backend()
     if not backend.present:
-        yield Finding("GPUs", "good", "no NVIDIA driver here; only GPU jobs need one")
+        yield Finding("GPUs", "good", "no NVIDIA driver; only GPU jobs need one")
         return
     try:
         inventory = backend.inventory()
@@ -225,7 +225,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(
             "GPUs",
             "warning",
-            f"{words}; some are divided (MIG), which cannot be checkpointed",
+            f"{words}; GPUs in MIG mode cannot be checkpointed",
             "nvidia-smi -mig 0",
         )
     else:
@@ -246,8 +246,8 @@ def _gpus() -> Iterator[Finding]:
     yield Finding(
         "private root",
         "warning" if lack else "good",
-        f"cannot be had: {lack}" if lack else "GPU jobs get a /proc of their own",
-        "run in a container that allows mounts; otherwise snapshots of GPU jobs run once at a time"
+        f"not available: {lack}" if lack else "available: GPU jobs get their own /proc",
+        "run in a container that allows mounts; otherwise a snapshot of a GPU job can be restored only once at a time"
         if lack
         else "",
     )
@@ -263,14 +263,14 @@ def _workdir(path: str) -> Finding:
             "workdir",
             "bad",
             f"{path}: {error.strerror}",
-            "name another one: workdir in [dump] and [restore]",
+            "name another directory: workdir in [dump] and [restore]",
         )
     if kind != "tmpfs":
         return Finding(
             "workdir",
             "warning",
-            f"{path} is on {kind}, which makes the window longer",
-            "name one on tmpfs: workdir in [dump]",
+            f"{path} is on {kind}, which lengthens the window",
+            "name a directory on tmpfs: workdir in [dump]",
         )
     if free < _ROOM:
         return Finding(
@@ -283,7 +283,7 @@ def _workdir(path: str) -> Finding:
 
 
 def _filesystem(path: str) -> str:
-    """The type of the file system that ``path`` lies on."""
+    """Return the type of the file system that contains ``path``."""
     wanted = os.path.realpath(path)
     best, kind = "", "unknown"
     for mount in procfs.mounts():
@@ -303,7 +303,7 @@ def _jobs(config: Config) -> Finding:
     nearest = next(path for path in (state, *state.parents) if path.is_dir())
     if not os.access(nearest, os.W_OK):
         return Finding(
-            "jobs", "bad", f"{state} cannot be written to", "run as root, or set ICECORE_STATE"
+            "jobs", "bad", f"{state} is not writable", "run as root, or set ICECORE_STATE"
         )
     if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
         return Finding(
@@ -312,15 +312,15 @@ def _jobs(config: Config) -> Finding:
             f"{state} is on a file system mounted noexec",
             "set ICECORE_STATE to another place",
         )
-    return Finding("jobs", "good", f"noted down in {state}")
+    return Finding("jobs", "good", f"recorded in {state}")
 
 
 def _saved_files(config: Config) -> Iterator[Finding]:
-    """What restores saved of jobs' files and could not put back."""
+    """Find files of jobs that restores saved and could not put back."""
     folder = state_directory(config.state) / "restores"
     kept = sorted(folder.glob("*.kept")) if os.access(folder, os.R_OK) else []
     for one in kept:
-        message = f"{one} holds files of a job that a restore replaced and could not put back"
+        message = f"{one} contains files of a job that a restore replaced and could not put back"
         yield Finding("restores", "warning", message, f"take what you need, then 'rm -r {one}'")
 
 
@@ -340,22 +340,22 @@ def _repository(config: Config, location: str) -> Iterator[Finding]:
             count = len(repository.snapshots())
             where = repository.location
     except (IcecoreError, OSError) as error:
-        cure = error.cure if isinstance(error, IcecoreError) else "look at its permissions"
+        cure = error.cure if isinstance(error, IcecoreError) else "check its permissions"
         yield Finding("repository", "bad", str(getattr(error, "message", error)), cure)
         return
     words = f"{where}: {count} snapshots"
     if not Path(where).is_dir():
         yield Finding("repository", "good", words)
         return
-    # Root may write anywhere but where it is mounted read-only: access(2) knows both.
+    # access(2) covers both permissions and read-only mounts, which stop even root.
     if os.access(where, os.W_OK | os.X_OK) and os.access(f"{where}/log", os.W_OK | os.X_OK):
         yield Finding("repository", "good", words)
     else:
-        cure = "mount it writable, or run as its owner; restore, export, copy, sync, check and stats read it as it is with --read-only"
+        cure = "mount it writable, or run as its owner; restore, export, copy, sync, check and stats can read it with --read-only"
         yield Finding(
             "repository",
             "warning",
-            f"{words}; it cannot be written to: no dumps, no forgets, no gc",
+            f"{words}; it is not writable, so dump, forget and gc fail",
             cure,
         )
     free = limits.free_space(where)

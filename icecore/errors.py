@@ -1,24 +1,24 @@
-"""Every error icecore raises on purpose: a class per cause, an exit code per class, the cure in the
-message.
+"""Every error that icecore raises on purpose.
+
+Each cause has a class, each class an exit code, and each message names the cure.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-#: What to do where the repository itself has lost something.
-REPAIR = "'icecore check --read-data' names all damage, 'icecore repair --dry-run' says what can be brought back, 'icecore repair' does it"
+#: The cure where the repository itself has lost something.
+REPAIR = "'icecore check --read-data' names all damage, 'icecore repair --dry-run' shows what can be repaired, 'icecore repair' repairs it"
 
 
 class IcecoreError(Exception):
     """Base of all errors.
 
     Args:
-        message: What happened, in one sentence.
-        cure: What the user can do about it; empty when nothing helps.
+        message: What failed, in one sentence.
+        cure: What the user can do about it; empty if nothing helps.
 
-    ``exit_code`` is the process exit status of the command line for this class; the numbers are
-    stable (docs/cli.md).
+    ``exit_code`` is the exit status of the command line for this class. The numbers are stable.
     """
 
     exit_code: ClassVar[int] = 1
@@ -33,7 +33,7 @@ class IcecoreError(Exception):
 
 
 class UsageError(IcecoreError):
-    """The call itself is wrong: a bad argument, option or configuration value."""
+    """An argument, option or configuration value is invalid."""
 
     exit_code = 2
 
@@ -45,11 +45,10 @@ class NotFound(IcecoreError):
 
 
 class PreflightRefused(IcecoreError):
-    """Something that would lose or hang the job was found before anything was frozen.
+    """A check found a condition that would lose or hang the job, before anything was frozen.
 
     Args:
-        reasons: ``(name, message, cure)`` of every failed check, in the order in which they were
-            made.
+        reasons: ``(name, message, cure)`` of every failed check, in the order of the checks.
     """
 
     exit_code = 4
@@ -63,27 +62,27 @@ class PreflightRefused(IcecoreError):
 
 
 class DumpFailed(IcecoreError):
-    """A snapshot was abandoned; the job runs on and the repository holds nothing of it."""
+    """The snapshot was abandoned; the job continues, and the repository is unchanged."""
 
     exit_code = 5
 
 
 class WindowExceeded(DumpFailed):
-    """The job would have stood still for longer than ``--max-window`` allows; it was thawed."""
+    """The window would have exceeded ``--max-window``; the job was thawed."""
 
 
 class HookFailed(IcecoreError):
-    """A hook ended with an error or took too long; what it was to follow is done all the same."""
+    """A hook failed or timed out; the operation that it follows is complete nevertheless."""
 
 
 class RestoreRefused(IcecoreError):
-    """This machine does not meet what the snapshot requires; nothing was started."""
+    """This machine does not meet the snapshot's requirements; nothing was started."""
 
     exit_code = 6
 
 
 class RestoreFailed(IcecoreError):
-    """A restore broke off; the half-restored tree was killed."""
+    """The restore failed; the partially restored tree was killed."""
 
     exit_code = 7
 
@@ -95,29 +94,33 @@ class StoreError(IcecoreError):
 
 
 class StoreFull(StoreError):
-    """No space left where the repository lives."""
+    """The repository's storage is full."""
 
 
 class StoreDenied(StoreError):
-    """The storage refuses: credentials, permissions, region, configuration; the same request will
-    fail again.
+    """The storage denies access because of credentials, permissions, region or configuration; a
+    retry would fail again.
     """
 
 
 class ObjectMissing(StoreError):
-    """An object that should be there is not."""
+    """An object that should exist is missing."""
 
     def __init__(self, message: str, *, cure: str = "") -> None:
         super().__init__(message, cure=cure or REPAIR)
 
 
 class ObjectExists(StoreError):
-    """Create-if-absent found the name taken."""
+    """A conditional create failed because the name is taken."""
 
 
 class Damaged(IcecoreError):
-    """Bytes read from the repository are not what was written; ``name`` is the object, ``kind``
-    what it is.
+    """Bytes read from the repository are not what was written.
+
+    Args:
+        kind: The kind of the object.
+        name: Its name.
+        why: What is wrong with it.
     """
 
     exit_code = 9
@@ -136,49 +139,47 @@ class FormatTooNew(IcecoreError):
 
 
 class SessionFenced(IcecoreError):
-    """This writer was declared dead by another while it was working; its work is void, nothing else
-    is.
-    """
+    """Another client declared this writer dead while it was working; only its own work is void."""
 
     exit_code = 11
 
 
 class RollbackDetected(IcecoreError):
-    """The repository shows an older state than this client has already seen."""
+    """The repository shows an older state than this client has seen before."""
 
     exit_code = 12
 
 
 class WrongPassphrase(IcecoreError):
-    """The repository is encrypted, and the passphrase is missing or opens none of its slots."""
+    """The repository is encrypted, and the passphrase is missing or wrong."""
 
     exit_code = 14
 
 
 class MissingTool(IcecoreError):
-    """A program that icecore drives (CRIU) is absent or too old."""
+    """A program that icecore requires, such as CRIU, is missing or too old."""
 
     exit_code = 13
 
 
 class Distrusted(IcecoreError):
-    """What is at a place is not what this client knows, or may expect, there."""
+    """The repository at a place is not the one that this client knows or expects there."""
 
     exit_code = 15
 
 
 class RepositoryReplaced(Distrusted):
-    """Another repository, or one that is not encrypted, is at a place where this client knows one."""
+    """Another repository, or a plain one, replaced the one that this client knows at a place."""
 
 
 class PlainRefused(Distrusted):
-    """The repository is not encrypted, a passphrase is configured, and nothing says that this is
-    meant.
+    """The repository is plain although a passphrase is configured, and nothing marks it as plain
+    on purpose.
     """
 
 
 class RecordDamaged(Distrusted):
-    """A file in which this client remembers a place or a repository is not what was written."""
+    """This client's record of a place or a repository is damaged."""
 
 
 class JobHeld(IcecoreError):

@@ -1,5 +1,6 @@
-"""What the core says while it works: plain event records handed to a sink, never printed by the
-core itself.
+"""Events: what the core reports while it works, as records that it hands to a sink.
+
+The core never prints.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Value = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     Attributes:
-        name: Dotted name, e.g. ``dump.window`` (docs/events.md lists them all).
-        fields: JSON-able values; bytes in ``bytes``, durations in ``seconds``. Paths and arguments
-            are as `os.fsdecode` gives them.
+        name: Dotted name, such as ``dump.window`` (docs/events.md lists all).
+        fields: Values for JSON; bytes in ``bytes``, durations in ``seconds``. Paths and arguments
+            are as `os.fsdecode` returns them.
         at: Unix time in seconds.
     """
 
@@ -32,8 +33,8 @@ class Event:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Value]:
-        """Return the event as one flat JSON object: ``event``, ``at`` and the fields, as
-        `icecore.text.jsonable` gives them.
+        """Return the event as one flat JSON object: ``event``, ``at`` and the fields, converted by
+        `icecore.text.jsonable`.
         """
         data: dict[str, Value] = jsonable({"event": self.name, "at": self.at, **self.fields})
         return data
@@ -42,21 +43,21 @@ class Event:
 _PROGRESS_SECONDS = 0.2
 
 Sink = Callable[[Event], None]
-#: Is told of bytes as they are done, and of how many are done of how many; both thread-safe.
+#: Callbacks for bytes as they are done, and for bytes done of a total; both must be thread-safe.
 Advance = Callable[[int], None]
 Progress = Callable[[int, int], None]
 
 
 def discard(event: Event) -> None:
-    """A sink that drops everything."""
+    """Drop the event."""
 
 
 def unwatched(count: int) -> None:
-    """An ``Advance`` that nobody listens to."""
+    """Ignore progress."""
 
 
 class Phase:
-    """A running phase: add bytes to it while it lasts; any thread may say how far it is."""
+    """A running phase. The caller adds to ``bytes`` and ``fields``; any thread may report progress."""
 
     def __init__(self, sink: Sink, name: str, about: Mapping[str, Value]) -> None:
         self.bytes = 0
@@ -67,8 +68,10 @@ class Phase:
         self._told, self._furthest = time.monotonic(), 0
 
     def progress(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are done: an event with ``state`` progress, five a second at
-        most, and never less than before.
+        """Report that ``done`` of ``total`` bytes are done.
+
+        Emits an event with ``state`` progress, at most five per second, and never with fewer bytes
+        than before.
         """
         now = time.monotonic()
         with self._lock:
@@ -83,7 +86,7 @@ class Phase:
             )
 
     def counter(self, total: int) -> Advance:
-        """A function that is told of bytes as they are done, of ``total`` in all."""
+        """Return a callback that adds bytes and reports progress towards ``total``."""
         done, lock = 0, threading.Lock()
 
         def advance(count: int) -> None:
@@ -98,8 +101,8 @@ class Phase:
 
 @contextmanager
 def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
-    """Emit ``name`` with ``state`` begin, then end or failed, with ``seconds``, ``bytes`` and
-    ``gb_per_s`` of what lay between.
+    """Emit ``name`` with ``state`` begin and, at the end of the block, with ``state`` end or failed,
+    ``seconds``, ``bytes`` and ``gb_per_s``.
     """
     sink(Event(name, {"state": "begin", **fields}))
     running = Phase(sink, name, fields)

@@ -1,5 +1,6 @@
-"""A user's shell command at a certain moment; rule: it sees what it is about in ICECORE_…
-variables, and what it prints goes to stderr.
+"""Hooks: a user's shell command that runs at a certain point of an operation.
+
+ICECORE_… variables describe the operation to the hook. Its output goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from icecore.host.jobs.shell import run_shell
 def run_hook(
     command: str, variables: Mapping[str, str], *, seconds: float, emit: Sink = discard
 ) -> None:
-    """Run ``command`` with /bin/sh; nothing if it is empty.
+    """Run a command with /bin/sh. Do nothing if it is empty.
 
     Args:
         variables: Added to the environment.
-        seconds: Time that it may take.
+        seconds: Time limit.
         emit: Gets a ``hook`` phase.
 
     Raises:
-        HookFailed: It ended with another status than 0, or not in time (then it was killed).
+        HookFailed: The command failed, or was killed at the time limit.
     """
     if not command:
         return
@@ -36,10 +37,10 @@ def run_hook(
         except TimeoutError:
             raise HookFailed(
                 f"the hook {command!r} was killed after {seconds:.0f} s",
-                cure="let it do its work in the background",
+                cure="run long work in the background",
             ) from None
         if status:
             raise HookFailed(
                 f"the hook {command!r} ended with status {status}",
-                cure="correct the command; the job itself runs",
+                cure="correct the command; the job runs",
             )

@@ -1,10 +1,9 @@
-"""What the command line says: JSON lines, or tables and progress for people; rules: results go to
-stdout, everything else to stderr; nothing that a job or a repository named reaches either
-unescaped.
+"""Output of the command line: JSON lines, or tables and progress for people.
 
-All text goes through `Output._say`, which escapes each line (`icecore.text.harmless`): an embedded
-newline is escaped as well, so a caller that has several lines gives them one by one. Only
-`Output.raw`, which shows what a job has written, passes bytes on as they are.
+Results go to stdout, everything else to stderr. Names from jobs and repositories are always
+escaped: all text goes through `Output._say`, which escapes each line (`icecore.text.harmless`),
+including embedded newlines, so callers pass several lines separately. Only `Output.raw`, which
+shows a job's output, writes bytes unchanged.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from icecore.text import harmless
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-#: What long work is called while it goes on; other phases go by their event's name.
+#: Titles of phases that are shown to people.
 TITLES: Mapping[str, str] = {
     "check": "checking",
     "dump.criu": "starting CRIU",
-    "dump.gpu.checkpoint": "device memory out",
-    "dump.resident.unmap": "taking resident memory away",
+    "dump.gpu.checkpoint": "device memory to host",
+    "dump.resident.unmap": "unmapping resident memory",
     "dump.resident.fingerprint": "comparing resident memory",
-    "dump.resident.copy": "copying what changed of it",
-    "dump.resident.map": "giving resident memory back",
+    "dump.resident.copy": "copying changed memory",
+    "dump.resident.map": "mapping resident memory",
     "dump.gpu.lock": "waiting for GPUs",
-    "dump.gpu.restore": "device memory back",
+    "dump.gpu.restore": "device memory to GPUs",
     "dump.precopy": "scanning while it runs",
     "dump.preflight": "preflight",
     "dump.store": "storing",
@@ -43,7 +42,7 @@ TITLES: Mapping[str, str] = {
     "export.write": "exporting",
     "gc.compact": "rewriting objects",
     "gc.delete": "deleting",
-    "gc.survey": "looking around",
+    "gc.survey": "listing objects",
     "hook": "hook",
     "import.store": "importing",
     "repair": "repairing",
@@ -51,14 +50,14 @@ TITLES: Mapping[str, str] = {
     "restore.resident.memory": "filling resident memory",
     "restore.resident.map": "mapping resident memory",
     "restore.gpu.memory": "filling device memory",
-    "restore.gpu.restore": "device memory back",
+    "restore.gpu.restore": "device memory to GPUs",
     "restore.images": "writing images",
     "restore.memory": "filling memory",
     "stats": "counting",
     "store.commit": "committing",
 }
 
-#: What the preload leaves to the driver, by the names of its counts.
+#: Kinds of device memory that the preload leaves to the driver, by the names of its counters.
 _LEFT: Mapping[str, str] = {
     "pool": "in pools",
     "small": "in small allocations",
@@ -68,12 +67,12 @@ _LEFT: Mapping[str, str] = {
 
 
 class Output:
-    """Where a command's words go.
+    """The output of a command.
 
     Args:
-        as_json: One JSON object a line on stdout, events included, instead of text.
-        quiet: No progress.
-        stdout, stderr: Instead of this process's.
+        as_json: Print one JSON object per line on stdout, events included, instead of text.
+        quiet: Print no progress and no remarks.
+        stdout, stderr: Default: this process's.
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class Output:
     # -- results
 
     def result(self, name: str, fields: Mapping[str, Value], text: str = "") -> None:
-        """One result: an event ``name`` as JSON, else ``text`` as a line (none if it is empty)."""
+        """Print a result: an event as JSON, else ``text`` as a line, if it is not empty."""
         if self.as_json:
             self._json(Event(name, dict(fields)))
         elif text:
             self.line(text)
 
     def line(self, text: str) -> None:
-        """Print one line on stdout; nothing as JSON."""
+        """Print one line on stdout; nothing in JSON mode."""
         if not self.as_json:
             self._say(self._stdout, text)
 
@@ -115,10 +114,10 @@ class Output:
         title: str = "",
         right: Sequence[str] = (),
     ) -> None:
-        """A table on stdout; nothing as JSON.
+        """Print a table on stdout; nothing in JSON mode.
 
         Args:
-            right: Columns that hold numbers.
+            right: Right-aligned columns, for numbers.
         """
         if self.as_json or not rows:
             return
@@ -142,10 +141,9 @@ class Output:
         for row in rows:
             table.add_row(
                 *(Text(harmless(cell)) for cell in row)
-            )  # a text, unlike a str, is never searched for markup
+            )  # rich never interprets a Text as markup, unlike a str
         terminal = self._stdout.isatty()
-        # Lines are whole, and the terminal wraps them where it must: folded cells cannot be copied
-        # or searched for.
+        # The terminal wraps long lines: text in folded cells could not be copied or searched for.
         console = Console(
             file=io.StringIO(),
             width=10_000,
@@ -162,9 +160,7 @@ class Output:
             )
 
     def raw(self, data: bytes, *, error: bool = False) -> None:
-        """Write bytes of a job's output as they are: whoever asks for them, as with cat(1), gets
-        just these bytes.
-        """
+        """Write bytes of a job's output unchanged, as cat(1) does."""
         with self._lock:
             self._pause()
             stream = self._stderr if error else self._stdout
@@ -179,9 +175,7 @@ class Output:
             self._write(stream, "".join(f"{harmless(line)}\n" for line in lines))
 
     def _write(self, stream: TextIO, text: str) -> None:
-        """Write text of which everything foreign is escaped. What the stream's encoding lacks is
-        escaped as well.
-        """
+        """Write escaped text; escape characters that the stream's encoding lacks as well."""
         encoding = getattr(stream, "encoding", None)
         if encoding:
             text = text.encode(encoding, "backslashreplace").decode(encoding)
@@ -191,7 +185,7 @@ class Output:
     # -- while it lasts
 
     def event(self, event: Event) -> None:
-        """A sink for events; any thread may call it."""
+        """Handle an event; any thread may call this."""
         if self.as_json:
             self._json(event)
             return
@@ -201,24 +195,24 @@ class Output:
             if self._bars is not None:
                 self._bars.event(event)
         lines = describe(event)
-        # Beside bars phases say nothing in the end, but how long a GPU job will stand still.
+        # With progress bars, a phase prints no line at its end, except the predicted window.
         tells = event.fields.get("state") in (None, "failed") or "moved_bytes" in event.fields
         if lines and (self._bars is None or tells):
             self._say(self._stderr, *lines)
 
     def note(self, text: str) -> None:
-        """Print a remark, one line, on stderr; nothing as JSON or when quiet."""
+        """Print a one-line remark on stderr; nothing in JSON or quiet mode."""
         if not self.as_json and not self._quiet:
             self._say(self._stderr, text)
 
     def trace(self, text: str) -> None:
-        """Print a traceback on stderr. Its messages may quote anything, newlines too: each line is
-        marked as its own.
+        """Print a traceback on stderr with each line marked, because its messages may contain
+        foreign text and newlines.
         """
         self._say(self._stderr, *(f"| {line}" for line in text.rstrip("\n").split("\n")))
 
     def error(self, error: IcecoreError) -> None:
-        """What went wrong, with its cure: on stderr, and as an ``error`` event as JSON."""
+        """Print an error and its cure on stderr and, in JSON mode, as an ``error`` event."""
         fields: dict[str, Value] = {
             "class": type(error).__name__,
             "message": error.message,
@@ -235,7 +229,7 @@ class Output:
         self._say(self._stderr, *explain(error))
 
     def _json(self, event: Event) -> None:
-        # ASCII whatever the locale says; JSON escapes all control characters but DEL.
+        # ASCII in every locale. JSON escapes all control characters except DEL.
         line = json.dumps(event.as_json(), allow_nan=False).replace("\x7f", "\\u007f")
         with self._lock:
             self._write(self._stdout, f"{line}\n")
@@ -273,15 +267,15 @@ def explain(error: IcecoreError) -> list[str]:
 
 
 def _lines(start: str, text: str) -> list[str]:
-    """Return a text that may have several lines (the end of what a hook printed, say); no line but
-    the first can be taken for one of icecore's own.
+    """Return a text as lines. All lines but the first are marked, so that foreign text, such as a
+    hook's output, cannot imitate icecore's own.
     """
     first, *others = text.split("\n")
     return [f"{start}{first}", *(f"  | {line}" for line in others)]
 
 
 def describe(event: Event) -> list[str]:
-    """Return an event as lines for people; none for those that say nothing to them."""
+    """Return an event as lines for people; none for events that people need not see."""
     fields = event.fields
     state = fields.get("state")
     if state == "begin":
@@ -296,7 +290,7 @@ def describe(event: Event) -> list[str]:
         if "gb_per_s" in fields:
             words.append(f"{_number(fields, 'gb_per_s'):.2f} GB/s")
         if state == "failed":
-            words.append("failed")  # why is told once, at the end
+            words.append("failed")  # the error follows once, at the end
         if "moved_bytes" in fields:
             first, *others = _window_words(fields)
             return ["  ".join([*words, first]), *others]
@@ -308,10 +302,10 @@ def describe(event: Event) -> list[str]:
     if event.name == "run.withheld":
         return [_withheld_words(fields)]
     if event.name == "workdir.swept":
-        return [f"note: removed {fields['directory']}, which a killed dump or restore left"]
+        return [f"note: removed {fields['directory']}, left by a killed dump or restore"]
     if event.name == "state.tightened":
         return [
-            f"note: others had access to the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"
+            f"note: others had access to the directory {fields['directory']} (mode {fields['before']}); now only its owner has"
         ]
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return _lines("warning: ", str(fields.get("message")))
@@ -332,38 +326,38 @@ def _withheld_words(fields: Mapping[str, Any]) -> str:
 
 
 def _window_words(fields: Mapping[str, Any]) -> list[str]:
-    """What preflight says of a GPU job: short lines."""
+    """Return what preflight predicts for a GPU job."""
     seconds, least, most = (
         units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most")
     )
     window = f"  a window of about {seconds} ({least} to {most})"
-    moved = f"{units.size(_number(fields, 'moved_bytes'))} are moved"
+    moved = f"{units.size(_number(fields, 'moved_bytes'))} will be moved"
     if "resident_bytes" not in fields:
-        return [f"of device memory {moved}", window]
+        return [f"device memory: {moved}", window]
     without = _number(fields, "no_room")
-    why = f"; {units.size(without)} have no room aside" if without else ""
-    stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
+    why = f"; {units.size(without)} have no room for a copy on the GPU" if without else ""
+    stays = f"device memory: {units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
     left = left_words(fields.get("left", {}))
     return [
         stays,
-        f"{window}, if all that stays has changed{why}",
+        f"{window}, if all resident memory has changed{why}",
         *([f"  {left}"] if left else []),
     ]
 
 
 def _predicted_words(fields: Mapping[str, Any]) -> str:
-    """What is said once resident memory was looked at."""
+    """Return the prediction that follows the comparison of resident memory."""
     seconds, least, most = (
         units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most")
     )
     without = _number(fields, "no_room")
-    why = f"; {units.size(without)} have no room aside" if without else ""
-    return f"a window of about {seconds} ({least} to {most}), by what device memory holds now{why}"
+    why = f"; {units.size(without)} have no room for a copy on the GPU" if without else ""
+    return f"a window of about {seconds} ({least} to {most}), by what changed in device memory so far{why}"
 
 
 def left_words(left: Mapping[str, int]) -> str:
-    """What of a job's device memory the preload has left to the driver (docs/format.md); empty:
-    nothing.
+    """Return the device memory that the preload has left to the driver (docs/format.md), as text;
+    empty if there is none.
     """
     sizes = {kind: left.get(f"{name}_bytes", 0) for name, kind in _LEFT.items()}
     parts = ", ".join(f"{units.size(size)} {kind}" for kind, size in sizes.items() if size)
@@ -376,16 +370,16 @@ def left_words(left: Mapping[str, int]) -> str:
 
 
 def _gpu_words(fields: Mapping[str, Any]) -> list[str]:
-    """What `run --gpu` did."""
+    """Return what ``run --gpu`` did."""
     lines = [
         f"--gpu set {' '.join(f'{key}={value}' for key, value in fields['added'].items()) or 'nothing'}: {fields['cost']}"
     ]
     if fields["kept"]:
         own = " ".join(f"{key}={value}" for key, value in fields["kept"].items())
-        lines.append(f"warning: you set {own}: a job whose ranks use that cannot be snapshotted")
+        lines.append(f"warning: you set {own}: a job whose ranks use this cannot be snapshotted")
     if fields["resident"] and fields["driver"]:
         lines.append(
-            "its device memory is resident: windows leave it on its GPUs; to allocate it costs a little more"
+            "device memory is resident: it stays on its GPUs in windows; allocations take slightly longer"
         )
     return [*lines, *(f"note: {note}" for note in fields["notes"])]
 
@@ -396,7 +390,7 @@ def _number(fields: Mapping[str, Any], name: str) -> float:
 
 
 class _Bars:
-    """Progress bars of the phases that go on; cleared as soon as anything else is to be written."""
+    """Progress bars of running phases; cleared before anything else is written."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -404,12 +398,11 @@ class _Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def event(self, event: Event) -> None:
-        """Show what an event changes."""
+        """Update the bars."""
         state = event.fields.get("state")
         total, done = event.fields.get("total"), event.fields.get("bytes")
         if event.name == "store.upload" and isinstance(done, int) and self._progress is not None:
-            # Nobody knows beforehand how much there will be to store: what was stored is what can
-            # be shown.
+            # The total is unknown beforehand, so the bar shows the bytes stored so far.
             for shown in self._tasks.values():
                 self._progress.advance(shown, done)
             return
@@ -461,7 +454,7 @@ class _Bars:
             self.clear()
 
     def clear(self) -> None:
-        """Take the bars off the terminal; the next event brings them back."""
+        """Remove the bars from the terminal; the next event shows them again."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -1,10 +1,9 @@
-"""Where a passphrase comes from: a file, a command, the environment, or who sits at the terminal;
-never the command line, which every process can read.
+"""Sources of passphrases: a file, a command, the environment, or the terminal; never the command
+line, which every process can read.
 
-It opens an encrypted repository and is asked for only then. What is found first counts:
-ICECORE_PASSPHRASE_FILE or ``passphrase_file``, ICECORE_PASSPHRASE_COMMAND or
-``passphrase_command``, ICECORE_PASSPHRASE, the terminal. One line break at the end is not part of
-it.
+A passphrase is read only when an encrypted repository is opened. The first source that exists
+counts: ICECORE_PASSPHRASE_FILE or ``passphrase_file``, ICECORE_PASSPHRASE_COMMAND or
+``passphrase_command``, ICECORE_PASSPHRASE, the terminal. A trailing line break is ignored.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Passphrase = Callable[[], bytes]
 
 @dataclass(frozen=True)
 class Source:
-    """Gives a passphrase when it is called; nothing is read before.
+    """A callable that returns a passphrase and reads nothing before the call.
 
     Attributes:
-        file, command: Where it comes from first; empty: not from there.
-        variable: The environment variable that holds it where neither is given.
-        prompt: Asked at the terminal where nothing else gives it.
+        file, command: The file or shell command to read it from; empty: neither.
+        variable: The environment variable to read otherwise.
+        prompt: The prompt at the terminal, where nothing else provides the passphrase.
         twice: Ask twice.
     """
 
@@ -45,8 +44,8 @@ class Source:
 
     @property
     def configured(self) -> bool:
-        """Whether a file, a command or the environment gives it: then no repository is expected to
-        be plain.
+        """Whether a file, a command or the environment provides the passphrase; then repositories
+        are expected to be encrypted.
         """
         return bool(self.file or self.command or os.environb.get(self.variable.encode()))
 
@@ -55,18 +54,18 @@ class Source:
 
 
 def is_configured(passphrase: Passphrase | None) -> bool:
-    """Whether a passphrase is given without asking a person: a function of the caller's own always
-    gives one.
+    """Return whether a passphrase is available without asking a person. A caller's own function
+    always provides one.
     """
     return passphrase.configured if isinstance(passphrase, Source) else passphrase is not None
 
 
 def current(config: Config | None = None) -> Source:
-    """Return what gives the passphrase that opens a repository.
+    """Return the source of the passphrase that opens a repository.
 
     Args:
-        config: Its ``passphrase_file`` and ``passphrase_command`` count; None: only the
-            environment's.
+        config: Provides ``passphrase_file`` and ``passphrase_command``. None: only the environment
+            does.
     """
     file = config.passphrase_file if config else os.environ.get("ICECORE_PASSPHRASE_FILE", "")
     command = (
@@ -76,8 +75,8 @@ def current(config: Config | None = None) -> Source:
 
 
 def given(file: str, command: str) -> Source:
-    """Return what gives the passphrase of a repository that is copied to, from
-    ICECORE_TARGET_PASSPHRASE where neither is named.
+    """Return the source of the passphrase of a copy's target: the file, the command, or
+    ICECORE_TARGET_PASSPHRASE.
     """
     return Source(
         file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: "
@@ -85,8 +84,8 @@ def given(file: str, command: str) -> Source:
 
 
 def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Source:
-    """Return what gives a passphrase that is to be set: from ``file``, from ``command``, from the
-    environment's ``variable``, or asked for twice.
+    """Return the source of a new passphrase: the file, the command, the environment variable, or
+    the terminal, which asks twice.
     """
     return Source(file, command, variable, "New passphrase: ", twice=True)
 
@@ -103,12 +102,12 @@ def _find(file: str, command: str, variable: str, prompt: str, *, twice: bool) -
     else:
         raise WrongPassphrase(
             "a passphrase is needed and none is given",
-            cure=f"name {variable}_FILE or {variable}_COMMAND, set {variable}, or work at a terminal",
+            cure=f"set {variable}_FILE, {variable}_COMMAND or {variable}, or use a terminal",
         )
     found = found.removesuffix(b"\n").removesuffix(b"\r")
     if not found or len(found) > _MAX_BYTES:
         raise UsageError(
-            f"a passphrase of {len(found)} bytes comes from {where}",
+            f"the passphrase from {where} has {len(found)} bytes",
             cure=f"use 1 to {_MAX_BYTES} bytes",
         )
     return found

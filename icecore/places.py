@@ -1,5 +1,6 @@
-"""Where things are kept: repositories by their location, and what this node remembers; rule:
-nothing is made here, and there is no repository by default.
+"""Locations: the storage of repositories, and the state directory of this node.
+
+There is no default repository.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ _CURE = "name one with --repository PLACE (-r), ICECORE_REPOSITORY, or repositor
 def backend_at(
     location: str, *, create: bool = False, config: Config | None = None, emit: Sink = discard
 ) -> Backend:
-    """The storage at ``location``: a directory, ``file://`` and its absolute path,
+    """Return the storage at a location: a directory, ``file://`` and an absolute path,
     ``s3://BUCKET/PREFIX``, or ``s3://PROFILE@BUCKET/PREFIX``.
 
     Args:
-        create: Make the directory where it is missing. Buckets are never made.
-        config: Its sections [s3] and [cache] say how buckets are reached. None: what
-            `icecore.config.load` gives.
-        emit: Gets what is said of retries and, when it is closed, of the requests that were sent.
+        create: Create a missing directory. Buckets are never created.
+        config: Settings for buckets (sections [s3] and [cache]). None: what `icecore.config.load`
+            returns.
+        emit: Gets events about retries and, at the close, about the requests that were sent.
 
     Raises:
-        UsageError: No location, of a kind that this version does not have, or wrong settings.
+        UsageError: The location is empty or of an unknown kind, or settings are wrong.
         NotFound: There is no such directory.
         StoreDenied: There are no credentials.
-        StoreError: It cannot be made.
+        StoreError: The directory cannot be created.
     """
     from icecore.store.backend.local import LocalBackend
 
@@ -55,7 +56,7 @@ def backend_at(
     if create and not path.exists():
         try:
             make_parents(path.absolute().parent)
-            path.mkdir(mode=0o700, exist_ok=True)  # what is kept there holds the jobs' secrets
+            path.mkdir(mode=0o700, exist_ok=True)  # snapshots contain the jobs' secrets
         except OSError as error:
             raise StoreError(
                 f"cannot make {path}: {error.strerror}",
@@ -65,11 +66,11 @@ def backend_at(
 
 
 def names_of(location: str, config: Config) -> frozenset[str]:
-    """Return the names under which this client remembers a place
-    (`icecore.store.backend.base.Backend.known_as`); none if it cannot be reached.
+    """Return the names under which this client records a place
+    (`icecore.store.backend.base.Backend.known_as`); none if the place is unreachable.
 
     Raises:
-        UsageError: As `backend_at`.
+        UsageError: As for `backend_at`.
     """
     try:
         return frozenset(backend_at(location, config=config).known_as)
@@ -93,7 +94,7 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     whole, _, prefix = rest.partition("/")
     profile, _, bucket = whole.rpartition("@")
     settings = config.s3
-    # What [s3] says of the way is meant for places that name no profile: another region has another
+    # Endpoint and region in [s3] apply to places that name no profile: another region has another
     # endpoint.
     place = S3Place(
         bucket,
@@ -104,7 +105,8 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
         addressing=settings.addressing,
         patience=settings.patience,
     )
-    # Counted is what is really sent; who waits to try again holds no place among those that send.
+    # Metrics count requests that are really sent, and a request that waits for its retry frees its
+    # place in the limit.
     sending = Limited(
         Metered(S3Backend(place), emit),
         requests=max(1, settings.requests),
@@ -120,11 +122,10 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
 
 
 def state_directory(named: str = "") -> Path:
-    """Where the jobs of this node and the newest generations seen are noted down.
+    """Return the directory that records this node's jobs and the newest generations seen.
 
     Args:
-        named: From the configuration. Empty: as `icecore.host.jobs.registry.state_directory` has
-            it.
+        named: The configured directory. Empty: `icecore.host.jobs.registry.state_directory`.
     """
     from icecore.host.jobs import registry as jobs
 

@@ -1,8 +1,8 @@
-"""Paths that no other user controls; rule: neither the umask nor existing permissions decide who
-may read or replace icecore's files.
+"""Paths that no other user controls.
 
-Others are all users except root and the one that this process runs as. An access control list shows
-in the group's bits (acl(5)), so it counts as these do.
+Neither the umask nor existing permissions decide who may read or replace icecore's files. "Others"
+are all users except root and the user that this process runs as. An access control list shows in
+the group bits of the mode (acl(5)), so checks of these cover it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from icecore.events import Event, Sink, discard
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MOST_LINKS = 40
-#: What icecore keeps in a state directory.
+#: The entries of a state directory.
 STATE_ENTRIES = frozenset({"jobs", "lock", "opened", "places", "restores", "seen"})
 
 
 def is_own(about: os.stat_result) -> bool:
-    """Return whether a file belongs to root or to the user that this process runs as."""
+    """Return whether a file belongs to root or to this process's user."""
     return about.st_uid in (0, os.geteuid())
 
 
 def components(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield every directory and symbolic link that the kernel passes on its way to ``path``, and
-    ``path`` itself, each with its lstat(2).
+    """Yield every directory and symbolic link that the kernel visits to resolve ``path``, and
+    ``path`` itself, each with its lstat(2) result.
 
     Raises:
         OSError: One of them does not exist, or there are too many links.
@@ -61,17 +61,17 @@ def components(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_resu
 
 
 def require_unchangeable(path: Path, about: os.stat_result, what: str) -> None:
-    """Require that others can neither write to a file nor put another in its place.
+    """Require that others can neither write to a file nor replace it.
 
     Args:
-        about: What fstat(2) says of it.
+        about: The file's fstat(2) result.
         what: Why that matters, for the message.
 
     Raises:
-        UsageError: They can; the cure is the command that corrects it.
-        OSError: It does not exist any more.
+        UsageError: Others can; the cure is the command that corrects it.
+        OSError: The file no longer exists.
     """
-    # A pipe that was handed to this process has no directories.
+    # An inherited pipe has no directories.
     passed = list(components(path)) if stat.S_ISREG(about.st_mode) else []
     for one, found in [*passed, (str(path), about)]:
         where = "it" if one == str(path) else one
@@ -83,7 +83,7 @@ def require_unchangeable(path: Path, about: os.stat_result, what: str) -> None:
             )
         if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE:
             continue
-        # In a sticky directory users cannot remove files of others; a read-only mount cannot
+        # In a sticky directory, users cannot remove other users' files. A read-only mount cannot
         # change.
         if (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX) or os.statvfs(
             one
@@ -99,17 +99,16 @@ def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
     """Make a state directory, or one below it, accessible to its owner alone.
 
     Args:
-        state: The state directory; its missing parents are made, for everybody to read.
+        state: The state directory. Missing parents are created with mode 0755.
         names: The path below it.
-        emit: Gets ``state.tightened`` where others could use a directory until now.
+        emit: Gets ``state.tightened`` if others had access to a directory.
 
     Returns:
-        The path of the last.
+        The path of the last directory.
 
     Raises:
-        UsageError: One of them belongs to somebody else, or is reached through somebody else's
-            link.
-        OSError: It cannot be made.
+        UsageError: A directory belongs to another user, or is reached through another user's link.
+        OSError: A directory cannot be created.
     """
     make_parents(state.parent)
     tighten(state, foreign=True, emit=emit)
@@ -120,9 +119,7 @@ def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
 
 
 def make_parents(path: Path) -> None:
-    """Make a directory and its missing parents, which everybody may read as far as the umask says,
-    and only their owner may write to.
-    """
+    """Create a directory and its missing parents with mode 0755, less the umask."""
     for one in [*reversed(path.parents), path]:
         with suppress(FileExistsError):
             os.mkdir(one, 0o755)
@@ -132,7 +129,7 @@ def require_own(path: Path) -> os.stat_result:
     """Return the stat(2) result of a directory that belongs to no other user.
 
     Raises:
-        UsageError: It belongs to somebody else, or is reached through somebody else's link.
+        UsageError: It belongs to another user, or is reached through another user's link.
         OSError: It does not exist.
     """
     for one, found in components(path):
@@ -152,17 +149,17 @@ def require_own(path: Path) -> os.stat_result:
 
 
 def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
-    """Make a directory for its owner alone, or restrict an existing one to its owner.
+    """Create a directory with mode 0700, or restrict an existing one to its owner.
 
     Args:
-        foreign: Leave a directory unchanged that holds more than icecore's state: others may depend
-            on it.
+        foreign: Leave a directory unchanged that holds more than icecore's state, because others
+            may depend on it.
         emit: Gets ``state.tightened``.
 
     Raises:
-        UsageError: It belongs to somebody else, or is reached through somebody else's link; others
-            can write to it, and it is not icecore's alone.
-        OSError: It cannot be made.
+        UsageError: The directory belongs to another user, or is reached through another user's
+            link; or others can write to it, and it holds more than icecore's state.
+        OSError: It cannot be created.
     """
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -199,8 +196,8 @@ def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
 
 
 def create_private(path: Path) -> int:
-    """Open a file for writing, made for its owner alone where it is missing, else emptied; the
-    descriptor is the caller's.
+    """Open a file for writing; create it with mode 0600, or truncate it. The caller owns the
+    descriptor.
     """
     return os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

@@ -1,14 +1,13 @@
-"""Text from jobs and repositories: how bytes that are not UTF-8 are kept, stored and shown; rule:
-no two byte strings ever become one text.
+"""Text from jobs and repositories: how to store and show names that are not UTF-8.
 
-In memory a name from the kernel is a str with surrogate escapes (PEP 383, `os.fsdecode`), which
-gives the very same bytes back. A str like that can neither be printed nor stored nor put into JSON;
-here are the only ways to do so:
+No two byte strings ever become the same text. In memory, a name from the kernel is a str with
+surrogate escapes (PEP 383, `os.fsdecode`), which preserves the exact bytes. Such a str can be
+neither printed nor stored nor put into JSON. Convert it with:
 
-- `stored` and `loaded`: for objects of the repository (docs/format.md);
-- `jsonable`: for ``--json`` (docs/events.md);
-- `printable`: one value for people; nothing is lost;
-- `harmless`: a whole line for people, of which parts may be foreign.
+- `stored` and `loaded` for objects of the repository (docs/format.md);
+- `jsonable` for ``--json`` (docs/events.md);
+- `printable` for one value that people read; reversible;
+- `harmless` for a whole line that people read and that may contain foreign parts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from icecore.errors import UsageError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPES = re.compile(r"\\(?:\\|x([89a-f][0-9a-f]))")
-#: Marks a stored text as escaped. No path, argument, variable or thread name can hold it.
+#: Marks a stored text as escaped. No path, argument, variable or thread name can contain it.
 _MARK = "\0"
 #: Characters without a width that str.isprintable counts as printable (Default_Ignorable_Code_Point
 #: in the Unicode Character Database).
@@ -36,9 +35,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether the text can be encoded: whether none of its bytes had to be kept as a
-    surrogate.
-    """
+    """Return whether the text can be encoded as UTF-8: whether it contains no surrogate escapes."""
     return _SURROGATE.search(text) is None
 
 
@@ -46,19 +43,19 @@ def is_utf8(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return one value (a path, an argument) as a terminal, a table or a log may show it.
+    """Return one value, such as a path or an argument, escaped for terminals, tables and logs.
 
-    Escaped with a backslash, as in C and Python: the backslash, control characters, bytes that are
-    not UTF-8, and every character that has no glyph of its own (formatting and bidirectional
-    controls, other blanks than the space, private and unassigned code points). Different values
+    Escapes, with a backslash as in C and Python, the backslash, control characters, bytes that are
+    not UTF-8, and every character without a glyph of its own (formatting and bidirectional
+    controls, blanks other than the space, private and unassigned code points). Different values
     stay different.
     """
     return harmless(text.replace("\\", "\\\\"))
 
 
 def harmless(text: str) -> str:
-    """Return a line with the same characters escaped, but for the backslash: what `printable` gave
-    stays as it is.
+    """Return a line with the same characters escaped, except the backslash, so that the output of
+    `printable` stays unchanged.
     """
     if text.isprintable() and _INVISIBLE.search(text) is None:
         return text
@@ -73,7 +70,7 @@ def _shown(character: str) -> str:
         return f"\\x{code - 0xDC00:02x}"
     if character in _SHORT:
         return _SHORT[character]
-    # A byte above 0x7f is not a character: only bytes are written this way.
+    # \x80 to \xff stand for bytes only; characters above 0x7f are written as \u.
     return (
         f"\\x{code:02x}"
         if code < 0x80
@@ -84,22 +81,22 @@ def _shown(character: str) -> str:
 
 
 def printable_command(words: Iterable[str]) -> str:
-    """Return a command line for people."""
+    """Return a command line, escaped for people."""
     return " ".join(map(printable, words))
 
 
 def job_name(text: str) -> str:
-    """Return a job name derived from a program's name, in the characters that such names may have;
-    empty if nothing is left.
+    """Return a job name derived from a program's name, reduced to the characters that job names may
+    contain. It may be empty.
     """
     return _NO_NAME.sub("-", text).lstrip("._-")[:56]
 
 
 def require_label(text: str) -> None:
-    """Accept a label of a snapshot or of a passphrase.
+    """Require a valid label of a snapshot or of a passphrase.
 
     Raises:
-        UsageError: It is empty, or not all of it can be shown.
+        UsageError: The label is empty or contains characters that cannot be shown.
     """
     if not text.strip() or harmless(text) != text:
         raise UsageError(
@@ -109,7 +106,7 @@ def require_label(text: str) -> None:
 
 
 def host_name() -> str:
-    """Return this machine's name; root may have given it any bytes."""
+    """Return this machine's name, escaped, because it may contain any bytes."""
     return printable(socket.gethostname())
 
 
@@ -117,11 +114,11 @@ def host_name() -> str:
 
 
 def stored(text: str) -> str:
-    """Return the text as UTF-8 can hold it: itself, or a NUL and the escaped text, if it is not
-    UTF-8 or begins with a NUL.
+    """Return the text in a form that UTF-8 can encode: the text itself, or a NUL and the escaped
+    text if it is not UTF-8 or begins with a NUL.
 
     Raises:
-        ValueError: A surrogate stands for no byte.
+        ValueError: The text contains a surrogate that represents no byte.
     """
     if not text.startswith(_MARK) and is_utf8(text):
         return text
@@ -130,16 +127,16 @@ def stored(text: str) -> str:
 
 
 def loaded(text: str) -> str:
-    """Return what `stored` was given.
+    """Return the text from which `stored` made this one.
 
     Raises:
-        ValueError: `stored` does not write such a text.
+        ValueError: `stored` never returns this text.
     """
     if not text.startswith(_MARK):
         return text
     body = text[1:]
     found = _ESCAPES.sub(lambda match: chr(0xDC00 + int(match[1], 16)) if match[1] else "\\", body)
-    # One text has one form: no other name hides behind it.
+    # Each text has one stored form only, so two objects cannot name the same file differently.
     if (
         found.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") != found
         or stored(found) != text
@@ -161,11 +158,11 @@ def _byte(match: re.Match[str]) -> str:
 
 
 def jsonable(value: object) -> Any:
-    """Return a value as strict JSON can hold it.
+    """Return a value that strict JSON can represent.
 
-    A text that is not UTF-8 is given escaped (`stored`, without the NUL). Beside it, in the same
-    object, stands ``NAME_base64`` with its very bytes; for a list of texts a list of the same
-    length. A number that is not finite is null.
+    A text that is not UTF-8 is escaped (as by `stored`, without the NUL); the same object then has
+    a field ``NAME_base64`` with the exact bytes, or, for a list of texts, a list of the same
+    length. A number that is not finite becomes null.
     """
     if isinstance(value, str):
         return value if is_utf8(value) else _escaped(value)
@@ -188,8 +185,8 @@ def jsonable(value: object) -> Any:
 
 
 def _base64(value: object) -> Any:
-    """The bytes of a text that is not UTF-8, or of all texts of a list with such a one; None if
-    there is none.
+    """Return the bytes of a text that is not UTF-8, or of all texts of a list that contains one, in
+    base64; None if there is none.
     """
     if isinstance(value, str):
         return None if is_utf8(value) else _encoded(value)

@@ -1,5 +1,7 @@
-"""Opens and makes every repository of a client: its record of the place is binding, and encryption
-is not lost; rule: nothing else calls `icecore.store.log.repository.Repository.open` and `create`.
+"""Opens and creates repositories for a client, and compares them with its records.
+
+A client's record of a place is binding: another repository there, or one that lost its encryption,
+is an error. Nothing else calls `icecore.store.log.repository.Repository.open` and `create`.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ from icecore.store.log.watermark import FileWatermark, Recollection, Seen, Water
 
 @dataclass(frozen=True)
 class Finding:
-    """What this client knows of a place, and what is there.
+    """A comparison of a place with this client's record of it.
 
     Attributes:
-        known: The repository that is known; None: none is, or its record is damaged.
-        seen: The newest log entry of the repository that is there, as far as this client has seen
-            it before; None: that record is damaged.
-        found: The repository that is there.
+        known: The recorded repository; None if there is no record or the record is damaged.
+        seen: The newest log entry of the present repository that this client has seen; None if that
+            record is damaged.
+        found: The repository at the place.
         newest: Its newest log entry.
-        troubles: Why commands do not open it; empty if they do.
+        troubles: The reasons why commands refuse to open it; empty if they open it.
         continues: Whether its log continues what this client has seen.
-        plain: Whether accepting it requires ``plain``, because it is a plain repository.
+        plain: Whether accepting it requires ``plain``.
     """
 
     known: Known | None
@@ -56,12 +58,12 @@ class Finding:
 
 
 class Client:
-    """Opens and makes repositories for one client: all processes that share a state directory.
+    """Opens and creates repositories for one client: all processes that share a state directory.
 
     Args:
-        state: The directory in which it remembers; empty: this node's.
-        config: Says where passphrases come from and which places are meant to be plain. None: only
-            the environment says the former.
+        state: The directory of its records. Empty: this node's.
+        config: Sources of passphrases, and places that are plain on purpose. None: passphrases come
+            from the environment only.
     """
 
     def __init__(self, state: str = "", config: Config | None = None) -> None:
@@ -78,22 +80,21 @@ class Client:
         rebuild: bool = False,
         emit: Sink = discard,
     ) -> Core:
-        """Open the repository in ``backend`` if it is the one that this client knows there, or if
-        it knows none.
+        """Open the repository in ``backend`` if this client knows it or knows none there.
 
         Args:
-            passphrase: Gives it; None: as `icecore.passphrase.current`.
-            secret: The master secret of the repository whose replica it has to be; then
-                ``passphrase`` does not count.
-            plain: A plain repository is meant, although a passphrase is configured.
-            rebuild: As `icecore.store.log.repository.Repository.open`.
+            passphrase: Returns the passphrase. None: `icecore.passphrase.current`.
+            secret: The master secret of a repository of which this one must be a replica; replaces
+                the passphrase.
+            plain: Accept a plain repository although a passphrase is configured.
+            rebuild: As for `icecore.store.log.repository.Repository.open`.
 
         Raises:
-            RepositoryReplaced: Another is there, or it is not encrypted any more.
+            RepositoryReplaced: Another repository is there, or it is no longer encrypted.
             PlainRefused: It is plain, a passphrase is configured, and nothing marks it as plain on
                 purpose.
-            RecordDamaged: What this client remembers of the place is damaged.
-            NotFound, WrongPassphrase, FormatTooNew, Damaged: As
+            RecordDamaged: This client's record of the place is damaged.
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: As for
                 `icecore.store.log.repository.Repository.open`.
         """
         place = self._place(backend)
@@ -127,11 +128,11 @@ class Client:
                 raise
             raise NotFound(
                 f"{backend.where} is no repository; this client knows {known} there",
-                cure="find out who removed it, or mount it; 'icecore init' makes a new one",
+                cure="mount it, or find out who removed it; 'icecore init' makes a new one",
             ) from error
         except UsageError:
-            # It has another master secret: which repository it is says more, if that is plain to
-            # see.
+            # The master secret differs. An error that names the repository says more, if its
+            # identity is readable.
             if secret and known is not None:
                 await _require_admitted(backend, admit)
             raise
@@ -150,16 +151,16 @@ class Client:
         plain: bool = False,
         emit: Sink = discard,
     ) -> Core:
-        """Make the place a repository, and know it from now on, whatever was known there before.
+        """Create a repository and record it as the one at this place.
 
         Args:
-            passphrase: Encrypts it; None: it is plain.
-            secret: The master secret of the repository whose replica it is to be.
-            plain: A plain one is meant although an encrypted one is known there.
+            passphrase: Returns the passphrase of an encrypted repository. None: it is plain.
+            secret: The master secret of the repository of which this one becomes a replica.
+            plain: Allow a plain repository although this client knows an encrypted one there.
 
         Raises:
-            PlainRefused: An encrypted repository is known there.
-            UsageError: There is a repository already, or the place does not support one.
+            PlainRefused: This client knows an encrypted repository there.
+            UsageError: There already is a repository, or the place does not support one.
         """
         place = self._place(backend)
         if passphrase is None and not plain:
@@ -171,11 +172,11 @@ class Client:
         return self._remembering(core)
 
     async def examine(self, backend: Backend, *, passphrase: Passphrase | None = None) -> Finding:
-        """Compare what this client knows of a place with what is there; record nothing.
+        """Compare the repository at a place with this client's record; record nothing.
 
         Raises:
-            NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot
-                be read.
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: The repository cannot be opened, or
+                its log cannot be read.
         """
         given = passphrase or current(self._config)
         place, troubles = self._place(backend), list[Distrusted | RollbackDetected]()
@@ -227,18 +228,18 @@ class Client:
         """Record the repository at a place, because the user accepts it.
 
         Args:
-            identity: The id of the repository that is there.
+            identity: The id of the repository at the place.
             generation: Its newest generation; required if its log does not continue what this
                 client has seen.
-            plain: Accept a plain repository; required if a passphrase is configured, or an
-                encrypted one is known.
+            plain: Accept a plain repository; required if a passphrase is configured or the record
+                names an encrypted one.
 
         Returns:
-            What was found before.
+            The comparison before the change.
 
         Raises:
-            UsageError: Something else is there.
-            PlainRefused: It is plain, and ``plain`` is not given.
+            UsageError: Another repository or generation is there.
+            PlainRefused: The repository is plain, and ``plain`` is false.
         """
         finding = await self.examine(backend, passphrase=passphrase)
         if identity != finding.found.id:
@@ -287,8 +288,8 @@ class Client:
         return FileWatermark(self._state / "seen" / identity, backend.where)
 
     def _remembering(self, core: Core) -> Core:
-        """Return the repository with a memory of the newest state seen: by its id, as each replica
-        has a log of its own.
+        """Return the repository with a log that records the newest state seen. The record is kept
+        by the repository's id, because each replica has its own log.
         """
         log = Log(
             core.backend, core.keys.log, watermark=self._watermark(core.config.id, core.backend)
@@ -297,7 +298,7 @@ class Client:
 
 
 def command(place: str, finding: Finding) -> str:
-    """Return the command that accepts what was found."""
+    """Return the command that accepts the repository that was found."""
     generation = "" if finding.continues else f"@{finding.newest.generation}"
     plain = " --plain" if finding.plain else ""
     return f"icecore trust {shlex.quote(place)} --accept {finding.found.id}{generation}{plain}"

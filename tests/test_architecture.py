@@ -1,6 +1,4 @@
-"""The shape of the tree: who may import whom, what is pure, what is installed; read from the
-sources.
-"""
+"""The architecture: who may import whom, what is pure, what is installed; read from the sources."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ MAY_IMPORT = {
     "face": {"ground", "store", "host", "dumper", "restorer", "service", "face"},
 }
 
-# Inside the store: formats turn bytes into values and back, backends move bytes, and neither knows
+# Inside the store, formats turn bytes into values and back, backends move bytes, and neither knows
 # the other.
 FORMATS, BACKENDS = "icecore.store.format.", "icecore.store.backend."
 PLAIN_BACKENDS = {f"{BACKENDS}{name}" for name in ("base", "local", "memory", "s3")}
@@ -61,14 +59,14 @@ DOES_IO = {
 
 @dataclass(frozen=True)
 class Module:
-    """A module of the tree under the name it is installed with."""
+    """A module of the tree, with its installed name."""
 
     name: str
     path: Path
 
     @property
     def floor(self) -> str:
-        """The floor it lives on; icecore's own modules are the ground floor or, all others, the
+        """The module's floor: top-level modules of icecore are the ground floor or, all others, the
         public face.
         """
         if self.name in GROUND:
@@ -78,7 +76,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package that its relative imports start from."""
+        """The package from which its relative imports start."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
@@ -97,8 +95,8 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(module: Module, names: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Line and target of every import, wherever it stands; `names` are the modules that exist in
-    the tree.
+    """Yield line and target of every import, wherever it stands; `names` are the modules of the
+    tree.
     """
     for node in ast.walk(parsed(module.path)):
         if isinstance(node, ast.Import):
@@ -115,7 +113,7 @@ def imports(module: Module, names: frozenset[str]) -> Iterator[tuple[int, str]]:
 
 
 def target_floor(target: str) -> str | None:
-    """Floor of an imported module of ours, None for one that is not ours."""
+    """Return the floor of an imported module, or None for a foreign one."""
     return Module(target, ROOT).floor if target.split(".")[0] == "icecore" else None
 
 
@@ -136,7 +134,7 @@ def test_floors() -> None:
     wrong = [
         f"{module.path.relative_to(ROOT)}:{line}: {module.floor} imports {target} ({target_floor(target)})"
         for module in modules()
-        if module.name != "icecore"  # the face's own __init__ has a rule of its own, below
+        if module.name != "icecore"  # the package's own __init__ has its own test below
         for line, target in imports(module, names)
         if (floor := target_floor(target)) is not None and floor not in MAY_IMPORT[module.floor]
     ]
@@ -144,7 +142,7 @@ def test_floors() -> None:
 
 
 def test_the_floor_test_can_fail(tmp_path: Path) -> None:
-    """It sees relative imports, imports inside functions and `from icecore import name`."""
+    """The test sees relative imports, imports inside functions and `from icecore import name`."""
     path = tmp_path / "log.py"
     path.write_text(
         "from ...host.kernel import procfs\n"
@@ -175,7 +173,9 @@ def test_the_floor_test_can_fail(tmp_path: Path) -> None:
     ],
 )
 def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> None:
-    """Each is a process of its own: numpy alone is three quarters of the start of one that has it."""
+    """Each of them is a process, and numpy takes three quarters of the start-up time of a process
+    that loads it.
+    """
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"import sys, {module}; print(*sys.modules)"],
         capture_output=True,
@@ -245,7 +245,7 @@ def test_the_core_never_prints_and_keeps_no_global_state() -> None:
 
 
 def test_every_folder_is_a_package() -> None:
-    """Else it would not be installed."""
+    """Otherwise it would not be installed."""
     folders = {
         path.parent
         for path in PACKAGE.rglob("*")
@@ -264,17 +264,13 @@ def test_the_main_folders_stand_at_the_top(name: str) -> None:
 
 
 def room(name: str) -> str:
-    """The sub-package that a module belongs to; a module that stands on its floor itself is a room
-    of its own.
-    """
+    """Return the sub-package of a module; a module directly on its floor is its own sub-package."""
     parts = name.split(".")
     return ".".join(parts[:3]) if len(parts) > 3 else name
 
 
 def test_no_circle_among_sub_packages() -> None:
-    """Imports inside functions count, too. The listing of a floor can be read from the bottom to
-    the top.
-    """
+    """Imports inside functions count too. The modules of a floor can be read from the bottom up."""
     names = frozenset(module.name for module in modules())
     needs: dict[str, set[str]] = {}
     for module in modules():
@@ -286,11 +282,11 @@ def test_no_circle_among_sub_packages() -> None:
             ):
                 needs.setdefault(room(module.name), set()).add(room(target))
     order = TopologicalSorter(needs)
-    order.prepare()  # raises CycleError, which names the circle
+    order.prepare()  # raises CycleError, which names the cycle
 
 
 def test_the_installed_package_is_the_tree() -> None:
-    """Every file of the tree is installed with the same content: what is tested is what is here."""
+    """Every file of the tree is installed with the same content, so the tests cover what is here."""
     spec = importlib.util.find_spec("icecore")
     assert spec is not None and spec.origin is not None
     place = Path(spec.origin).parent

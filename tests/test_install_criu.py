@@ -128,7 +128,7 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="no apt on this machine")
 def test_an_unsigned_archive_is_refused(tmp_path: Path) -> None:
-    """An archive with correct hashes and no signature of Debian's: nothing of it may be unpacked."""
+    """An archive with correct hashes and without Debian's signature is not unpacked."""
     architecture = subprocess.run(
         ["dpkg", "--print-architecture"], capture_output=True, text=True
     ).stdout.strip()

@@ -1,5 +1,5 @@
-"""The test programs verify themselves, and notice every kind of damage that they claim to notice;
-no snapshot is taken.
+"""The test programs verify themselves and detect every kind of damage that they claim to detect; no
+snapshot is taken.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
-    """Starts a program in its small size and waits until it works; whatever was started is ended
-    after the test.
-    """
+    """Start a program in its small size, wait until it works, and end it after the test."""
     started: list[driving.Running] = []
 
     def start_one(name: str) -> driving.Running:
         program = PROGRAMS[name]
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
-        state_dir = tmp_path / str(len(started))  # short: programs bind sockets below it
+        state_dir = tmp_path / str(len(started))  # short, because programs bind sockets below it
         state_dir.mkdir()
         running = driving.start(program, state_dir, cache, program.quick)
         started.append(running)
@@ -47,7 +45,7 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
 
 
 def verdict(running: driving.Running) -> tuple[driving.Progress, int]:
-    """The program's own verdict and its exit status."""
+    """Return the program's own verdict and its exit status."""
     driving.ask_finish(running.program, running.state_dir)
     said = driving.wait_finished(running.program, running.state_dir)
     return said, running.process.wait(timeout=20)

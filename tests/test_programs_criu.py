@@ -53,7 +53,7 @@ def adopted() -> Iterator[None]:
 def begin(
     program: Program, criu: Criu, tmp_path: Path, cache: Path, *, own_namespaces: bool = False
 ) -> driving.Running:
-    """Starts it in its small size, or skips where this machine cannot."""
+    """Start a program in its small size; skip where this machine cannot run it."""
     if lacking := missing(program):
         pytest.skip(f"this machine has no {', '.join(lacking)}")
     kernel = tuple(int(part) for part in platform.release().split(".")[:2])

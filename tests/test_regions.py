@@ -1,5 +1,5 @@
-"""docker-compose.yml and the servers that the tests start are the same two regions: flags,
-credentials, and that one knows nothing of the other.
+"""docker-compose.yml and the test servers define the same two regions: flags, credentials, and no
+knowledge of each other.
 """
 
 from __future__ import annotations

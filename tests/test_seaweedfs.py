@@ -1,4 +1,4 @@
-"""The S3 servers of the tests leave nothing behind, wherever SeaweedFS would like to put it."""
+"""The S3 servers of the tests leave no files behind, wherever SeaweedFS puts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.seaweedfs import running, sockets
 
 
 def named_after(pid: int) -> list[Path]:
-    """Log files of a process in the machine's temporary directory, and links to them."""
+    """Return the log files of a process in the machine's temporary directory, and links to them."""
     names = [
         Path(tempfile.gettempdir()) / name
         for name in os.listdir(tempfile.gettempdir())
@@ -37,8 +37,8 @@ def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
 def test_two_servers_never_have_a_port_in_common(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that finds a port taken ends, and takes the sockets in /tmp that are called after it
-    along.
+    """A server that finds a port taken exits, and removes the sockets in /tmp that are named after
+    the port.
     """
     with seaweedfs._own_ports() as some, seaweedfs._own_ports() as others:
         monkeypatch.setattr(seaweedfs, "_FIRST", [some[0], others[0]])

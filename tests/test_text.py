@@ -1,5 +1,5 @@
 """Texts of jobs and repositories on their way to a terminal, a repository or JSON: nothing is lost,
-nothing becomes another text, nothing gets through.
+no two texts become one, and no control character passes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _TEXTS = _BYTES.map(os.fsdecode)
 
 
 def shown_safely(text: str) -> bool:
-    """Whether every character has a glyph of its own, or is the space."""
+    """Return whether every character has a glyph of its own, or is the space."""
     return all(one == " " or unicodedata.category(one)[0] not in "CZ" for one in text)
 
 
 def read_back(text: str) -> str:
-    """What `printable` was given."""
+    """Return the argument from which `printable` made this text."""
     short = {"\\\\": "\\", "\\n": "\n", "\\r": "\r", "\\t": "\t"}
 
     def one(match: re.Match[str]) -> str:
@@ -91,9 +91,7 @@ def test_what_is_stored_is_what_was_given(text: str) -> None:
 
 @given(_TEXTS)
 def test_no_stored_text_hides_another(text: str) -> None:
-    """Whatever somebody writes there: if it is accepted, it is what `stored` writes for the text
-    that it gives.
-    """
+    """Any stored text that is accepted is the one that `stored` writes for the loaded text."""
     for written in (text, f"\0{text}"):
         try:
             written.encode()
@@ -157,7 +155,7 @@ def test_json_is_strict_and_utf8(fields: dict[str, Any]) -> None:
 
 
 def exact(fields: Mapping[str, Any], name: str) -> bytes:
-    """The bytes of a field of an event, as docs/events.md says that they are to be had."""
+    """Return the bytes of an event's field, as docs/events.md defines them."""
     return (
         base64.b64decode(fields[f"{name}_base64"])
         if f"{name}_base64" in fields

@@ -1,3 +1,4 @@
-"""The commands, a module for each group; each adds its parsers and is loaded in full only for what
-it needs.
+"""The commands, one module per group.
+
+Each module adds its parsers at start-up and imports what a command needs when the command runs.
 """

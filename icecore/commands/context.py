@@ -1,19 +1,18 @@
-"""What every command shares: configuration, output, the repository it works on, and how options are
-taken from settings.
-"""
+"""What all commands share: configuration, output, the open repository, and the parser's parts."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from icecore import passphrase
-from icecore.config import SWITCH, Config, Kind
+from icecore import passphrase, units
+from icecore.config import SECONDS, SIZE, SWITCH, THREADS, Config, Kind
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.events import Event
 from icecore.output import Output
@@ -25,17 +24,26 @@ if TYPE_CHECKING:
     from icecore.repository import Repository
 
 Settings = TypeVar("Settings")
-READ_ONLY = "write nothing to the repository, not even that it is being looked at"
-#: For what reads much and must get all of it.
-READ_ONLY_ALL = (
-    f"{READ_ONLY}: a collection elsewhere may delete what is still to come, and then this fails"
+#: Help texts that several commands share.
+DRY_RUN = "print what would be done; change nothing"
+READ_ONLY = "write nothing to the repository, not even this reader's registration"
+#: For commands that fail if an object disappears while they read.
+READ_ONLY_ALL = f"{READ_ONLY}: fails if a concurrent garbage collection deletes what it still needs"
+SNAPSHOT = (
+    "an id or the beginning of one, JOB, JOB~1 (the one before), JOB@1 (the oldest), or latest"
 )
+JOB = "a job's name, its instance id, or the pid of one of its processes"
+TAG = "label the snapshot; repeatable"
+PIN = "exempt the snapshot from retention policies"
+PLACE = "a directory, or s3://BUCKET/PREFIX (default: the configured repository)"
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def load_numpy() -> None:
-    """Load numpy without the threads of its linear algebra, which nothing here uses: one a core,
-    they were a third of a command's start.
+    """Load numpy without starting the threads of its linear algebra library.
+
+    Nothing here uses that library, and starting one thread per core takes a third of a command's
+    start-up time.
     """
     if _BLAS_THREADS in os.environ:
         return
@@ -43,15 +51,15 @@ def load_numpy() -> None:
     try:
         import numpy  # noqa: F401
     finally:
-        del os.environ[_BLAS_THREADS]  # jobs and hooks inherit the environment
+        del os.environ[_BLAS_THREADS]  # else jobs and hooks inherit it
 
 
 @dataclass
 class Context:
-    """One run of the command line; a context manager that closes what was opened.
+    """One run of the command line; a context manager that closes what it opened.
 
     Attributes:
-        location: Where the repository is; empty where nothing says.
+        location: The repository's location; empty if none is configured.
     """
 
     config: Config
@@ -61,14 +69,14 @@ class Context:
     _repository: Repository | None = None
 
     def repository(self, *, rebuild: bool = False) -> Repository:
-        """The repository, opened when first asked for.
+        """Return the repository; open it on first use.
 
         Args:
-            rebuild: Open it even if nothing is left of its configuration, to repair it.
+            rebuild: Open it for repair even if its configuration is lost.
 
         Raises:
-            UsageError: None is named.
-            NotFound: There is none.
+            UsageError: No repository is named.
+            NotFound: There is no repository at the location.
         """
         if self._repository is None:
             from icecore.repository import Repository
@@ -86,14 +94,14 @@ class Context:
         return self._repository
 
     def registry(self) -> Registry:
-        """The jobs of this node."""
+        """Return the registry of this node's jobs."""
         from icecore.host.jobs.registry import Registry
         from icecore.places import state_directory
 
         return Registry(state_directory(self.config.state), emit=self.output.event)
 
     def recover_files(self) -> None:
-        """Undo or finish what restores that were killed left of their changes to jobs' files."""
+        """Roll back or complete the changes that killed restores made to jobs' files."""
         from icecore.host.jobs.registry import Registry
         from icecore.places import state_directory
 
@@ -101,7 +109,7 @@ class Context:
         try:
             if not any(os.scandir(state / "restores")):
                 return
-        except OSError:  # no restore ever changed a file, or this user may not look
+        except OSError:  # no restore has changed a file yet, or this user has no access
             return
         from icecore.restorer.files.file_recovery import recover
 
@@ -111,8 +119,7 @@ class Context:
             self.output.event(Event("restore.warning", {"name": "files", "message": str(error)}))
 
     def require_job(self, name: str) -> None:
-        """Nothing, if there is a snapshot of a job with this name, or an instance of it on this
-        node.
+        """Require a snapshot of a job with this name, or an instance of it on this node.
 
         Raises:
             NotFound: There is neither.
@@ -142,8 +149,8 @@ Run = Callable[[argparse.Namespace, Context], int]
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end: everything that was begun is undone on the way out, and
-    jobs run on.
+    """Raised when a signal asks this process to end: unfinished work is rolled back, and jobs
+    continue to run.
     """
 
     def __init__(self, number: int) -> None:
@@ -151,44 +158,144 @@ class Interrupted(BaseException):
         self.number = number
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Wraps prose, but not within an option's name, and keeps indented lines such as examples."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            "\n".join(f"{indent}{line}" for line in part.splitlines())
+            if "\n  " in part
+            else "\n".join(
+                f"{indent}{line}" for line in self._split_lines(part, width - len(indent))
+            )
+            for part in text.split("\n\n")
+        )
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are errors like all others."""
+    """A parser that raises `UsageError` and whose usage line lists arguments, not options."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": _Formatter, **named})
+        self._positionals.title = "arguments"
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, cure=f"'{self.prog} --help' shows what there is")
+        raise UsageError(message, cure=f"'{self.prog} --help' lists commands and options")
+
+    def format_usage(self) -> str:
+        """Return the usage line."""
+        self.usage = self.usage or self._short_usage()
+        return super().format_usage()
+
+    def format_help(self) -> str:
+        """Return the help text."""
+        self.usage = self.usage or self._short_usage()
+        return super().format_help()
+
+    def _short_usage(self) -> str:
+        words = [self.prog, "[options]"]
+        for action in self._actions:
+            if action.option_strings or action.help == argparse.SUPPRESS:
+                continue
+            name = str(action.metavar or action.dest)
+            words.append(
+                f"[{name} ...]"
+                if action.nargs == "*"
+                else f"[{name}]"
+                if action.nargs == "?"
+                else name
+            )
+        return " ".join(words)
+
+
+class TopParser(Parser):
+    """The parser of the whole command line, whose help shows the commands in groups."""
+
+    def format_help(self) -> str:
+        """Return the help text."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        parsers = next(one for one in self._actions if isinstance(one, argparse._SubParsersAction))
+        groups: dict[str, list[argparse.Action]] = {}
+        for pseudo in parsers._choices_actions:
+            groups.setdefault(parsers.choices[pseudo.dest].group, []).append(pseudo)
+        for title, actions in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_arguments([one for one in group._group_actions if one is not parsers])
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+class CommandParser(Parser):
+    """The parser of one command.
+
+    Attributes:
+        group: The title of the group that lists the command.
+    """
+
+    group = ""
 
 
 class Commands:
-    """Adds commands to the parser; each knows the options that stand before it too."""
+    """Adds commands to the parser, with the common options.
+
+    Args:
+        group: The title under which the help lists the commands that are added.
+    """
 
     def __init__(
         self,
-        parsers: argparse._SubParsersAction[Parser],
+        parsers: argparse._SubParsersAction[CommandParser],
         common: Callable[[argparse.ArgumentParser], None],
+        group: str = "",
     ) -> None:
         self._parsers = parsers
         self._common = common
+        self._group = group
+
+    def of_group(self, group: str) -> Commands:
+        """Return the same for another group."""
+        return Commands(self._parsers, self._common, group)
 
     def add(
         self,
         name: str,
         run: Run,
         what: str,
-        *,
+        *examples: str,
         more: str = "",
         usage: str | None = None,
         numpy: bool = True,
-    ) -> Parser:
-        """A command: its name, what runs it, what it does in one sentence, and whether numpy is
-        loaded for it.
+    ) -> CommandParser:
+        """Add a command.
+
+        Args:
+            run: Runs the command; returns the exit status.
+            what: What the command does, in one short sentence.
+            examples: Command lines for the end of the help text.
+            more: What else its help says.
+            numpy: Whether to load numpy for it.
         """
         parser = self._parsers.add_parser(
             name,
             help=what[0].lower() + what[1:].rstrip("."),
             description=f"{what} {more}".strip(),
+            epilog="\n  ".join(
+                ["example:" if len(examples) == 1 else "examples:", *examples],
+            ),
             usage=usage,
             allow_abbrev=False,
         )
+        parser.group = self._group
         self._common(parser)
         parser.set_defaults(run=run, numpy=numpy)
         return parser
@@ -200,19 +307,23 @@ def add_setting(
     key: str,
     what: str,
     *flags: str,
+    default: str = "",
 ) -> None:
-    """An option that overrides a setting; absent, the configuration's value counts.
+    """Add an option that overrides a setting; without it the configuration's value applies.
 
     Args:
+        what: The help text, without the default.
         flags: Default: the key with dashes.
+        default: How the help describes the built-in default. Empty: by its value.
     """
     about: Field[Any] = next(one for one in fields(settings) if one.name == key)
     kind = about.metadata["kind"]
     assert isinstance(kind, Kind)
     names = flags or (f"--{key.replace('_', '-')}",)
+    text = f"{what} (default: {default or _shown(about.default, kind)})"
     if kind is SWITCH:
         parser.add_argument(
-            *names, dest=key, action=argparse.BooleanOptionalAction, default=None, help=what
+            *names, dest=key, action=argparse.BooleanOptionalAction, default=None, help=text
         )
         return
     words = kind.words
@@ -222,16 +333,22 @@ def add_setting(
         type=kind,
         default=None,
         metavar="|".join(words) if words else kind.short,
-        help=f"{what} (default: {_shown(about.default)})",
+        help=text,
     )
 
 
-def _shown(value: object) -> str:
-    return "none" if value == "" else str(value)
+def _shown(value: Any, kind: Kind[Any]) -> str:
+    if kind is SWITCH:
+        return "yes" if value else "no"
+    if kind is SIZE and value:
+        return units.exact_size(value)
+    if kind is SECONDS and value:
+        return units.exact_seconds(value)
+    return "none" if value in ("", 0) and kind is not THREADS else str(value)
 
 
 def overridden(settings: Settings, arguments: argparse.Namespace) -> Settings:
-    """``settings`` with what the command line gives."""
+    """Return ``settings`` with the values from the command line."""
     known: Sequence[Field[Any]] = fields(settings)  # type: ignore[arg-type]
     given = {about.name: getattr(arguments, about.name, None) for about in known}
     changed: Any = replace(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from icecore import units
-from icecore.commands.context import READ_ONLY_ALL, Commands, Context
-from icecore.commands.snapshots import WHICH
+from icecore.commands.context import READ_ONLY_ALL, SNAPSHOT, TAG, Commands, Context
 from icecore.config import LABEL, SIZE, THREADS
 from icecore.errors import Damaged
 from icecore.events import Value
@@ -15,58 +14,64 @@ from icecore.events import Value
 def add(commands: Commands) -> None:
     """Add the commands."""
     parser = commands.add(
-        "import", import_, "Store an image directory of 'criu dump' as a snapshot; it is only read."
+        "import",
+        import_,
+        "Store an image directory of 'criu dump' as a snapshot.",
+        "icecore import --job train /srv/images",
+        more="The directory stays unchanged.",
     )
-    parser.add_argument("directory", metavar="DIR", help="what 'criu dump -D' was given")
+    parser.add_argument("directory", metavar="DIR", help="the image directory (criu dump -D DIR)")
     parser.add_argument(
         "--job",
+        metavar="NAME",
         default="",
-        help="job whose snapshot it becomes (default: the name of its first process)",
+        help="job to which the snapshot belongs (default: the name of the first process)",
     )
     parser.add_argument(
         "--parent",
         default="",
         metavar="SNAPSHOT",
-        help=f"snapshot to build on (default: the job's newest): {WHICH}",
+        help="snapshot to build on (default: the job's newest)",
     )
-    parser.add_argument(
-        "--tag",
-        type=LABEL,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="label the snapshot; may be repeated",
-    )
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="LABEL", help=TAG)
     parser.add_argument(
         "--threads",
         type=THREADS,
         default=0,
         metavar="N",
-        help="threads that read and encode; 0: one a core",
+        help="threads that read and encode (default: one per core)",
     )
     parser.add_argument(
         "--link-rate",
         type=SIZE,
         default=0,
         metavar="SIZE",
-        help="bytes a second at which it will be read",
+        help="bytes per second at which restores will read the snapshot (default: that of the storage)",
     )
 
     parser = commands.add(
-        "export", export, "Write a snapshot as an image directory that plain 'criu restore' takes."
+        "export",
+        export,
+        "Write a snapshot as images for plain 'criu restore'.",
+        "icecore export train /srv/images",
+        more="Snapshots with resident device memory cannot be exported.",
     )
-    parser.add_argument("snapshot", help=WHICH)
+    parser.add_argument("snapshot", metavar="SNAPSHOT", help=SNAPSHOT)
     parser.add_argument(
-        "directory", metavar="DIR", help="is made; if it is there it has to be empty"
+        "directory", metavar="DIR", help="the directory to create; an existing one must be empty"
     )
     parser.add_argument(
-        "--threads", type=THREADS, default=0, metavar="N", help="threads that decode; 0: one a core"
+        "--threads",
+        type=THREADS,
+        default=0,
+        metavar="N",
+        help="threads that decode (default: one per core)",
     )
     parser.add_argument("--read-only", action="store_true", help=READ_ONLY_ALL)
 
 
 def import_(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore import."""
+    """Run icecore import."""
     from icecore.dumper.importer import import_images
     from icecore.host.jobs.registry import require_name
     from icecore.store.snapshot.trial import Objective
@@ -87,7 +92,7 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
             emit=context.output.event,
         )
     except Damaged as error:
-        if error.kind == "image":  # one of the directory, not of the repository
+        if error.kind == "image":  # in the directory, not in the repository
             raise Damaged(
                 error.kind,
                 error.name,
@@ -104,7 +109,7 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def export(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore export."""
+    """Run icecore export."""
     from icecore.repository import lost
     from icecore.restorer.files.exporter import OPEN_FILES
     from icecore.restorer.files.exporter import export as write
@@ -135,7 +140,9 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
     context.output.result("export.done", fields, words)
     if done.open_files:
         context.output.note(
-            f"{len(done.open_files)} files that it had open lie in {done.directory / OPEN_FILES}: put them in place first"
+            f"{len(done.open_files)} open files of the job are in {done.directory / OPEN_FILES}: copy them to their paths first"
         )
-    context.output.note("the directory holds what the job had in memory, secrets too")
+    context.output.note(
+        "the directory contains everything that the job had in memory, including secrets"
+    )
     return 0

@@ -1,5 +1,6 @@
-"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm; rule: whatever happens
-to the command line, the job runs on.
+"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm.
+
+A job continues to run whatever happens to the command line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands import supervise
-from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
+from icecore.commands.context import JOB, Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings, job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
@@ -34,104 +35,143 @@ def add(commands: Commands) -> None:
     parser = command(
         "run",
         run,
-        "Start a command as a job that can be snapshotted and restored.",
-        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running. Its standard input is empty (/dev/null).",
+        "Start a command as a job.",
+        "icecore run -d --name train -- python3 train.py",
+        "icecore run --gpu --env HF_TOKEN -- torchrun --nproc-per-node 8 train.py",
+        more="A job can be snapshotted and restored. In the foreground this command prints the job's output and returns the job's exit status; Ctrl-C"
+        " leaves the job running. The job's standard input is /dev/null.",
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )  # a command without '--'
     parser.add_argument(
-        "-d", "--detach", action="store_true", help="return at once; print the job's name"
+        "-d", "--detach", action="store_true", help="return at once and print the job's name"
     )
-    parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument(
-        "--cwd", default="", metavar="DIR", help="directory to start in (default: this one)"
+        "--name", metavar="NAME", default="", help="name of the job (default: the program's name)"
+    )
+    parser.add_argument(
+        "--cwd",
+        default="",
+        metavar="DIR",
+        help="working directory of the job (default: the current directory)",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="set a variable, or pass on one that is withheld; may be repeated",
+        help="set a variable, or pass on a variable that jobs do not inherit; repeatable",
     )
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted",
+        help="prepare a job that uses NVIDIA GPUs, and NCCL, for snapshots",
     )
     parser.add_argument(
         "--rm",
         action="store_true",
-        help="forget the job and its logs once it has ended (foreground only)",
+        help="forget the job and its logs once it ends (foreground only)",
     )
     for key, what in (
         (
             "pid",
-            "process ids: its own, so that it can be restored anywhere and several times at once, or the host's",
+            "process ids: private allows restores anywhere and several times at once",
         ),
-        ("ipc", "System V IPC and message queues"),
-        ("network", "network: the host's, or one of its own that has loopback only"),
+        ("ipc", "System V IPC and POSIX message queues"),
+        ("network", "network: private has a loopback device only"),
         (
             "root",
-            "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm",
+            "file system: private binds the host's mounts into a root with its own /proc and /dev/shm",
         ),
     ):
         add_setting(parser, RunSettings, key, what)
-    about = "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: yes, where it was built)"
-    add_setting(parser, RunSettings, "resident", about)
-    about = "with --gpu: device memory outlives a crash after a snapshot, for restore --from-resident, until rm (default: no)"
+    about = "with --gpu: keep device memory in place during snapshots, which shortens the window"
+    add_setting(parser, RunSettings, "resident", about, default="yes, where the preload is built")
+    about = (
+        "with --gpu: after a snapshot, keep device memory on its GPUs if the job crashes,"
+        " for 'restore --from-resident', until 'icecore rm'"
+    )
     add_setting(parser, RunSettings, "keep_resident", about)
 
     supervise.add_options(parser)
 
-    parser = command("ps", ps, "List the jobs of this node.")
-    parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
+    parser = command("ps", ps, "List the jobs of this node.", "icecore ps -a")
+    parser.add_argument("-a", "--all", action="store_true", help="include jobs that have ended")
 
-    parser = command("logs", logs, "Show what a job has written.")
-    parser.add_argument("job", help="name, instance or pid")
+    parser = command("logs", logs, "Print a job's output.", "icecore logs -f train")
+    parser.add_argument("job", metavar="JOB", help=JOB)
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="and what it writes until it ends"
+        "-f", "--follow", action="store_true", help="continue with new output until the job ends"
     )
     parser.add_argument(
-        "--stream", choices=("both", "stdout", "stderr"), default="both", help="only this one"
+        "--stream",
+        choices=("both", "stdout", "stderr"),
+        default="both",
+        metavar="both|stdout|stderr",
+        help="print only this stream (default: both)",
     )
 
     parser = command(
         "attach",
         attach,
-        "Follow a job's output from now on and return its exit status; Ctrl-C leaves it running.",
+        "Follow a job's output.",
+        "icecore attach train",
+        more="Prints new output until the job ends and returns the job's exit status; Ctrl-C leaves the job running.",
     )
-    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("job", metavar="JOB", help=JOB)
 
     parser = command(
-        "wait", wait, "Wait until a job has ended and return its exit status, after a restore too."
+        "wait",
+        wait,
+        "Wait until a job ends.",
+        "icecore wait --timeout 10min train",
+        more="Returns the job's exit status, also for restored jobs.",
     )
-    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("job", metavar="JOB", help=JOB)
     parser.add_argument(
-        "--timeout", type=SECONDS, metavar="TIME", help="give up after this time (exit status 124)"
-    )
-
-    parser = command("kill", kill, "Send a signal to a job; KILL ends all its processes at once.")
-    parser.add_argument("job", help="name, instance or pid")
-    parser.add_argument(
-        "-s", "--signal", default="TERM", metavar="NAME", help="name or number (default: TERM)"
+        "--timeout",
+        type=SECONDS,
+        metavar="DURATION",
+        help="give up after this time, with exit status 124 (default: none)",
     )
 
     parser = command(
-        "rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched."
+        "kill",
+        kill,
+        "Send a signal to a job.",
+        "icecore kill -s KILL train",
+        more="The signal goes to the job's command; KILL ends all processes of the job.",
     )
-    parser.add_argument("job", nargs="*", help="name or instance")
+    parser.add_argument("job", metavar="JOB", help=JOB)
+    parser.add_argument(
+        "-s",
+        "--signal",
+        default="TERM",
+        metavar="SIGNAL",
+        help="name or number of the signal (default: TERM)",
+    )
+
+    parser = command(
+        "rm",
+        remove,
+        "Forget jobs that have ended, and their logs.",
+        "icecore rm train",
+        "icecore rm --ended 7d",
+        more="Snapshots are unaffected.",
+    )
+    parser.add_argument("job", nargs="*", metavar="JOB", help="a job's name or instance id")
     parser.add_argument(
         "--ended",
         type=SECONDS,
-        metavar="TIME",
-        help="all that ended and were started longer ago than this",
+        metavar="DURATION",
+        help="all ended jobs that were started longer ago than this",
     )
 
 
 def run(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore run."""
+    """Run icecore run."""
     from icecore.host.jobs.namespaces import Isolation
 
     if arguments.words:
@@ -146,7 +186,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.rm and arguments.detach:
         raise UsageError(
-            "--rm needs the foreground, because nobody else waits for the job's end",
+            "--rm needs the foreground, because a detached run does not wait for the job's end",
             cure="leave out -d or --rm",
         )
     if arguments.keep_resident and not arguments.gpu:
@@ -155,7 +195,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             cure="add --gpu, or leave out --keep-resident",
         )
     if arguments.keep_resident and arguments.rm:
-        raise UsageError("--rm lets go of what --keep-resident keeps", cure="leave out one of them")
+        raise UsageError("--rm releases what --keep-resident keeps", cure="leave out one of them")
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
         pid=own.pid == "private",
@@ -166,7 +206,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     environment = _environment(arguments, context)
     if _stdin_holds_something():
         context.output.note(
-            "note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
+            "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
         )
     registry = context.registry()
 
@@ -210,7 +250,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, str]:
-    """Return the job's environment: this process's without credentials, with what ``--env`` says."""
+    """Return the job's environment: this process's without credentials, plus ``--env``."""
     environment, held = job_environment(os.environ)
     for pair in arguments.env:
         name, separator, value = pair.partition("=")
@@ -230,18 +270,18 @@ def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, s
 
 
 def _stdin_holds_something() -> bool:
-    """Whether this process's standard input is a pipe, or a file with something left to read."""
+    """Return whether standard input is a pipe, or a file with unread content."""
     try:
         about = os.fstat(0)
         return stat.S_ISFIFO(about.st_mode) or (
             stat.S_ISREG(about.st_mode) and os.lseek(0, 0, os.SEEK_CUR) < about.st_size
         )
-    except OSError:  # it is closed
+    except OSError:  # closed
         return False
 
 
 def ps(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore ps."""
+    """Run icecore ps."""
     rows, keeps = [], []
     registry = context.registry()
     _say_damaged(registry, context)
@@ -285,7 +325,7 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _say_damaged(registry: Registry, context: Context) -> None:
-    """Which instances cannot be listed."""
+    """Report instances that cannot be listed."""
     for instance, error in registry.damaged().items():
         context.output.event(Event("job.damaged", {"instance": instance, "error": str(error)}))
 
@@ -307,7 +347,7 @@ def _fields(job: Job) -> dict[str, Value]:
 
 
 def logs(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore logs."""
+    """Run icecore logs."""
     job = context.registry().find(arguments.job)
     writer = _Writer(job, context, arguments.stream)
     for piece in job.logs(follow=arguments.follow):
@@ -316,23 +356,23 @@ def logs(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def attach(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore attach."""
+    """Run icecore attach."""
     job = context.registry().find(arguments.job)
     return follow(job, context, seen=job.log_sizes())
 
 
 def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = None) -> int:
-    """Show a job's output until it ends; its exit status.
+    """Print a job's output until it ends; return its exit status.
 
     Args:
-        seen: Bytes at the beginning of each log that are not shown; None: all is, and that the job
-            is followed goes without saying.
+        seen: Bytes at the beginning of each log to skip. None: skip nothing, and do not announce
+            that the job is followed.
     """
     writer = _Writer(job, context, "both")
     skip = dict(seen or {})
     if seen is not None:
         context.output.result("job.attached", {"job": job.name, "instance": job.instance})
-        context.output.note(f"following job {job.name} from now on; Ctrl-C lets go of it")
+        context.output.note(f"following job {job.name}; Ctrl-C detaches and leaves it running")
     try:
         for piece in job.logs(follow=True):
             skipped = min(skip.get(piece.stream, 0), len(piece.data))
@@ -343,7 +383,7 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
     except Interrupted:
         context.output.note("")
         context.output.note(
-            f"job {job.name} runs on; 'icecore attach {job.name}' shows its output again, 'icecore kill {job.name}' ends it"
+            f"job {job.name} continues; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it"
         )
         raise
     context.output.result(
@@ -361,7 +401,7 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
 
 
 class _Writer:
-    """Writes pieces of a job's output as they are, or as ``job.output`` events."""
+    """Writes a job's output unchanged, or as ``job.output`` events."""
 
     def __init__(self, job: Job, context: Context, stream: str) -> None:
         self._job = job
@@ -371,7 +411,7 @@ class _Writer:
         self._decoders = {name: make("surrogateescape") for name in ("stdout", "stderr")}
 
     def write(self, piece: LogPiece) -> None:
-        """Write one."""
+        """Write one piece."""
         if not piece.data or self._stream not in ("both", piece.stream):
             return
         if self._output.as_json:
@@ -384,7 +424,7 @@ class _Writer:
 
 
 def wait(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore wait."""
+    """Run icecore wait."""
     job = context.registry().find(arguments.job)
     try:
         status = job.wait(arguments.timeout)
@@ -402,7 +442,7 @@ def wait(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def kill(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore kill."""
+    """Run icecore kill."""
     job = context.registry().find(arguments.job)
     number = _signal_number(arguments.signal)
     job.kill(number)
@@ -428,7 +468,7 @@ def _signal_number(text: str) -> int:
 
 
 def remove(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore rm."""
+    """Run icecore rm."""
     registry = context.registry()
     if not arguments.job and arguments.ended is None:
         raise UsageError("no job is named", cure="name jobs, or give --ended 7d")
@@ -448,7 +488,7 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
         _say_damaged(registry, context)
     wanted = [(job.name, job.instance, partial(registry.remove, job)) for job in found]
     wanted += [("", instance, partial(registry.remove_damaged, instance)) for instance in damaged]
-    for name, instance, forget in wanted:  # one that cannot be forgotten does not keep the others
+    for name, instance, forget in wanted:  # a failure does not keep the others
         try:
             forget()
         except IcecoreError as error:

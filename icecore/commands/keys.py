@@ -1,6 +1,4 @@
-"""The key command: who can open an encrypted repository; and what opens any repository again that
-has lost its keys.
-"""
+"""The key command: passphrases of encrypted repositories, and recovery files for lost keys."""
 
 from __future__ import annotations
 
@@ -22,36 +20,50 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "key",
         key,
-        "List, add, remove or replace the passphrases of an encrypted repository; export and import a recovery file.",
-        more="'rotate' puts another passphrase in the place of one. The data is not encrypted anew: whoever has had a passphrase may"
-        " have kept what it opens, and only 'icecore copy' to a new repository shuts him out. 'export' writes a file from which 'import' puts back keys and"
-        " configuration that a repository has lost: keep it apart from the repository. It is opened by the passphrases of its time; of a repository that is"
-        " not encrypted it is a secret.",
+        "Manage passphrases and recovery files.",
+        "icecore key list",
+        "icecore key add alice",
+        "icecore key export /root/snapshots.recovery",
+        more="list, add, remove and rotate change who can open an encrypted repository; rotate replaces a passphrase."
+        " They do not encrypt the data again: whoever knew a passphrase may have kept the key that it opens, and only"
+        " 'icecore copy' to a new repository excludes them.\n\n"
+        "export writes a recovery file, from which import restores lost keys and a lost configuration. Keep it apart from the"
+        " repository. The passphrases that were valid at the export open it; the file of a plain repository is itself a secret.",
     )
-    parser.add_argument("action", choices=("list", "add", "remove", "rotate", "export", "import"))
-    what = "the slot's label or id, for remove and rotate; the new label, for add; the file, for export and import"
-    parser.add_argument("slot", nargs="?", default="", metavar="NAME", help=what)
+    parser.add_argument(
+        "action",
+        choices=("list", "add", "remove", "rotate", "export", "import"),
+        metavar="ACTION",
+        help="list, add, remove, rotate, export or import",
+    )
+    parser.add_argument(
+        "slot",
+        nargs="?",
+        default="",
+        metavar="LABEL|FILE",
+        help="add: the new label; remove, rotate: the label or id of a passphrase; export, import: the recovery file",
+    )
     parser.add_argument(
         "--new-file",
         metavar="FILE",
         default="",
-        help="the new passphrase is in this file (- is not stdin)",
+        help="read the new passphrase from this file ('-' is a file name)",
     )
     parser.add_argument(
         "--new-command",
         metavar="COMMAND",
         default="",
-        help="the new passphrase is what this prints",
+        help="take the output of this shell command as the new passphrase",
     )
 
 
 def new_passphrase(arguments: argparse.Namespace) -> passphrase.Passphrase:
-    """What gives the new passphrase: the options, ICECORE_NEW_PASSPHRASE, or the terminal."""
+    """Return the source of the new passphrase: options, ICECORE_NEW_PASSPHRASE, or the terminal."""
     return passphrase.new(arguments.new_file, arguments.new_command)
 
 
 def key(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore key."""
+    """Run icecore key."""
     action, which = arguments.action, arguments.slot
     if action in ("export", "import"):
         if not which:
@@ -63,7 +75,9 @@ def key(arguments: argparse.Namespace, context: Context) -> int:
     repository = context.repository()
     if action == "list":
         if which:
-            raise UsageError(f"'key list' lists all, not {which!r}", cure="leave it out")
+            raise UsageError(
+                f"'key list' takes no argument, but got {which!r}", cure="leave it out"
+            )
         slots = repository.key_slots()
     elif action == "add":
         if not which:
@@ -106,7 +120,7 @@ def _export(path: Path, context: Context) -> int:
     )
     if repository.encrypted:
         context.output.note(
-            "the current passphrases open it, even after their removal: keep it apart from the repository"
+            "the current passphrases open the file even after their removal: keep it apart from the repository"
         )
     else:
         context.output.note(
@@ -144,7 +158,7 @@ def _import(path: Path, context: Context) -> int:
         )
     if not mends:
         context.output.note(
-            "the repository has everything that is in the file: nothing was changed"
+            "the repository lacks nothing that the file contains: nothing was changed"
         )
     return 0
 

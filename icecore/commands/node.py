@@ -1,4 +1,4 @@
-"""The command that looks at this machine: doctor."""
+"""The doctor command: examines this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ def add(commands: Commands) -> None:
     commands.add(
         "doctor",
         doctor,
-        "Look at what dumps and restores need of this machine and the repository, and say what cures what is missing.",
-        more="Ends with status 1 if something is bad.",
+        "Check this machine and the repository.",
+        "icecore doctor",
+        more="Examines what dumps and restores need. Prints a cure for every shortcoming; exits with status 1 if one is serious.",
     )
 
 
 def doctor(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore doctor."""
+    """Run icecore doctor."""
     from icecore.doctor import examine
 
     signs = {"good": "ok", "warning": "warn", "bad": "BAD"}

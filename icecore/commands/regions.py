@@ -1,4 +1,4 @@
-"""Commands that bring snapshots to other places: sync to a replica, copy to any other repository."""
+"""Commands that bring snapshots to other repositories: sync to a replica, copy to any other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
-from icecore.commands.context import READ_ONLY_ALL, Commands, Context
-from icecore.commands.snapshots import WHICH
+from icecore.commands.context import DRY_RUN, READ_ONLY_ALL, SNAPSHOT, Commands, Context
 from icecore.errors import Damaged
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from icecore.store.replication.reconcile import Plan
     from icecore.store.replication.replicas import Lost
 
-_READ_ONLY = READ_ONLY_ALL.replace("the repository", "the repository that is read", 1)
+_READ_ONLY = READ_ONLY_ALL.replace("the repository", "the source repository", 1)
 
 
 def add(commands: Commands) -> None:
@@ -25,24 +24,28 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "sync",
         sync,
-        "Bring snapshots, and their pins and tags, to a replica; only what is missing there travels.",
-        more="'icecore init --replica-of' makes one. Goes on where it was when it is called again.",
+        "Bring snapshots, pins and tags to a replica.",
+        "icecore sync s3://backup/jobs",
+        "icecore sync --forget --dry-run /mnt/replica",
+        more="Transfers only what the replica lacks, and resumes where an interrupted sync stopped."
+        " 'icecore init --replica-of' makes a replica.",
     )
     _which(parser, "the replica")
     parser.add_argument(
         "--forget",
         action="store_true",
-        help="also forget there what came from here and was forgotten here, unless it is pinned there",
+        help="also forget there the snapshots that came from here and were forgotten here, unless they are pinned there",
     )
-    parser.add_argument(
-        "-n", "--dry-run", action="store_true", help="say what would be done, change nothing"
-    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help=DRY_RUN)
     parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
     parser = commands.add(
         "copy",
         copy,
-        "Copy snapshots to any other repository; all is stored anew, under its keys.",
-        more="ICECORE_TARGET_PASSPHRASE, …_FILE or …_COMMAND opens that one if it is encrypted; none of them: what opens this one.",
+        "Copy snapshots to any other repository.",
+        "icecore copy /srv/other train",
+        more="The data is encoded again, under the keys of the other repository. If that is encrypted,"
+        " ICECORE_TARGET_PASSPHRASE, ICECORE_TARGET_PASSPHRASE_FILE or ICECORE_TARGET_PASSPHRASE_COMMAND gives its"
+        " passphrase; without them, this repository's passphrase is used.",
     )
     _which(parser, "the other repository")
     parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
@@ -50,8 +53,13 @@ def add(commands: Commands) -> None:
 
 def _which(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("place", metavar="PLACE", help=what)
-    parser.add_argument("snapshot", nargs="*", help=f"{WHICH}; none: all that it does not have")
-    parser.add_argument("--job", default="", help="this job's snapshots only")
+    parser.add_argument(
+        "snapshot",
+        nargs="*",
+        metavar="SNAPSHOT",
+        help=f"{SNAPSHOT} (default: all that are missing there)",
+    )
+    parser.add_argument("--job", metavar="JOB", default="", help="only this job's snapshots")
 
 
 def _chosen(arguments: argparse.Namespace, context: Context) -> list[SnapshotRecord] | None:
@@ -67,7 +75,7 @@ def _chosen(arguments: argparse.Namespace, context: Context) -> list[SnapshotRec
 
 
 def sync(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore sync."""
+    """Run icecore sync."""
     repository, job, forget = context.repository(), arguments.job, arguments.forget
     named = _chosen(arguments, context) if arguments.snapshot else None
     if arguments.dry_run:
@@ -89,19 +97,19 @@ def sync(arguments: argparse.Namespace, context: Context) -> int:
             "kept": done.kept,
             "lost": [lost.snapshot for lost in done.lost],
         },
-        f"brought {len(done.snapshots)} snapshots, {units.size(done.bytes)} in {done.objects} objects; {done.present} were there"
+        f"brought {len(done.snapshots)} snapshots, {units.size(done.bytes)} in {done.objects} objects; {done.present} were present"
         + (f"; pins and tags of {len(done.marked)}" if done.marked else "")
         + (f"; forgot {len(done.forgotten)}" if forget else ""),
     )
     for snapshot in done.kept:
         context.output.note(f"KEPT {snapshot}: it is pinned there")
     if forget and done.lost:
-        context.output.note("nothing was forgotten there, as snapshots had to be left out")
+        context.output.note("nothing was forgotten there, because snapshots were left out")
     return _lost(done.lost, context)
 
 
 def _would_sync(plan: Plan, forget: bool, context: Context) -> int:
-    """What a dry run says."""
+    """Print the plan of a dry run."""
     keep = {record.snapshot for record in plan.keep}
     parts = {
         "bring": [record.snapshot for record in plan.bring],
@@ -124,7 +132,7 @@ def _would_sync(plan: Plan, forget: bool, context: Context) -> int:
 
 
 def copy(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore copy."""
+    """Run icecore copy."""
     environment = os.environ
     file, command = (
         environment.get(f"ICECORE_TARGET_PASSPHRASE_{name}", "") for name in ("FILE", "COMMAND")

@@ -1,4 +1,4 @@
-"""Commands that make and keep repositories: init, forget, mark, gc, check, repair, stats."""
+"""Commands that make and maintain repositories: init, forget, mark, gc, check, repair, stats."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
-from icecore.commands.context import READ_ONLY, Commands, Context, add_setting, overridden
-from icecore.commands.snapshots import WHICH, snapshot_fields
+from icecore.commands.context import (
+    DRY_RUN,
+    PIN,
+    PLACE,
+    READ_ONLY,
+    SNAPSHOT,
+    Commands,
+    Context,
+    add_setting,
+    overridden,
+)
+from icecore.commands.snapshots import snapshot_fields
 from icecore.config import LABEL, SIZE, TEXT, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
@@ -21,23 +31,97 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the commands."""
+    _add_forget(commands.of_group("snapshots"))
+    _add_mark(commands.of_group("snapshots"))
+    _add_init(commands)
+    parser = commands.add(
+        "gc",
+        gc,
+        "Free the space of forgotten snapshots.",
+        "icecore gc --dry-run",
+        "icecore gc",
+        more="Safe beside running dumps and restores, and safe to interrupt at any time.",
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help=DRY_RUN)
+    add_setting(
+        parser, GcSettings, "fence_seconds", "treat a session as dead after this silence", "--fence"
+    )
+
+    parser = commands.add(
+        "check",
+        check,
+        "Verify the objects that snapshots need.",
+        "icecore check",
+        "icecore check --read-data 5",
+        more="Names what is damaged; exits with status 9 if anything is.",
+    )
+    parser.add_argument(
+        "--read-data",
+        nargs="?",
+        type=_share,
+        const=1.0,
+        default=0.0,
+        metavar="PERCENT",
+        help="also read and verify the data: all, or this percentage (default: none)",
+    )
+    parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
+
+    parser = commands.add(
+        "repair",
+        repair,
+        "Repair damage, from a replica or from what is left.",
+        "icecore repair --dry-run",
+        "icecore repair --from s3://backup/jobs",
+        more="Intact data stays unchanged. Snapshots that lost data stay listed, in quarantine. If the newest"
+        " log entries are lost, the log continues from the newest intact entry, and snapshots with intact"
+        " manifests are listed again. Exits with status 9 if anything is lost.",
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help=DRY_RUN)
+    parser.add_argument(
+        "--from",
+        dest="source",
+        default="",
+        metavar="PLACE",
+        help="a replica from which damaged objects are fetched first",
+    )
+    parser.add_argument(
+        "--read-data",
+        type=_share,
+        default=1.0,
+        metavar="PERCENT",
+        help="read only this percentage of the data; damage to the rest is not found (default: 100)",
+    )
+    parser.add_argument(
+        "--accept-rollback",
+        action="store_true",
+        help="continue from the existing log even if this node has seen newer or other log entries;"
+        " use it only if the storage has lost them",
+    )
+
+    parser = commands.add(
+        "stats",
+        stats,
+        "Show sizes by job, lineage and codec.",
+        "icecore stats",
+        more="Also shows live and dead bytes, deduplication and compression.",
+    )
+    parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
+
+
+def _add_init(commands: Commands) -> None:
     parser = commands.add(
         "init",
         init,
         "Make a repository.",
-        more="The place is tried out first: it must create objects atomically.",
+        "icecore init /srv/snapshots",
+        "icecore init --encrypt s3://backup/jobs",
+        more="First tests whether the place creates objects atomically.",
     )
-    parser.add_argument(
-        "location",
-        nargs="?",
-        default="",
-        metavar="PLACE",
-        help="a directory, or s3://BUCKET/PREFIX (default: what is configured)",
-    )
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help=PLACE)
     parser.add_argument(
         "--encrypt",
         action="store_true",
-        help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
+        help="encrypt the repository, with the configured passphrase or one that is asked for",
     )
     parser.add_argument(
         "--plain",
@@ -48,134 +132,85 @@ def add(commands: Commands) -> None:
         "--replica-of",
         metavar="PLACE",
         default="",
-        help="share the master secret of this repository, so that 'icecore sync' moves its objects as they are; encrypted if it is, with a"
-        " passphrase of its own if ICECORE_NEW_PASSPHRASE gives one",
+        help="share the master secret of this repository, so that 'icecore sync' moves its objects unchanged;"
+        " encrypted if it is, with a passphrase of its own if ICECORE_NEW_PASSPHRASE is set",
     )
     parser.add_argument(
         "--shard",
         type=SIZE,
         default=64 << 20,
         metavar="SIZE",
-        help="size of an object of chunks (default: 64 MiB)",
+        help="target size of the objects that hold chunks (default: 64 MiB)",
     )
 
+
+def _add_forget(commands: Commands) -> None:
     parser = commands.add(
         "forget",
         forget,
-        "Take snapshots off the list, by name or by policy.",
-        more="Rules add up; pinned snapshots stay. 'gc', or --gc, then frees the space.",
+        "Remove snapshots from the list, by name or by policy.",
+        "icecore forget train~3",
+        "icecore forget --job train --keep-last 3 --keep-daily 7 --gc",
+        more="A snapshot stays if any rule keeps it, or if it is pinned. 'icecore gc', or --gc, then frees the space.",
     )
-    parser.add_argument("snapshot", nargs="*", help=WHICH)
-    parser.add_argument(
-        "-n", "--dry-run", action="store_true", help="say what would be forgotten, change nothing"
-    )
+    parser.add_argument("snapshot", nargs="*", metavar="SNAPSHOT", help=SNAPSHOT)
+    parser.add_argument("-n", "--dry-run", action="store_true", help=DRY_RUN)
     parser.add_argument(
         "--gc", action="store_true", help="free the space at once, as 'icecore gc' does"
     )
-    parser.add_argument("--job", default="", help="apply the policy to this job only")
+    parser.add_argument(
+        "--job", metavar="JOB", default="", help="apply the policy to this job only"
+    )
     for rule, what in (
-        ("last", "the newest N"),
-        ("hourly", "the newest of each of the last N hours that have any"),
-        ("daily", "the same by days"),
-        ("weekly", "the same by weeks"),
-        ("monthly", "the same by months"),
-        ("yearly", "the same by years"),
-        ("within", "all that are at most this much older than the newest"),
+        ("last", "the newest N snapshots"),
+        ("hourly", "the newest snapshot of each of the last N hours that have any"),
+        ("daily", "the newest snapshot of each of the last N days that have any"),
+        ("weekly", "the newest snapshot of each of the last N weeks that have any"),
+        ("monthly", "the newest snapshot of each of the last N months that have any"),
+        ("yearly", "the newest snapshot of each of the last N years that have any"),
+        ("within", "all snapshots that are at most this much older than the newest"),
     ):
-        add_setting(parser, ForgetSettings, f"keep_{rule}", f"keep {what}, of each job")
+        add_setting(parser, ForgetSettings, f"keep_{rule}", f"of each job, keep {what}")
     parser.add_argument(
         "--keep-tag",
         type=LABEL,
         action="append",
         default=[],
-        metavar="TEXT",
-        help="keep all with this label; may be repeated",
+        metavar="LABEL",
+        help="keep all snapshots with this label; repeatable",
     )
 
-    parser = commands.add("mark", mark, "Pin a snapshot or label it.")
-    parser.add_argument("snapshot", help=WHICH)
+
+def _add_mark(commands: Commands) -> None:
+    parser = commands.add(
+        "mark",
+        mark,
+        "Pin or label a snapshot.",
+        "icecore mark --pin --tag release train",
+    )
+    parser.add_argument("snapshot", metavar="SNAPSHOT", help=SNAPSHOT)
     parser.add_argument(
         "--pin",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="never forget it by policy",
+        help=PIN,
     )
     parser.add_argument(
-        "--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="add a label"
+        "--tag",
+        type=LABEL,
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="add a label; repeatable",
     )
     parser.add_argument(
-        "--untag", type=TEXT, action="append", default=[], metavar="TEXT", help="take a label off"
+        "--untag",
+        type=TEXT,
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="remove a label; repeatable",
     )
-
-    parser = commands.add(
-        "gc",
-        gc,
-        "Free what no snapshot needs any more.",
-        more="Safe beside running dumps and restores, and to interrupt at any time.",
-    )
-    parser.add_argument(
-        "-n", "--dry-run", action="store_true", help="say what would be done, change nothing"
-    )
-    add_setting(
-        parser,
-        GcSettings,
-        "fence_seconds",
-        "silence after which an open session is taken for dead",
-        "--fence",
-    )
-
-    parser = commands.add(
-        "check",
-        check,
-        "Look at every object that snapshots need and name what is damaged.",
-        more="Ends with status 9 if anything is.",
-    )
-    parser.add_argument(
-        "--read-data",
-        nargs="?",
-        type=_share,
-        const=1.0,
-        default=0.0,
-        metavar="PERCENT",
-        help="read and verify the data, too: all of it, or this share of it",
-    )
-    parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
-
-    parser = commands.add(
-        "repair",
-        repair,
-        "Put right what is damaged, from a replica or from what there is.",
-        more="Readable data stays unchanged; snapshots that lost data stay listed, quarantined. If the newest log entries are lost, the log"
-        " continues from the newest intact one, and snapshots with intact manifests are listed again. Ends with status 9 if anything is lost.",
-    )
-    parser.add_argument(
-        "-n", "--dry-run", action="store_true", help="say what would be done, change nothing"
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        default="",
-        metavar="PLACE",
-        help="a replica, where what is damaged is looked for first",
-    )
-    parser.add_argument(
-        "--read-data",
-        type=_share,
-        default=1.0,
-        metavar="PERCENT",
-        help="read this share of the data only; other damage is not found (default: 100)",
-    )
-
-    parser.add_argument(
-        "--accept-rollback",
-        action="store_true",
-        help="continue from the log that is there, even if this node has seen newer or other log entries; use it only if storage has lost them",
-    )
-
-    parser = commands.add(
-        "stats", stats, "Show what the repository holds, by job, lineage and codec."
-    )
-    parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
 
 
 def _share(text: str) -> float:
@@ -189,12 +224,12 @@ def _share(text: str) -> float:
 
 
 def init(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore init."""
+    """Run icecore init."""
     from icecore.repository import Repository
 
     location = arguments.location or context.location
     if arguments.replica_of and arguments.encrypt:
-        raise UsageError("a replica is encrypted if the repository is", cure="leave out --encrypt")
+        raise UsageError("a replica is encrypted if its repository is", cure="leave out --encrypt")
     if arguments.plain and arguments.encrypt:
         raise UsageError("--plain and --encrypt exclude each other", cure="leave one out")
     config = context.config
@@ -241,7 +276,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.encrypt:
         context.output.note(
-            "without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another"
+            "without the passphrase the repository is unreadable: keep the passphrase apart, or add another with 'icecore key add'"
         )
         return 0
     if passphrase.current(config).configured and not repository.encrypted and not arguments.plain:
@@ -249,13 +284,13 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
             "the repository is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes an encrypted one"
         )
     context.output.note(
-        "it will hold whatever jobs have in memory, secrets too: only you may read it"
+        "snapshots contain everything that jobs have in memory, including secrets: only you have access to the repository"
     )
     return 0
 
 
 def forget(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore forget."""
+    """Run icecore forget."""
     from icecore.addressing import shortest
     from icecore.store.maintenance.forget import Policy
     from icecore.store.maintenance.gc import Options
@@ -266,7 +301,8 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.snapshot:
         if given or arguments.keep_tag or arguments.job:
             raise UsageError(
-                "snapshots are named and a policy is given as well", cure="do one, then the other"
+                "named snapshots and a policy exclude each other",
+                cure="forget by name, then by policy",
             )
         records = [repository.find(text) for text in arguments.snapshot]
         pinned = [record.snapshot for record in records if record.pinned]
@@ -338,7 +374,7 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def mark(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore mark."""
+    """Run icecore mark."""
     if arguments.pin is None and not arguments.tag and not arguments.untag:
         raise UsageError("nothing to change", cure="give --pin, --no-pin, --tag or --untag")
     repository = context.repository()
@@ -355,7 +391,7 @@ def mark(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def gc(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore gc."""
+    """Run icecore gc."""
     from icecore.store.maintenance.gc import Options
 
     repository = context.repository()
@@ -409,7 +445,7 @@ def _collect(context: Context, options: Options) -> None:
 
 
 def check(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore check."""
+    """Run icecore check."""
     report = context.repository().check(
         read_data=arguments.read_data, register=not arguments.read_only
     )
@@ -463,7 +499,7 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def repair(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore repair."""
+    """Run icecore repair."""
     output, repository = context.output, context.repository(rebuild=True)
     work = repository.plan_repair if arguments.dry_run else repository.repair
     plan = work(
@@ -495,7 +531,7 @@ def repair(arguments: argparse.Namespace, context: Context) -> int:
             "repair.loss", {"snapshot": snapshot, "why": why}, f"QUARANTINED {snapshot}: {why}"
         )
     for snapshot in plan.release:
-        output.result("repair.release", {"snapshot": snapshot}, f"{snapshot} reads again")
+        output.result("repair.release", {"snapshot": snapshot}, f"{snapshot} is readable again")
     for damage in plan.beyond:
         output.result(
             "repair.beyond",
@@ -513,15 +549,15 @@ def repair(arguments: argparse.Namespace, context: Context) -> int:
             "beyond": len(plan.beyond),
             "recovered": len(plan.recovered),
         },
-        f"{len(plan.damages)} damages, {len(plan.fixes)} things {'to put' if arguments.dry_run else 'put'} right; "
-        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} read again"
+        f"{len(plan.damages)} damages, {len(plan.fixes)} things {'to repair' if arguments.dry_run else 'repaired'}; "
+        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} are readable again"
         + (f", {len(plan.recovered)} found again" if plan.recovered else ""),
     )
     return Damaged.exit_code if plan.quarantine or plan.beyond else 0
 
 
 def stats(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore stats."""
+    """Run icecore stats."""
     found, output = context.repository().stats(register=not arguments.read_only), context.output
     for by, groups in (("job", found.jobs), ("lineage", found.lineages)):
         rows = []

@@ -1,4 +1,4 @@
-"""Commands that take, list, compare and restore snapshots: dump, restore, ls, show, diff."""
+"""Commands on snapshots: dump, restore, ls, show, diff."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import READ_ONLY_ALL, Commands, Context, add_setting, overridden
+from icecore.commands.context import (
+    PIN,
+    READ_ONLY_ALL,
+    SNAPSHOT,
+    TAG,
+    Commands,
+    Context,
+    add_setting,
+    overridden,
+)
 from icecore.config import LABEL, DumpSettings, RestoreSettings
 from icecore.errors import UsageError
 from icecore.events import Value
@@ -24,23 +33,78 @@ if TYPE_CHECKING:
     from icecore.store.format.manifest import Manifest, Region
     from icecore.store.format.state import SnapshotRecord
 
-WHICH = "id or its beginning, JOB, JOB~1, JOB@1 (the oldest kept), or latest"
 _LARGEST = 20
 
 
 def add(commands: Commands) -> None:
     """Add the commands."""
+    _add_dump(commands)
+    _add_restore(commands)
+    parser = commands.add("ls", ls, "List snapshots.", "icecore ls train --tag nightly")
+    parser.add_argument(
+        "job", nargs="?", default="", metavar="JOB", help="list only this job's snapshots"
+    )
+    parser.add_argument(
+        "--tag",
+        type=LABEL,
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="list only snapshots with this label; repeatable",
+    )
+
+    parser = commands.add(
+        "show",
+        show,
+        "Show what a snapshot contains.",
+        "icecore show train",
+        more="Lists processes, memory regions, open files and sizes.",
+    )
+    parser.add_argument("snapshot", metavar="SNAPSHOT", help=SNAPSHOT)
+    parser.add_argument(
+        "--all", action="store_true", help=f"list all files, not only the {_LARGEST} largest"
+    )
+
+    parser = commands.add(
+        "diff",
+        diff,
+        "Compare two snapshots.",
+        "icecore diff train~1 train",
+        more="Memory is compared by cells of 1 MiB.",
+    )
+    parser.add_argument("older", metavar="OLDER", help=SNAPSHOT)
+    parser.add_argument(
+        "newer",
+        nargs="?",
+        default="",
+        metavar="NEWER",
+        help="the other snapshot (default: OLDER is compared with its parent)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"list all regions, not only the {_LARGEST} that changed most",
+    )
+
+
+def _add_dump(commands: Commands) -> None:
     parser = commands.add(
         "dump",
         dump,
         "Take a snapshot of a running job or process tree.",
-        more="It goes on running; nothing is stopped if something would lose or hang it.",
+        "icecore dump train",
+        "icecore dump --tag nightly --max-window 2s 4711",
+        more="The job continues afterwards. Conditions that could lose or hang the job are checked"
+        " before anything stops.",
     )
-    parser.add_argument("target", help="a job's name, or the pid of a tree's root")
+    parser.add_argument(
+        "target", metavar="JOB|PID", help="a job's name, or the pid of a process tree's root"
+    )
     parser.add_argument(
         "--job",
+        metavar="NAME",
         default="",
-        help="name under which the snapshot is kept (default: the job's or program's)",
+        help="job to which the snapshot belongs (default: the job's or the program's name)",
     )
     parser.add_argument(
         "--stop", action="store_true", help="end the job once the snapshot is committed"
@@ -48,156 +112,147 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--keep-resident",
         action="store_true",
-        help="with --stop: leave resident device memory on its GPUs, for restore --from-resident",
+        help="with --stop: leave resident device memory on its GPUs, for 'restore --from-resident'",
     )
-    parser.add_argument(
-        "--tag",
-        type=LABEL,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="label the snapshot; may be repeated",
-    )
-    parser.add_argument("--pin", action="store_true", help="never forget it by policy")
-    for key, what, *flags in (
-        (
-            "max_window",
-            "longest time that the job may stand still; past it the snapshot is given up",
-        ),
-        ("pre_copy", "scan the running job first, so that less is left for the window"),
-        (
-            "memory",
-            "read memory in place, or have CRIU send it all: slower, for where it has too few descriptors",
-        ),
-        ("staging_bytes", "bound on the memory for changed cells in the window", "--staging"),
-        ("scan_threads", "threads that scan and encode; 0: one a core", "--threads"),
-        ("files", "content of files open for writing: store it, or record size and time only"),
-        ("with_files", "store the content of files open for reading, too"),
-        ("verify_files", "hash files open for reading, so that a restore can compare"),
-        ("file_budget", "bytes of open files that are read at most"),
-        ("ghost_limit", "largest deleted file that is still open"),
-        ("tcp", "connections that leave the tree: keep them, or have them closed at restore"),
-        ("gpu_lock", "time that a process's work on its GPU may take to end, before another try"),
-        ("gpu_shared", "processes of the tree share no device memory by CUDA IPC"),
-        (
-            "populate",
-            "make the memory into which the driver moves device memory with all cores, of huge pages",
-        ),
-        ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
-        (
-            "link_rate",
-            "bytes a second at which the snapshot will be read; decides how much to compress",
-        ),
-        ("workdir", "directory on tmpfs for CRIU's images"),
-        (
-            "before",
-            "shell command run before anything is stopped; if it fails there is no snapshot",
-        ),
-        ("after", "shell command run once the job runs again"),
-    ):
-        add_setting(parser, DumpSettings, key, what, *flags)
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="LABEL", help=TAG)
+    parser.add_argument("--pin", action="store_true", help=PIN)
 
+    def setting(key: str, what: str, *flags: str, default: str = "") -> None:
+        add_setting(parser, DumpSettings, key, what, *flags, default=default)
+
+    setting("max_window", "abandon the snapshot if the job would stand still for longer")
+    setting("pre_copy", "scan the running job first, which leaves less for the window")
+    setting(
+        "memory",
+        "read memory in place, or let CRIU send all of it, which is slower but needs fewer descriptors",
+    )
+    setting("staging_bytes", "maximum memory for changed cells in the window", "--staging")
+    setting(
+        "scan_threads",
+        "threads that scan, and that encode",
+        "--threads",
+        default="one per core, at most 12",
+    )
+    setting("files", "for files open for writing: store the content, or record only size and time")
+    setting("with_files", "also store the content of files open for reading")
+    setting("verify_files", "hash files open for reading, so that a restore can compare them")
+    setting("file_budget", "maximum bytes of open files that are read")
+    setting("ghost_limit", "maximum size of a deleted file that is still open")
+    setting("tcp", "connections that leave the process tree: keep them, or close them at restore")
+    setting("gpu_lock", "time that submitted GPU work of a process may take before a retry")
+    setting("gpu_shared", "assert that the processes share no device memory by CUDA IPC")
+    setting(
+        "populate",
+        "allocate the host memory to which the driver moves device memory with all cores and huge pages",
+    )
+    setting("criu_plugins", "directory of CRIU's plugins, for AMD GPUs")
+    setting(
+        "link_rate",
+        "bytes per second at which restores will read the snapshot; a slow link favors compression",
+        default="that of the storage",
+    )
+    setting("workdir", "directory on tmpfs for CRIU's images")
+    setting("before", "shell command to run before anything stops; if it fails, so does the dump")
+    setting("after", "shell command to run once the job runs again")
+
+
+def _add_restore(commands: Commands) -> None:
     parser = commands.add(
         "restore",
         restore,
-        "Bring a snapshot's processes back, once or several times.",
-        more="The whole tree runs with all its memory, or none of it runs.",
+        "Restore a snapshot's processes, once or several times.",
+        "icecore restore train",
+        "icecore restore --dry-run train@1",
+        "icecore restore --name copy --files-to /srv/copy train~1",
+        more="Either the whole process tree runs with all its memory, or none of it.",
     )
-    parser.add_argument("snapshot", help=WHICH)
+    parser.add_argument("snapshot", metavar="SNAPSHOT", help=SNAPSHOT)
     parser.add_argument(
         "-n",
         "--dry-run",
         action="store_true",
-        help="compare this machine with what it requires, start nothing",
+        help="compare this machine with the snapshot's requirements; start nothing",
     )
     parser.add_argument(
         "--name",
+        metavar="NAME",
         default="",
-        help="name of the restored job (default: the job's, with a number if that one runs)",
+        help="name of the restored job (default: the job's name, with a number if that job runs)",
     )
     parser.add_argument(
-        "-a", "--attach", action="store_true", help="follow its output and return its exit status"
+        "-a",
+        "--attach",
+        action="store_true",
+        help="follow the job's output and return its exit status",
     )
-    about = "device memory is still on its GPUs (run --keep-resident, dump --stop --keep-resident): compare it, fetch what differs"
-    parser.add_argument("--from-resident", action="store_true", help=about)
     parser.add_argument(
-        "--root", default="", metavar="DIR", help="directory that is the root of its file system"
+        "--from-resident",
+        action="store_true",
+        help="use device memory that is still on its GPUs ('run --keep-resident', 'dump --stop"
+        " --keep-resident'): fetch only cells that differ from the snapshot",
+    )
+    parser.add_argument(
+        "--root", default="", metavar="DIR", help="root directory of the job's file system"
     )
     parser.add_argument(
         "--files-to",
         default="",
         metavar="DIR",
-        help="give it its own copies, below DIR, of the files that would be written; it sees them at their old paths; /: use no copies",
+        help="give the job its own copies, below DIR, of the files that the restore would write;"
+        " it sees them at their old paths; / returns to the original files",
     )
     parser.add_argument(
         "--gpu-map",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated",
+        help="replace a GPU of the job by another; UUIDs or numbers; repeatable",
     )
-    for key, what, *flags in (
-        (
-            "mode",
-            "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched",
-        ),
-        (
-            "files",
-            "files it had open for writing: put content back, cut to length, or leave; auto: the first, but refuses if a running process writes to one",
-        ),
-        ("verify_files", "compare the content of files it reads, where a hash was recorded"),
-        ("tcp", "its connections: keep them, or let it find them closed"),
-        ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),
-        ("threads", "threads that decode and place; 0: one a core, or placers"),
-        (
-            "placers",
-            "processes that do so instead; 0: one a core if there are many, and much memory",
-        ),
-        ("workdir", "directory on tmpfs for CRIU's images"),
-        ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
-        ("after", "shell command run once the job runs"),
-    ):
-        add_setting(parser, RestoreSettings, key, what, *flags)
+
+    def setting(key: str, what: str, *flags: str, default: str = "") -> None:
+        add_setting(parser, RestoreSettings, key, what, *flags, default=default)
+
+    setting(
+        "mode",
+        "full: start the job once all its memory is loaded; lazy: start at once and load memory on demand",
+    )
+    setting(
+        "files",
+        "files that the job had open for writing: restore their content, truncate them to their"
+        " length, or leave them; auto: restore, but refuse if a running process writes to one",
+    )
+    setting(
+        "verify_files", "compare the content of files that the job reads, where a hash is recorded"
+    )
+    setting("tcp", "the job's connections: keep them, or close them")
+    setting(
+        "budget_bytes",
+        "maximum memory for data that is fetched and not yet placed",
+        "--budget",
+        default="512 MiB, and as much for every further process with device memory",
+    )
+    setting(
+        "threads",
+        "threads that decode and place memory",
+        default="one per core, at most 6, or --placers",
+    )
+    setting(
+        "placers",
+        "processes that decode and place memory in place of threads",
+        default="none on small machines and for small jobs",
+    )
+    setting("workdir", "directory on tmpfs for CRIU's images", default="/dev/shm")
+    setting("criu_plugins", "directory of CRIU's plugins, for AMD GPUs")
+    setting("after", "shell command to run once the job runs")
     parser.add_argument(
         "--read-only",
         action="store_true",
-        help=f"{READ_ONLY_ALL}, with --mode lazy after the job ran",
-    )
-
-    parser = commands.add("ls", ls, "List snapshots.")
-    parser.add_argument("job", nargs="?", default="", help="only this job's")
-    parser.add_argument(
-        "--tag",
-        type=LABEL,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="only those with this label; may be repeated",
-    )
-
-    parser = commands.add("show", show, "Show what a snapshot holds.")
-    parser.add_argument("snapshot", help=WHICH)
-    parser.add_argument(
-        "--all", action="store_true", help=f"all regions and files, not only the {_LARGEST} largest"
-    )
-
-    parser = commands.add(
-        "diff", diff, "Show what differs between two snapshots, by cells of 1 MiB."
-    )
-    parser.add_argument("older", help=WHICH)
-    parser.add_argument(
-        "newer",
-        nargs="?",
-        default="",
-        help="default: the first one is the newer, and its parent the older",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help=f"all regions, not only the {_LARGEST} that changed most"
+        help=f"{READ_ONLY_ALL}; with --mode lazy, the job then already runs",
     )
 
 
 def dump(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore dump."""
+    """Run icecore dump."""
     from icecore import api
 
     settings = replace(context.config, dump=overridden(context.config.dump, arguments))
@@ -221,7 +276,7 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def restore(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore restore."""
+    """Run icecore restore."""
     from icecore import api
     from icecore.commands.jobs import follow
 
@@ -251,7 +306,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     )
     seconds = restored.wait_resident()
     if options.mode == "lazy":
-        context.output.line(f"all its memory is there after {units.seconds(seconds)}")
+        context.output.line(f"all its memory is loaded after {units.seconds(seconds)}")
     if not arguments.attach:
         return 0
     if restored.job is not None:
@@ -274,7 +329,7 @@ def _gpu_map(pairs: list[str]) -> dict[str, str]:
 
 
 def _report_requirements(found: Requirements, context: Context) -> None:
-    """What stands in the way, and what would be done to files."""
+    """Print the requirements, and what a restore would do to files."""
     for check in found.checks:
         sign = "ok" if check.met else "BAD" if check.hard else "warn"
         fields: dict[str, Value] = {
@@ -291,16 +346,16 @@ def _report_requirements(found: Requirements, context: Context) -> None:
             context.output.line(f"      cure: {check.cure}")
     _report_files(found.files.actions, context)
     found.require()
-    context.output.line("nothing stands in the way")
+    context.output.line("this machine meets all requirements")
 
 
 def _report_files(actions: Sequence[Action], context: Context) -> None:
-    """Every file that the restore would change: what it is now, and what it would be."""
+    """Print every file that the restore would change, with its present and its future state."""
     rows = []
     for action in actions:
         then = action.file
         now = None if action.mtime_ns is None else action.mtime_ns / 1e9
-        # A file that is cut keeps the time of the cut; imported snapshots have no times.
+        # Truncation sets the time itself; imported snapshots record no times.
         later = None if action.kind == "truncate" or not then.mtime_ns else then.mtime_ns / 1e9
         fields: dict[str, Value] = {
             "path": then.path,
@@ -318,13 +373,13 @@ def _report_files(actions: Sequence[Action], context: Context) -> None:
         context.output.line("")
         columns = ["ACTION", "SIZE NOW", "SIZE THEN", "MODIFIED NOW", "MODIFIED THEN", "PATH"]
         context.output.table(
-            columns, rows, title="files that it would change", right=["SIZE NOW", "SIZE THEN"]
+            columns, rows, title="files that would change", right=["SIZE NOW", "SIZE THEN"]
         )
         context.output.line("")
 
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore ls."""
+    """Run icecore ls."""
     from icecore.addressing import shortest
 
     everything = context.repository().snapshots()
@@ -373,7 +428,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
-    """A snapshot as the fields of an event."""
+    """Return a snapshot's record as the fields of an event."""
     return {
         "snapshot": record.snapshot,
         "job": record.job,
@@ -392,7 +447,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
 
 
 def show(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore show."""
+    """Run icecore show."""
     from icecore.output import left_words
     from icecore.restorer.gpu.resident_record import left_to_driver
 
@@ -441,7 +496,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("host memory", f"{units.size(host)} of data"),
             (
                 "device memory",
-                f"{units.size(sizes.device)} of data; {units.size(resident + moved)} with its zeros"
+                f"{units.size(sizes.device)} of data; {units.size(resident + moved)} including zeros"
                 if device
                 else "none",
             ),
@@ -449,19 +504,19 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
                 [
                     (
                         "of it resident",
-                        f"{units.size(resident)} with its zeros; windows leave it where it is",
+                        f"{units.size(resident)} including zeros; stays in place in windows",
                     )
                 ]
                 if resident
                 else []
             ),
             *(
-                [("of it moved", f"{units.size(moved)} with its zeros, by the driver")]
+                [("of it moved", f"{units.size(moved)} including zeros, by the driver")]
                 if moved
                 else []
             ),
             *([("allocated", words)] if (words := left_words(left)) else []),
-            ("zeros", f"{units.size(sizes.zero)} in all memory, which take no room"),
+            ("zeros", f"{units.size(sizes.zero)} in all memory, not stored"),
             (
                 "changed",
                 f"{units.size(sizes.changed)} against the parent"
@@ -490,7 +545,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         output.table(["", ""], [[name, text] for name, text in lines])
         output.line("")
     _show_processes(manifest, context)
-    _show_regions(manifest, context, arguments.all)
+    _show_regions(manifest, context)
     _show_files(manifest, context, arguments.all)
     return 0
 
@@ -535,9 +590,9 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
     )
 
 
-def _show_regions(manifest: Manifest, context: Context, everything: bool) -> None:
-    """Regions summed up by kind within each space: their number and the addresses that they span,
-    present or not.
+def _show_regions(manifest: Manifest, context: Context) -> None:
+    """Print the regions by kind within each space: their number, and the size of their address
+    ranges, including absent pages.
     """
     spans: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
@@ -609,7 +664,7 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
 
 
 def diff(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore diff."""
+    """Run icecore diff."""
     repository = context.repository()
     older, newer = arguments.older, arguments.newer
     if not newer:

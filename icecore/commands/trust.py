@@ -1,4 +1,4 @@
-"""The trust command: shows what this client knows of a place and what is there, and accepts it."""
+"""The trust command: compares a repository with this client's record of it, and accepts it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from icecore import passphrase
-from icecore.commands.context import Commands, Context
+from icecore.commands.context import PLACE, Commands, Context
 from icecore.errors import Distrusted, UsageError
 
 if TYPE_CHECKING:
@@ -21,23 +21,20 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "trust",
         trust,
-        "Compare the repository at a place with the one that this client knows there; accept another one.",
-        more="Ends with status 15 if the repository differs and is not accepted.",
+        "Compare a repository with this client's record of it.",
+        "icecore trust /srv/snapshots",
+        "icecore trust /srv/snapshots --accept 0123456789abcdef0123456789abcdef",
+        more="--accept records the repository that is there. Exits with status 15 if the repository differs and is not accepted.",
         numpy=False,
     )
-    parser.add_argument(
-        "location",
-        nargs="?",
-        default="",
-        metavar="PLACE",
-        help="a directory, or s3://BUCKET/PREFIX (default: the configured one)",
-    )
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help=PLACE)
     parser.add_argument(
         "--accept",
         type=_accepted,
         metavar="ID[@GENERATION]",
         default=None,
-        help="record this repository as the one at the place: its whole id, and its newest generation if its log does not continue what was seen",
+        help="record the repository with this full id as the one at the place; its newest generation is required"
+        " if its log does not continue what this client has seen",
     )
     parser.add_argument(
         "--plain",
@@ -56,7 +53,7 @@ def _accepted(text: str) -> tuple[str, int | None]:
 
 
 def trust(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore trust."""
+    """Run icecore trust."""
     from icecore.places import backend_at
     from icecore.store.runtime.loop import LoopThread
     from icecore.trust import Client

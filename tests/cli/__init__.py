@@ -1,1 +1,1 @@
-"""Tests of the public face: configuration, command line, events, and real jobs through it."""
+"""Tests of configuration, the command line, events, and real jobs through them."""

@@ -1,5 +1,5 @@
-"""A command line with a state directory and a repository of its own; every job that a test started
-is ended behind it.
+"""A command line with its own state directory and repository. Jobs that a test started end with the
+test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Cli:
-    """Runs commands in processes of their own, in ``folder``."""
+    """Runs each command in its own process, in ``folder``."""
 
     folder: Path
     environment: dict[str, str]
@@ -37,15 +37,15 @@ class Cli:
 
     @property
     def registry(self) -> Registry:
-        """The jobs that it started."""
+        """The registry of the jobs that it started."""
         return Registry(self.folder / "state")
 
     def command(self, *words: str) -> list[str]:
-        """The argument vector."""
+        """Return the argument vector."""
         return [sys.executable, "-P", "-m", "icecore.cli", *words]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start a command that goes on."""
+        """Start a command and return its process."""
         return subprocess.Popen(
             self.command(*words),
             env=self.environment,
@@ -79,25 +79,25 @@ class Cli:
         return done
 
     def events(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
-        """The events that a command prints with --json."""
+        """Return the events that a command prints with --json."""
         return [
             json.loads(line)
             for line in self.run("--json", *words, status=status).stdout.splitlines()
         ]
 
     def one(self, name: str, *words: str, status: int = 0) -> dict[str, Any]:
-        """The only event of a name that a command prints."""
+        """Return the only event of a name that a command prints."""
         found = [event for event in self.events(*words, status=status) if event["event"] == name]
         assert len(found) == 1, found
         return found[0]
 
     def job(self, name: str) -> Job:
-        """A job as it is now."""
+        """Return the current state of a job."""
         return self.registry.find(name)
 
 
 def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     limit = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < limit, f"not {what} within {seconds} s"
@@ -133,7 +133,7 @@ def cli(tmp_path: Path, zygote: Zygote) -> Iterator[Cli]:
         if job.alive:
             job.kill(signal.SIGKILL)
             job.wait(timeout=30)
-        if job.description.keep_resident:  # a keeper would stay
+        if job.description.keep_resident:  # otherwise its keeper would remain
             made.registry.remove(job)
 
 

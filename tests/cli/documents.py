@@ -1,4 +1,4 @@
-"""Reads the tables of docs/: what is written there is what the tests hold the code to."""
+"""Reads the tables of docs/, which the tests compare with the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHASE = {"state", "seconds", "bytes", "gb_per_s", "error", "total"}
 
 @dataclass(frozen=True)
 class Documented:
-    """An event in docs/events.md: fields that are always there, and those that may be."""
+    """An event in docs/events.md: fields that are always present, and optional ones."""
 
     always: frozenset[str]
     sometimes: frozenset[str]
@@ -26,7 +26,7 @@ class Documented:
 
 
 def rows(document: str, section: str) -> list[list[str]]:
-    """The cells of the first table in a section."""
+    """Return the cells of the first table in a section."""
     text = (ROOT / "docs" / document).read_text()
     part = re.split(r"^## ", text.split(f"\n## {section}\n")[1], flags=re.MULTILINE)[0]
     lines = dropwhile(lambda line: not line.startswith("| "), part.splitlines())
@@ -35,7 +35,7 @@ def rows(document: str, section: str) -> list[list[str]]:
 
 
 def documented_events() -> dict[str, Documented]:
-    """Every event by name."""
+    """Return every documented event by name."""
     found = {}
     for section, column in (("Phases", 1), ("While it works", 1), ("Results", 2)):
         for cells in rows("reference/events.md", section):

@@ -1,4 +1,4 @@
-"""Which snapshot is meant by what people write."""
+"""Names of snapshots: which snapshot each one means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from icecore.store.format.state import SnapshotRecord
 
 
 def record(identity: str, job: str) -> SnapshotRecord:
-    """A snapshot's record; ``identity`` is filled up with zeros."""
+    """Return a snapshot's record; ``identity`` is padded with zeros."""
     return SnapshotRecord(
         identity.ljust(32, "0"), job, "lineage", "", 0, "snapshots/x", 1, bytes(32)
     )
@@ -42,9 +42,9 @@ RECORDS = [
         ("latest", "dd07"),
         ("latest~1", "beef"),
         ("latest@2", "aa02"),
-        ("beef", "cc05"),  # a job's name goes before the beginning of an id
+        ("beef", "cc05"),  # a job's name takes precedence over the beginning of an id
         ("beef0", "beef"),
-        ("odd@2", "beef"),  # the name of a job as a whole goes before its parts
+        ("odd@2", "beef"),  # a whole job name takes precedence over its parts
         ("odd@1", "dd07"),
     ],
 )

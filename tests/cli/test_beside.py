@@ -1,5 +1,5 @@
-"""The session of the README with a job that writes a file: `restore --name` beside the original, by
-default and with each choice.
+"""The README's commands with a job that writes a file: `restore --name` beside the original, by
+default and with each option.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def whole(found: list[str]) -> bool:
 
 @pytest.fixture
 def served(cli: Cli) -> Path:
-    """What the job serve, dumped twice, writes."""
+    """Return the output of the job serve, which was dumped twice."""
     cli.run("init")
     cli.run("run", "-d", "--name", "serve", "--", *SERVE)
     out = cli.folder / "out.txt"
@@ -154,7 +154,7 @@ def test_a_restore_that_is_killed_leaves_no_mount_and_no_half_copy(
 
 
 def in_view(copy: Path) -> bool:
-    """Whether any process has the copy mounted."""
+    """Return whether any process has the copy mounted."""
     for name in os.listdir("/proc"):
         try:
             if name.isdecimal() and str(copy) in Path(f"/proc/{name}/mountinfo").read_text():

@@ -1,5 +1,5 @@
-"""A repository in a bucket of a real S3 server, through the command line: the whole way of a real
-job, and every kind of place that is none.
+"""A repository in a bucket of a real S3 server, through the command line: the whole life of a real
+job, and every kind of invalid place.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ COUNT = [
 
 @pytest.fixture
 def bucket(cli: Cli, region_a: Server, s3_place: S3Place) -> Iterator[Cli]:
-    """The command line with a place in a bucket as its repository, reached through ./icecore.toml
-    and the environment.
+    """Return the command line with a repository in a bucket, configured by ./icecore.toml and the
+    environment.
     """
     (cli.folder / "icecore.toml").write_text(
         f'repository = "{s3_place.location}"\n[s3]\nendpoint = "{region_a.endpoint}"\npatience = "20 s"\n'
@@ -89,7 +89,7 @@ def test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else(
         and toll.lost > 10
         and toll.refused + toll.lost >= 0.45 * (toll.refused + toll.lost + toll.passed)
     )
-    # What came through that is whole; nothing failed to be read again on the way.
+    # The data is intact.
     assert bucket.one("check.done", "check", "--read-data")["sound"]
 
 
@@ -150,10 +150,10 @@ def test_the_whole_way(bucket: Cli) -> None:
 def test_an_encrypted_replica_in_a_bucket(
     bucket: Cli, s3_place: S3Place, region_a: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made, filled, read through a node cache where the repository itself has lost data, and taken
-    to repair it.
+    """The replica is made, filled, read through a node cache where the repository has lost data,
+    and used to repair the repository.
     """
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")  # the configuration alone says where it is
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")  # only the configuration names the place
     folder, content, said = bucket.folder, {1: 1, 2: 2, 9: 3}, list[Event]()
     config = Config(
         state=str(folder / "state"),
@@ -217,8 +217,8 @@ def test_wrong_credentials_and_missing_buckets(bucket: Cli) -> None:
 
 
 def test_a_clock_that_is_wrong(bucket: Cli) -> None:
-    """A store refuses what is signed at another time than its own; icecore itself takes no decision
-    by the clock that could lose data (session model).
+    """A store refuses requests signed with a wrong time. icecore itself takes no decision by the
+    clock that could lose data (session model).
     """
     with canned(lambda method, path: Reply(403, "RequestTimeTooSkewed")) as endpoint:
         for command in (["init"], ["ls"], ["gc"]):

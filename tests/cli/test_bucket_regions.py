@@ -1,5 +1,5 @@
-"""Two regions, buckets of two real S3 servers: syncs and copies killed in their middle and called
-again, a job restored where not all of it has arrived.
+"""Two regions, buckets of two real S3 servers: syncs and copies are killed midway and repeated, and
+a job is restored before all its data has arrived.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class Regions:
-    """Two places, each reached through a profile of its own; nothing in the environment or in [s3]
-    says where they are.
-    """
+    """Two places, each with its own profile. Neither the environment nor [s3] says where they are."""
 
     cli: Cli
     servers: dict[str, Server]
     prefix: str
 
     def place(self, region: str) -> str:
-        """Its location."""
+        """Return the region's location."""
         return f"s3://{region}@{BUCKET}/{self.prefix}"
 
     def profiles(self, **endpoints: str) -> None:
-        """Write the profiles; a region's endpoint may be another than its server."""
+        """Write the profiles. A region's endpoint may differ from its server."""
         lines = []
         for region, server in self.servers.items():
             lines += [
@@ -66,7 +64,7 @@ class Regions:
 
     @contextmanager
     def stopping(self, region: str, shards: int) -> Iterator[Callable[[], bool]]:
-        """Let so many shards into a region, and no more; tells whether others wait."""
+        """Admit only so many shards into a region; tell whether others wait."""
         with unreliable(self.servers[region].endpoint, hold_after(shards, "PUT", "/shards/")) as (
             endpoint,
             toll,
@@ -76,7 +74,7 @@ class Regions:
         self.profiles()
 
     def within(self, region: str, work: Callable[[S3Backend], Awaitable[T]]) -> T:
-        """Do something with a region's objects."""
+        """Run a function on a region's objects."""
 
         async def body() -> T:
             backend = S3Backend(
@@ -90,7 +88,7 @@ class Regions:
         return asyncio.run(asyncio.wait_for(body(), SECONDS))
 
     def shards(self, region: str) -> list[str]:
-        """Names of its shards."""
+        """Return the names of a region's shards."""
 
         async def names(backend: S3Backend) -> list[str]:
             return [info.name async for info in backend.list("shards/")]
@@ -98,18 +96,18 @@ class Regions:
         return self.within(region, names)
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a command that is to be killed."""
+        """Start a command that the test will kill."""
         return replace(self.cli, environment={**self.cli.environment, **variables}).start(*words)
 
     def said(self, *words: str, **variables: str) -> list[dict[str, Any]]:
-        """The events that a command prints."""
+        """Return the events that a command prints."""
         return [
             json.loads(line)
             for line in self.cli.run("--json", *words, **variables).stdout.splitlines()
         ]
 
     def done(self, name: str, *words: str, **variables: str) -> dict[str, Any]:
-        """The one event of a name that a command prints."""
+        """Return the only event of a name that a command prints."""
         (found,) = [event for event in self.said(*words, **variables) if event["event"] == name]
         return found
 
@@ -124,7 +122,7 @@ def regions(
         "AWS_SHARED_CREDENTIALS_FILE": str(cli.folder / "keys"),
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    # A profile that a place names outranks what lies about.
+    # The profile in a place's location overrides settings of the environment.
     added |= {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1", "AWS_DEFAULT_REGION": "eu-west-1"}
     for name, value in added.items():
         monkeypatch.setenv(name, value)
@@ -204,7 +202,7 @@ def test_a_job_is_restored_where_not_all_of_it_has_arrived(
         for name in arrived:
             await backend.delete(name)
 
-    # What has arrived is gone at home, so that both regions have to be read.
+    # The objects that arrived are deleted at the source, so both regions must be read.
     regions.within("near", lose)
     assert "there is no snapshot" in cli.run("-r", far, "show", snapshot, status=3, **SECRET).stderr
     (tmp_path / "icecore.toml").write_text(f'replicas = ["{far}", "{near}"]\n')

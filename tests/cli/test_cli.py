@@ -1,6 +1,4 @@
-"""The command line without jobs: parsing, exit codes, errors on stderr with their cure, JSON,
-repositories.
-"""
+"""The command line without jobs: parsing, exit codes, errors with their cures, JSON, repositories."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def test_what_follows_the_dashes_is_the_jobs() -> None:
     [
         (["nonsense"], "invalid choice"),
         (["ls", "--jsno"], "unrecognized arguments"),
-        (["dump"], "required: target"),
+        (["dump"], "required: JOB|PID"),
         (
             ["dump", "x", "--max-window", "soon"],
             "argument --max-window: 'soon' is not a duration such as '30 s' or a number of seconds",
@@ -193,7 +191,7 @@ def test_an_older_copy_of_the_repository_is_noticed(cli: Cli) -> None:
     subprocess.run(["rm", "-r", "repository"], cwd=cli.folder, check=True, timeout=20)
     subprocess.run(["mv", "older", "repository"], cwd=cli.folder, check=True, timeout=20)
     assert "has already seen" in cli.run("ls", status=12).stderr
-    # Another repository in the same place is no older copy.
+    # Another repository in the same place does not count as an older copy.
     subprocess.run(["rm", "-r", "repository"], cwd=cli.folder, check=True, timeout=20)
     cli.run("init")
     cli.run("ls")
@@ -215,7 +213,7 @@ def test_doctor_names_what_is_bad(cli: Cli) -> None:
     } <= by_name.keys()
     assert all(event["cure"] for event in findings if event["state"] != "good")
     assert (
-        "no NVIDIA driver here"
+        "no NVIDIA driver"
         in cli.run("doctor", status=1, ICECORE_CUDA=f"fake:{cli.folder}/none").stdout
     )
     done = cli.run("doctor", status=1, ICECORE_CRIU="/nowhere/criu")
@@ -267,7 +265,7 @@ def test_a_terminal_gets_bars_and_whole_lines(cli: Cli) -> None:
         while piece := os.read(ours, 1 << 16):
             said += piece
     except OSError:
-        pass  # how Linux says that the other side was closed
+        pass  # how Linux reports that the other side is closed
     finally:
         os.close(ours)
     assert running.wait(30) == 0

@@ -1,6 +1,4 @@
-"""Configuration: layers, environment, and messages that name file, key, value and what would be
-right.
-"""
+"""Configuration: layers, environment, and messages that name file, key, value and what is expected."""
 
 from __future__ import annotations
 
@@ -98,10 +96,10 @@ def test_standard_files() -> None:
 
 
 def test_every_key_can_be_overridden_by_the_environment() -> None:
-    texts = {"TEXT": "word", "TEXT …": "one two", "SIZE": "3MiB", "TIME": "7s", "N": "5"}
+    texts = {"SIZE": "3MiB", "DURATION": "7s", "N": "5", "PLACE …": "one two"}
     for section, key, kind, default in config.every_setting():
         text = next((word for word in kind.words if word != default), "") or texts.get(
-            kind.short, ""
+            kind.short, "word"
         )
         if kind is config.SWITCH:
             text = "no" if default else "yes"
@@ -155,7 +153,7 @@ def test_wrong_variables_are_named() -> None:
         override(Config(), {"ICECORE_DUMP_MAX_WINDOW": "soon"})
     with pytest.raises(UsageError, match=r"ICECORE_DUMP_MAX_WINDWO.*ICECORE_DUMP_MAX_WINDOW"):
         override(Config(), {"ICECORE_DUMP_MAX_WINDWO": "3"})
-    # What hooks and other tools get is not ours to judge.
+    # Variables for hooks and other tools are accepted unchecked.
     assert (
         override(
             Config(), {"ICECORE_JOB": "x", "ICECORE_SNAPSHOT": "y", "ICECORE_CRIU_PREFIX": "/z"}
@@ -196,7 +194,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A good file in a directory of its own."""
+    """Return a valid file in its own directory."""
     folder = tmp_path / "folder"
     folder.mkdir()
     path = folder / "icecore.toml"
@@ -205,14 +203,14 @@ def own(tmp_path: Path) -> Path:
 
 
 def change_link(path: Path) -> None:
-    """Put a link of somebody else in the file's place, to a file that is root's."""
+    """Replace the file by another user's link to a file of root's."""
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
     os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
 
 
 def lead_away(path: Path) -> None:
-    """Have the way to the file lead through a directory that others can write to."""
+    """Put a directory that others can write to on the path of the file."""
     loose = path.parent.parent / "loose"
     loose.mkdir()
     loose.chmod(0o775)
@@ -266,8 +264,8 @@ def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects
 
 @needs_root
 def test_a_file_that_an_unprivileged_user_plants_is_not_read(tmp_path: Path) -> None:
-    """In a sticky directory, where ICECORE_CONFIG names a file that is not there; a FIFO of theirs
-    holds nobody up.
+    """The file is in a sticky directory, and ICECORE_CONFIG names a file that does not exist there.
+    Another user's FIFO does not block.
     """
     folder = tmp_path / "public"
     folder.mkdir()

@@ -1,5 +1,5 @@
-"""Every cure leads somewhere: each command that a message names exists, and what the messages about
-damage say, done as it is said, helps.
+"""Every cure works: each command that a message names exists, and following the messages about
+damage repairs it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _NAMED = re.compile(
 PASSPHRASE = "correct horse battery"
 
 
-# -- what the sources say
+# -- messages in the sources
 
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The strings of a module but for its docstrings; what an f-string fills in is X."""
+    """Return the strings of a module without its docstrings; X replaces the fields of f-strings."""
     documentation = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -86,13 +86,13 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The command lines of icecore that a text names, without 'icecore'."""
+    """Return the icecore command lines that a text names, without 'icecore'."""
     found = ["".join(match) for match in _NAMED.findall(text)]
     return [shlex.split(one.replace(" …", "")) for one in found]
 
 
 def wrong_with(words: list[str]) -> str:
-    """What the command line would say of a command and its options; empty if nothing."""
+    """Return the parser's complaint about a command and its options; empty if there is none."""
     parser = build_parser()
     commands = next(
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
@@ -147,7 +147,7 @@ def test_every_command_that_a_message_names_exists() -> None:
     } <= seen
     assert (
         wrong_with(["repair", "--all"]) and wrong_with(["mend"]) and wrong_with(["key", "lose"])
-    )  # it can say no
+    )  # the check can fail
 
 
 def test_errors_that_can_be_cured_say_how() -> None:
@@ -165,11 +165,11 @@ def test_errors_that_can_be_cured_say_how() -> None:
         assert commands_in(error.cure)
 
 
-# -- what helps
+# -- cures that work
 
 
 class Broken:
-    """A repository in a directory, with snapshots in it, of which something is to be damaged."""
+    """A repository in a directory with snapshots, for a test to damage."""
 
     def __init__(self, cli: Cli, *, encrypted: bool = False, snapshots: int = 2) -> None:
         self.cli = cli
@@ -190,8 +190,8 @@ class Broken:
         return taken
 
     def run(self, *words: str, status: int | tuple[int, ...] = 0, **variables: str) -> str:
-        """Run a command in this process, which saves its start; it has to end with this status, or
-        one of these. What it wrote.
+        """Run a command in this process, which saves start-up time; assert its exit status, or one
+        of several. Return its output.
         """
         environment = {**self.cli.environment, **self.variables, **variables}
         said = io.StringIO()
@@ -212,7 +212,7 @@ class Broken:
         return said.getvalue()
 
     def paths(self, prefix: str) -> list[Path]:
-        """The objects whose names begin so, by their names."""
+        """Return the objects whose names begin with a prefix, sorted by name."""
         return sorted(path for path in (self.folder / prefix).rglob("*") if path.is_file())
 
     def flip(self, path: Path) -> None:
@@ -220,8 +220,8 @@ class Broken:
         path.write_bytes(_flipped(path))
 
     def cure(self, *words: str, status: int) -> list[list[str]]:
-        """Run a command that fails, then every command that its cure names, in that order; the last
-        of them has to succeed. Which they were.
+        """Run a command that fails, then every command that its cure names, in order; the last of
+        them must succeed. Return those commands.
         """
         said = self.run(*words, status=status)
         cure = said[said.index("cure: ") :]
@@ -229,7 +229,9 @@ class Broken:
             [{"FILE": "recovery", "SNAPSHOT": self.taken[-1]}.get(word, word) for word in one]
             for one in commands_in(cure)
         ]
-        named = [one for one in named if one[:2] != ["key", "export"]]  # that was to be done before
+        named = [
+            one for one in named if one[:2] != ["key", "export"]
+        ]  # it had to be run before the damage
         assert named, f"no command in {cure!r}"
         for at, one in enumerate(named):
             # What only looks ends with the status of what it finds; the last one is what helps, and
@@ -322,7 +324,7 @@ def test_what_is_lost_for_good_is_not_cured_in_a_circle(cli: Cli) -> None:
     record = asyncio.run(_manifest_of(broken, broken.taken[-1]))
     broken.flip(broken.folder / record)
     assert ["repair"] in broken.cure("show", broken.taken[-1], status=9)
-    # Then the snapshot is in quarantine, and only a replica or its end helps.
+    # The snapshot is now in quarantine: only a replica or forgetting it helps.
     said = broken.run("show", broken.taken[-1], status=9)
     assert "icecore repair --from PLACE" in said and "icecore forget SNAPSHOT" in said
     for words in (["export", broken.taken[-1], "out"], ["diff", broken.taken[0], broken.taken[-1]]):
@@ -360,7 +362,7 @@ def test_a_recovery_file(cli: Cli) -> None:
     os.symlink(cli.folder / "elsewhere", cli.folder / "link")
     broken.run("key", "export", "link", status=2)
     assert not (cli.folder / "elsewhere").exists()
-    # That of another repository, a damaged one, and what is none.
+    # The file of another repository, a damaged file, and a file of another kind.
     other = str(cli.folder / "other")
     broken.run("-r", other, "init")
     assert "is not the recovery file of" in broken.run(
@@ -385,7 +387,7 @@ def test_a_recovery_file_of_an_encrypted_repository_needs_a_passphrase_of_its_ti
     )
     broken.run("key", "import", "recovery")
     assert "all is well" in broken.run("check", "--read-data")
-    # Changes go on from there.
+    # Later changes work.
     broken.run("key", "add", "second", **new)
     broken.run("ls", ICECORE_PASSPHRASE=new["ICECORE_NEW_PASSPHRASE"])
     assert "all is well" in broken.run("check")

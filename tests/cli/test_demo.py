@@ -1,4 +1,4 @@
-"""The demo: that its proofs can fail, and that it passes."""
+"""The demo: it passes, and its proofs can fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOOLS = ROOT / "tools"
 
 
 def load(name: str) -> ModuleType:
-    """A module of tools/."""
+    """Load a module of tools/."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
@@ -57,7 +57,7 @@ def test_the_chain_is_what_the_definition_says(tmp_path: Path) -> None:
 def test_one_changed_byte_is_seen() -> None:
     memory = load("demo_memory")
     program = "import mmap, sys; m = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); m[5000] = 7; print(flush=True); sys.stdin.read()"
-    # A shell stands for the init, which is not held.
+    # A shell replaces the init, which is not frozen.
     outer = subprocess.Popen(
         ["/bin/sh", "-c", f"{sys.executable} -I -S -c '{program}'; :"],
         env={**os.environ, "GLIBC_TUNABLES": "glibc.pthread.rseq=0"},

@@ -1,4 +1,4 @@
-"""What differs between two snapshots, computed from made-up maps whose answer is known."""
+"""Differences between two snapshots, computed from invented maps with a known answer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from icecore.store.format.manifest import (
 
 
 def cells(*rows: tuple[int, int, int]) -> Records:
-    """CELL records of ``(cell, content, data pages)``; equal content has equal chunks, stored in
-    100 bytes a page.
+    """Return CELL records of ``(cell, content, data pages)``; equal content has equal chunks,
+    stored with 100 bytes per page.
     """
     records = np.zeros(len(rows), CELL)
     for record, (cell, content, pages) in zip(records, rows, strict=True):
@@ -35,7 +35,7 @@ def cells(*rows: tuple[int, int, int]) -> Records:
 
 @dataclass(frozen=True)
 class Fake:
-    """A reader of made-up maps, by space key."""
+    """A reader of invented maps, by space key."""
 
     manifest: Manifest
     maps: dict[str, list[Records]]
@@ -53,7 +53,7 @@ def fake(
     pids: tuple[int, ...] = (1,),
     files: tuple[tuple[str, int], ...] = (),
 ) -> Fake:
-    """A snapshot of processes ``pids`` that have ``files`` (path, size) open."""
+    """Return a snapshot of processes ``pids`` that have ``files`` (path, size) open."""
     manifest = Manifest(
         1,
         name,
@@ -75,12 +75,12 @@ def fake(
 
 
 def region(start: int, length: int, name: str = "") -> Region:
-    """An anonymous region."""
+    """Return an anonymous region."""
     return Region(start, length, start, kind="anonymous", name=name)
 
 
 def process(*regions: Region, nodes: bytes = b"") -> Space:
-    """The space of process 1."""
+    """Return the space of process 1."""
     return Space("process", "1", 0, list(regions), nodes)
 
 
@@ -125,7 +125,7 @@ def test_cells_that_are_gone_count() -> None:
 def test_equal_maps_are_not_read_twice() -> None:
     space = process(region(0, MIB), nodes=b"refs")
     older = fake("a", [space], {"1": [cells((0, 1, 5))]})
-    newer = fake("b", [space], {})  # reading it would raise
+    newer = fake("b", [space], {})  # reading it raises
     found = compare(older, newer)
     assert found.regions == [] and found.totals["process"].changed == 0
     assert found.totals["process"].logical == 5 * PAGE

@@ -1,6 +1,4 @@
-"""docs/events.md and docs/cli.md say what the code does: names and fields of events, exit codes,
-commands.
-"""
+"""docs/events.md and docs/cli.md match the code: names and fields of events, exit codes, commands."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ NAMED = {"Event": 0, "phase": 1, "result": 0}
 
 
 def said() -> dict[str, set[str]]:
-    """Events in the sources with the fields that can be read off them."""
+    """Return the events in the sources, with the fields that static analysis can find."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "icecore").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -56,7 +54,7 @@ def _call(call: ast.Call, found: dict[str, set[str]]) -> None:
 
 
 def _phase(node: ast.With, found: dict[str, set[str]]) -> None:
-    """What is added to the fields of a running phase."""
+    """Collect the fields that are added to a running phase."""
     names = [
         _name(item.context_expr) for item in node.items if isinstance(item.context_expr, ast.Call)
     ]
@@ -103,7 +101,7 @@ def _keys(node: ast.Dict) -> list[str]:
 
 def test_every_event_is_documented_and_every_documented_one_exists() -> None:
     found, documented = said(), documented_events()
-    assert len(found) > 50  # the sources were read
+    assert len(found) > 50  # the sources were found
     assert found.keys() - documented.keys() == set(), "in the code, not in docs/events.md"
     assert documented.keys() - found.keys() == set(), "in docs/events.md, not in the code"
     wrong = {
@@ -115,9 +113,9 @@ def test_every_event_is_documented_and_every_documented_one_exists() -> None:
 
 
 def error_classes() -> list[type[IcecoreError]]:
-    """Every class of error in the package."""
+    """Return every error class of the package."""
     for module in pkgutil.walk_packages(icecore.__path__, "icecore."):
-        # Programs, and a library that is no extension module.
+        # Programs, and a library that is not an extension module.
         if ".libicecore-" not in module.name and not module.name.endswith(
             ("launch", "guard_process", "__main__")
         ):
@@ -143,7 +141,7 @@ def test_exit_codes_are_documented() -> None:
         "GuardLost",
         "NotHeld",
         "PlacerLost",
-    }  # met by nobody but as something else
+    }  # always converted into another class before they leave icecore
     for kind in error_classes():
         if kind.__name__ not in private:
             assert kind.__name__ in table[kind.exit_code], (
@@ -191,8 +189,8 @@ def security_page() -> Path:
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:
-    """Whoever reads a promise there can run what shows it."""
-    text = security_page().read_text()
+    """A reader of a promise there can run the test that proves it."""
+    text = (ROOT / "docs" / "explanation" / "security.md").read_text()
     files = list((ROOT / "tests").rglob("test_*.py"))
     defined = {
         name

@@ -1,5 +1,5 @@
-"""Names of jobs and of repositories that somebody else wrote, through the command line: they arrive
-exactly, and no byte of them commands a terminal.
+"""Foreign names of jobs and repositories through the command line: they arrive exactly, and no byte
+of them controls a terminal.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def assert_harmless(text: str, *, lines: int | None = None) -> None:
-    """Assert that nothing in a text is a control character but newlines, and rich's own bold and
+    """Assert that a text contains no control characters except newlines and rich's own bold and
     normal.
     """
     plain = _COLOUR.sub(
@@ -87,7 +87,7 @@ def assert_harmless(text: str, *, lines: int | None = None) -> None:
         assert plain.count("\n") == lines, ascii(plain)
 
 
-# -- the choke point
+# -- the single output path
 
 _TEXTS = st.one_of(
     st.sampled_from([os.fsdecode(name) for name in NAMES]),
@@ -185,8 +185,8 @@ def test_wide_characters_keep_the_columns() -> None:
 
 
 def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
-    """Whoever wants to say something has no other way to do so: the sources of the command line
-    name no stream and do not print.
+    """Output is the only way to print: the sources of the command line name no stream and call no
+    print.
     """
     allowed = {"output.py", "cli.py", "passphrase.py"}
     wrong = []
@@ -208,13 +208,13 @@ def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
     assert text.count("stream.write(") == 1 and "print(" not in text.replace("console.print(", "")
 
 
-# -- a repository that somebody else wrote
+# -- a foreign repository
 
 
 async def write_hostile(place: Path, name: str) -> list[str]:
-    """Two snapshots whose every text is hostile, committed as a holder of the key can."""
+    """Write two snapshots in which every text is hostile, as a holder of the key can."""
     repository = await Repository.create(LocalBackend(place, create=True))
-    # What the store keeps as UTF-8 can hold no bytes, but any control character.
+    # Texts that the store keeps as UTF-8 cannot contain raw bytes, but any control character.
     job = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("\0", "")
     ids: list[str] = []
     for number in range(2):
@@ -290,7 +290,7 @@ async def write_hostile(place: Path, name: str) -> list[str]:
 
 
 def at_terminal(cli: Cli, *words: str) -> tuple[int, str]:
-    """Run a command at a terminal; its status and all that it writes there."""
+    """Run a command at a terminal; return its status and everything that it writes there."""
     main, side = pty.openpty()
     process = subprocess.Popen(
         cli.command(*words),
@@ -361,7 +361,7 @@ def test_a_hostile_repository_commands_no_terminal(cli: Cli, name: bytes) -> Non
     assert re.search(r"\\x|\\u|\\n|\\\\", shown), "it was shown, escaped"
 
 
-# -- the surroundings
+# -- the environment
 
 ENVIRONMENTS: list[dict[str, str]] = [
     {"LC_ALL": "C"},
@@ -403,8 +403,8 @@ def test_a_locale_in_which_names_are_something_else_is_refused(cli: Cli) -> None
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams(cli: Cli, closed: str) -> None:
-    """No file that icecore opens gets the number of a stream that is closed, and nothing fails for
-    want of it.
+    """No file that icecore opens gets the number of a closed stream, and no command fails because a
+    stream is closed.
     """
     for words in ("init", "ls", "--help", "run -d -- true"):
         done = subprocess.run(
@@ -520,8 +520,8 @@ def test_places_with_any_name(cli: Cli) -> None:
 
 
 def test_a_program_cannot_break_ps_by_its_thread_names(cli: Cli) -> None:
-    """A name with a line end that is none for the kernel: the next words were taken for a field of
-    /proc/PID/status.
+    """A name with a line end that the kernel does not escape: a parser took the next words for a
+    field of /proc/PID/status.
     """
     code = (
         "from tests.programs.foreign_names import call_thread; import time; call_thread(b'\\r\\x0b\\xc2\\x85x\\xff\\x1cy'); "
@@ -551,7 +551,7 @@ def test_a_program_cannot_break_ps_by_its_thread_names(cli: Cli) -> None:
 
 
 def drawn(seed: int, count: int = 6) -> list[bytes]:
-    """Names of random bytes, weighted towards those that mean something somewhere."""
+    """Draw names of random bytes, weighted towards bytes with a special meaning."""
     source = random.Random(seed)
     pieces = [
         *(bytes([code]) for code in range(1, 256) if code != 0x2F),
@@ -572,8 +572,8 @@ def drawn(seed: int, count: int = 6) -> list[bytes]:
 @pytest.mark.usefixtures("needs_criu")
 @pytest.mark.parametrize("names", [NAMES, drawn(1)], ids=["chosen", "drawn"])
 def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
-    """Each name is that of files that are read, written, deleted and renamed, of sockets and
-    threads, an argument and a variable.
+    """Each name is used for files that are read, written, deleted and renamed, for sockets and
+    threads, and as an argument and a variable.
     """
     text = os.fsdecode(names[0])
     work = cli.folder / "work"
@@ -608,7 +608,7 @@ def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
     assert [exact_list(event, "command")[-len(names) :] for event in shown] == [names]
 
     cli.run("dump", "foreign", "--stop")
-    for name in names:  # a restore puts back what was written since, under the very name
+    for name in names:  # a restore undoes later writes, under the exact name
         Path(os.fsdecode(os.path.join(own, b"written " + name))).write_bytes(b"overwritten")
     assert_harmless(cli.run("restore", "-n", "foreign").stdout)
     events += cli.events("restore", "-n", "foreign")
@@ -644,7 +644,7 @@ def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
 
 
 def exact(event: dict[str, Any], field: str) -> bytes:
-    """The bytes of a field."""
+    """Return the bytes of a field."""
     return (
         base64.b64decode(event[f"{field}_base64"])
         if f"{field}_base64" in event
@@ -653,7 +653,7 @@ def exact(event: dict[str, Any], field: str) -> bytes:
 
 
 def exact_list(event: dict[str, Any], field: str) -> list[bytes]:
-    """The bytes of a field that is a list."""
+    """Return the bytes of each item of a list field."""
     return (
         [base64.b64decode(word) for word in event[f"{field}_base64"]]
         if f"{field}_base64" in event
@@ -664,7 +664,7 @@ def exact_list(event: dict[str, Any], field: str) -> list[bytes]:
 @pytest.mark.criu
 @pytest.mark.usefixtures("needs_criu")
 def test_a_tree_that_icecore_did_not_start(cli: Cli) -> None:
-    """Its job's name is guessed from a program's name of any bytes."""
+    """The job's name is derived from a program's name of arbitrary bytes."""
     program = cli.folder / os.fsdecode(b"sleep " + HOSTILE)
     shutil.copy("/bin/sleep", program)
     cli.run("init")
@@ -697,8 +697,8 @@ def test_a_tree_that_icecore_did_not_start(cli: Cli) -> None:
 @pytest.mark.usefixtures("needs_criu")
 @pytest.mark.parametrize("options", [[], ["--root", "private"]], ids=["host", "private"])
 def test_places_that_criu_works_in(cli: Cli, options: list[str]) -> None:
-    """The state directory, CRIU's working directory and the job's: no character of them means
-    anything to CRIU's options or to a shell.
+    """The state directory, CRIU's working directory and the job's: none of their characters has a
+    meaning in CRIU's options or in a shell.
     """
     text = os.fsdecode(HOSTILE + b" '\"$(touch pwned);`touch pwned`[1]:x ")
     state, work = (

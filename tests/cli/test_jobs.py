@@ -1,5 +1,5 @@
-"""Jobs through the command line: output, exit status, signals, names, and that they survive whoever
-started them.
+"""Jobs through the command line: output, exit status, signals, names, and survival of the process
+that started them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:
         ):
             out, error = run(stdin)
             assert out == "0\n/dev/null\n"
-            assert ("does not get what comes on standard input" in error) is said
+            assert ("does not get this standard input" in error) is said
     for fd in (ours, theirs, *terminal):
         os.close(fd)
     assert "/dev/null" in cli.run("run", "--help").stdout
@@ -200,7 +200,7 @@ def test_detached_followed_and_ended(cli: Cli) -> None:
     )
     assert "count" in cli.run("ps").stdout
     cli.run("init")
-    assert cli.events("ls", "count") == []  # there is such a job, though no snapshot of it
+    assert cli.events("ls", "count") == []  # the job exists, without a snapshot
     assert cli.run("wait", "count", "--timeout", "0.1", status=124).stderr
     first = cli.run("logs", "count").stdout.splitlines()
     assert first[:2] == ["1", "2"]
@@ -227,7 +227,7 @@ def test_a_signal_lets_go_of_the_job(cli: Cli, number: signal.Signals) -> None:
     following.send_signal(number)
     _, error = following.communicate(timeout=20)
     assert following.returncode == 128 + number
-    assert "job count runs on" in error and "icecore attach count" in error
+    assert "job count continues" in error and "icecore attach count" in error
     assert cli.job("count").alive
 
 
@@ -303,7 +303,7 @@ def test_killing_the_starter_leaves_the_job(cli: Cli) -> None:
 @pytest.mark.criu
 @pytest.mark.parametrize("moment", ["dump.criu", "dump.store"])
 def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str) -> None:
-    """Its guard removes it, unless that is killed too."""
+    """The dump's guard removes it, unless the guard is killed too."""
     workdir = cli.folder / "workdir"
     workdir.mkdir()
     cli.environment["ICECORE_DUMP_WORKDIR"] = str(workdir)
@@ -321,7 +321,7 @@ def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str)
     dump.send_signal(signal.SIGSTOP)
     [left] = workdir.iterdir()
     cli.run("ps")
-    assert left.is_dir()  # it is in use, even if nothing of it moves
+    assert left.is_dir()  # it is in use, even though it does not change
     for pid in (*guard, dump.pid):
         os.kill(pid, signal.SIGKILL)
     dump.communicate(timeout=20)
@@ -342,7 +342,7 @@ def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str)
 
 
 def words_of(pid: str) -> bytes:
-    """The command line of a process; empty where it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

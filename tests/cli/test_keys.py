@@ -1,5 +1,5 @@
-"""Encrypted repositories on the command line: where passphrases come from, who can open what, and
-that no job inherits them.
+"""Encrypted repositories on the command line: sources of passphrases, who can open what, and that
+no job inherits a passphrase.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST = "the passphrase of the first"
 def test_a_life_with_several_passphrases(cli: Cli, tmp_path: Path) -> None:
     secret = {"ICECORE_PASSPHRASE": FIRST}
     assert "none is given" in cli.run("init", "--encrypt", status=14).stderr
-    assert "nobody can bring it back" in cli.run("init", "--encrypt", **secret).stderr
+    assert "the repository is unreadable" in cli.run("init", "--encrypt", **secret).stderr
     assert "none is given" in cli.run("ls", status=14).stderr
     assert "opens none" in cli.run("ls", status=14, ICECORE_PASSPHRASE="another").stderr
     cli.run("ls", **secret)
@@ -63,7 +63,7 @@ def test_plain_repositories_have_no_slots(cli: Cli) -> None:
         "not encrypted"
         in cli.run("key", "add", "x", status=2, ICECORE_NEW_PASSPHRASE="long enough").stderr
     )
-    cli.run("ls")  # nothing asks for a passphrase
+    cli.run("ls")  # no prompt for a passphrase
 
 
 def test_asked_at_the_terminal(cli: Cli) -> None:
@@ -85,7 +85,7 @@ def test_asked_at_the_terminal(cli: Cli) -> None:
                     assert asking.stderr is not None
                     seen += os.read(asking.stderr.fileno(), 1000)
                 assert prompt in seen
-                time.sleep(0.1)  # getpass flushes what was typed before it asked
+                time.sleep(0.1)  # getpass discards input from before the prompt
                 os.write(ours, FIRST.encode() + b"\n")
             out, error = asking.communicate(timeout=SECONDS)
         assert asking.returncode == 0, (out, error)

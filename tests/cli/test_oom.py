@@ -1,5 +1,5 @@
-"""The OOM killer's rank of processes: CRIU and its guards are protected as far as the kernel
-permits, and a job has the rank that it had when it was dumped.
+"""The OOM killer's ranking: CRIU and its guards are protected as far as the kernel permits, and a
+restored job has the rank that it had when it was dumped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TELL = "import sys; open(sys.argv[1], 'w').write(open('/proc/self/oom_score_adj
 
 @contextmanager
 def own_score(value: int) -> Iterator[None]:
-    """Within, this process and what it starts have this ``oom_score_adj``."""
+    """Give this process and its children this ``oom_score_adj`` within the block."""
     before = oom.score()
     Path("/proc/self/oom_score_adj").write_text(str(value))
     try:
@@ -39,7 +39,7 @@ def own_score(value: int) -> Iterator[None]:
 
 
 def scores(root: int) -> dict[str, int]:
-    """Each process of a tree by its program's name."""
+    """Return the score of each process of a tree by its program's name."""
     return {os.path.basename(procfs.executable(pid)): oom.score(pid) for pid in procfs.tree(root)}
 
 
@@ -73,7 +73,7 @@ def test_criu_of_a_dump_is_protected_as_far_as_permitted(tmp_path: Path, score: 
 def test_the_guard_of_a_restore_is_protected_and_its_criu_is_not(
     tmp_path: Path, score: int
 ) -> None:
-    """The tree inherits what its CRIU has."""
+    """The tree inherits the rank of its CRIU."""
     told, folder = tmp_path / "told", tmp_path / "work"
     folder.mkdir()
     with own_score(score):

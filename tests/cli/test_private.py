@@ -1,5 +1,5 @@
-"""What icecore keeps of jobs and repositories is for its owner alone, whatever the umask and
-whatever was there before.
+"""Files of jobs and repositories are accessible to their owner alone, whatever the umask is and
+whatever existed before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NOBODY = 65534
 
 
 def under(cli: Cli, script: str) -> str:
-    """The output of a shell script in which ``icecore`` is the command line, with a /run of its
-    own.
+    """Return the output of a shell script in which ``icecore`` is the command line, with its own
+    /run.
     """
     icecore = " ".join(cli.command())
     whole = f'mount -t tmpfs -o mode=755 none /run; icecore() {{ {icecore} "$@"; }}; {script}'
@@ -39,7 +39,7 @@ def under(cli: Cli, script: str) -> str:
 
 
 def open_to_others(folder: Path) -> list[str]:
-    """Everything in a directory, itself included, that others may use."""
+    """Return everything in a directory, itself included, to which others have access."""
     return [
         str(path)
         for path in [folder, *folder.rglob("*")]
@@ -58,7 +58,7 @@ def test_state_is_private_whatever_the_umask(cli: Cli, umask: str) -> None:
         "icecore run -d --name k -- sleep 1; icecore ls; icecore wait k;"
         "stat -c '%a %n' /run/icecore /run/icecore/job",
     )
-    assert f"{int(umask, 8):04o}\n" in run  # the job's own is what it was
+    assert f"{int(umask, 8):04o}\n" in run  # the job's own umask is unchanged
     assert {entry.name for entry in state.iterdir()} >= {"jobs", "lock", "seen"}
     assert open_to_others(state) == open_to_others(cli.folder / "other" / "repository") == []
     mode = f"{0o755 & ~int(umask, 8):o}"
@@ -73,7 +73,7 @@ def test_a_loose_directory_is_tightened_and_that_is_said(cli: Cli) -> None:
     for path in (state, state / "jobs"):
         path.chmod(0o777)
     done = cli.run("run", "--", "true")
-    assert done.stderr.count("it is for its owner alone now") == 2
+    assert done.stderr.count("now only its owner has") == 2
     assert open_to_others(state) == []
     assert "owner alone" not in cli.run("run", "--", "true").stderr
 
@@ -105,7 +105,7 @@ def test_a_link_of_somebody_else_is_not_followed(cli: Cli) -> None:
     elsewhere = cli.folder / "elsewhere"
     elsewhere.mkdir(mode=0o755)
     (cli.folder / "state").symlink_to(elsewhere)
-    cli.run("run", "--", "true")  # one's own is
+    cli.run("run", "--", "true")  # the user's own is accepted
     os.chown(cli.folder / "state", NOBODY, NOBODY, follow_symlinks=False)
     before = sorted(os.listdir(elsewhere))
     for words in (("ps",), ("run", "--", "true")):

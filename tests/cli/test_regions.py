@@ -1,4 +1,4 @@
-"""Regions on the command line: a replica is made, filled and restored from, also before it is
+"""Regions on the command line: a replica is made, filled and restored from, even before it is
 complete; copies go to any other repository.
 """
 
@@ -49,7 +49,7 @@ def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None
     )
     cli.run("-r", "far", "ls", ICECORE_PASSPHRASE="far away, another one")
     cli.run("-r", "far", "ls", status=14, **SECRET)
-    cli.run("sync", "far", **SECRET)  # no passphrase of the replica's is needed
+    cli.run("sync", "far", **SECRET)  # the replica's own passphrase is not needed
     cli.run("init", "plain")
     assert "not a replica" in cli.run("sync", "plain", status=2, **SECRET).stderr
     assert "opens none" in cli.run("copy", "far", status=14, **SECRET, **OTHER).stderr
@@ -81,7 +81,7 @@ def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
     assert cli.one("sync.plan", "sync", "far", "-n")["forget"] == []
     assert len(cli.run("-r", "far", "ls").stdout.splitlines()) == 4, "a dry run changes nothing"
 
-    assert "named ones" in cli.run("sync", "far", kept, "--forget", status=2).stderr
+    assert "named snapshots" in cli.run("sync", "far", kept, "--forget", status=2).stderr
     marked = cli.one("sync.done", "sync", "far")
     check_event(marked, documented)
     assert (marked["marked"], marked["forgotten"], marked["snapshots"]) == ([kept], [], [])
@@ -102,8 +102,8 @@ def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
-    """Repair looks at the region itself, whatever others have; what is in quarantine there is taken
-    from another, and comes back from it.
+    """Repair examines the region itself, whatever other regions have. What is quarantined there is
+    read from another region and restored from it.
     """
     home, far, state = tmp_path / "repository", tmp_path / "far", str(tmp_path / "state")
     given = SECRET["ICECORE_PASSPHRASE"].encode
@@ -123,7 +123,7 @@ def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
         assert other is not repository and not other.find(snapshot).quarantined
     cli.run("init", "plain")
     assert "not a replica" in cli.run("repair", "--from", "plain", status=2, **SECRET).stderr
-    cli.run("repair", "--from", "far", **SECRET)  # no passphrase of the replica's is needed
+    cli.run("repair", "--from", "far", **SECRET)  # the replica's own passphrase is not needed
     cli.run("check", "--read-data", **SECRET)
     with icecore.Repository.open(home, passphrase=given, state=state) as repository:
         assert repository.holder(snapshot) is repository
@@ -167,7 +167,7 @@ def test_a_job_is_restored_in_another_region(cli: Cli, tmp_path: Path) -> None:
     assert cli.job("job").alive
     cli.run("kill", "job", "-s", "KILL")
 
-    # A region is lost altogether; what was brought over restores without it.
+    # A region is lost completely; the synced snapshots restore without it.
     again = done("sync.done", "sync", "far")
     assert again["snapshots"] == [second] and again["present"]
     shutil.rmtree(tmp_path / "repository")
@@ -177,7 +177,7 @@ def test_a_job_is_restored_in_another_region(cli: Cli, tmp_path: Path) -> None:
     cli.run("kill", "job", "-s", "KILL")
     assert cli.run("-r", "far", "check", "--read-data", **SECRET).returncode == 0
 
-    # Any other repository takes copies; a plain one as well as one with a passphrase of its own.
+    # Any other repository accepts copies, plain or with its own passphrase.
     cli.run("init", "--encrypt", "stranger", ICECORE_PASSPHRASE=OTHER["ICECORE_TARGET_PASSPHRASE"])
     copied = done("copy.done", "-r", "far", "copy", "stranger", "--job", "job")
     assert copied["snapshots"] == [first, second]

@@ -1,5 +1,5 @@
-"""Snapshots of real jobs through the command line and the Python API: taken, listed, compared,
-restored, forgotten, collected.
+"""Snapshots of real jobs through the command line and the Python API: dump, list, compare, restore,
+forget, collect.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ COUNT = [
 
 
 def start(cli: Cli, *options: str) -> None:
-    """A repository and a counting job named count."""
+    """Make a repository and start a counting job named count."""
     cli.run("init")
     cli.run("run", "-d", "--name", "count", *options, "--", *COUNT)
     until(lambda: counted(cli) >= 5, "counting")
 
 
 def counted(cli: Cli, name: str = "count") -> int:
-    """How far a job has counted: its lines have to be 1, 2, 3 …"""
+    """Return how far a job has counted; assert that its lines are 1, 2, 3 …"""
     lines = (cli.job(name).directory / "stdout.log").read_text().split("\n")[:-1]
     assert lines == [str(number) for number in range(1, len(lines) + 1)]
     return len(lines)
@@ -152,7 +152,7 @@ def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) 
     assert shown == expected
     text = cli.run("restore", "-n", "writer").stdout
     assert (
-        "files that it would change" in text
+        "files that would change" in text
         and str(kept) in text
         and "17 B" in text
         and "2001-09-09" in text
@@ -226,7 +226,9 @@ def test_restored_in_the_foreground(cli: Cli) -> None:
 
 
 def test_what_a_restored_job_writes_before_it_is_followed_is_shown(cli: Cli) -> None:
-    """It may have ended by then; what its logs held when the snapshot was taken is not shown again."""
+    """The job may have ended by then. What its logs held at the time of the snapshot is not shown
+    again.
+    """
     cli.run("init")
     cli.run(
         "run",
@@ -325,7 +327,7 @@ def test_a_hook_may_leave_something_in_the_background_and_sees_no_secret(cli: Cl
 
 
 def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> None:
-    """Until all is there it would die with the command."""
+    """Until all its memory is loaded, the job would die with the command."""
     program = "import os, time\nmemory = [os.urandom(1 << 20) for _ in range(256)]\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)"
     cli.run("init")
     cli.run("run", "-d", "--name", "large", "--", sys.executable, "-c", program)
@@ -411,7 +413,7 @@ def test_an_interrupted_dump_leaves_the_job_running(cli: Cli, number: signal.Sig
             break
     dump.send_signal(number)
     out, _ = dump.communicate(timeout=30)
-    finished = '"dump.done"' in out  # before it was told
+    finished = '"dump.done"' in out  # before it was reported
     assert finished or dump.returncode in (-signal.SIGKILL, 130)
     count = counted(cli)
     until(lambda: counted(cli) > count, "going on")
@@ -434,7 +436,7 @@ def test_an_interrupted_restore_leaves_nothing(cli: Cli) -> None:
     out, _ = restore.communicate(timeout=30)
     finished = any(json.loads(line)["event"] == "restore.resident" for line in out.splitlines())
     running = cli.events("ps")
-    # It may have been faster than the signal; there is nothing in between.
+    # It may finish before the signal; both outcomes are complete.
     assert (restore.returncode, len(running)) == (130, 0) or finished, out
     if not finished:
         cli.run("restore", "count")
@@ -542,7 +544,7 @@ def test_python_api(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         restored.wait_resident(10)
         restored.job.kill(signal.SIGKILL)
         restored.job.wait(10)
-        # By location: lazily, so that what is still to come outlives the call.
+        # By location and lazily, so that loading continues after the call.
         lazy = icecore.restore("count", options=icecore.RestoreOptions(mode="lazy"), config=config)
         assert lazy.wait_resident(20) > 0
         (cli.folder / "finish").touch()

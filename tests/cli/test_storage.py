@@ -1,5 +1,5 @@
-"""Repositories on storage that cannot be written to: mounted read-only, or without a free byte.
-Real mounts of our own, and real jobs.
+"""Repositories on storage that is not writable: mounted read-only, or full. The mounts and the jobs
+are real.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def counted(cli: Cli) -> int:
 
 
 def stopped(cli: Cli) -> str:
-    """The snapshot of a counting job that has ended with it, in a new repository."""
+    """Return the snapshot of a counting job that it ended, in a new repository."""
     cli.run("init")
     cli.run("run", "-d", "--name", "count", "--", *COUNT)
     until(lambda: counted(cli) >= 5, "counting")
@@ -61,7 +61,7 @@ def mounted(place: Path, *words: str) -> Iterator[None]:
 
 @pytest.fixture
 def read_only(cli: Cli) -> Iterator[tuple[Cli, str]]:
-    """A repository with one snapshot, seen through a read-only mount."""
+    """Return a repository with one snapshot, seen through a read-only mount."""
     snapshot = stopped(cli)
     place = cli.folder / "mounted"
     with mounted(place, "--bind", str(cli.folder / "repository")):
@@ -99,7 +99,7 @@ def test_a_read_only_repository_says_so(read_only: tuple[Cli, str]) -> None:
     }
     assert (
         findings["repository"]["state"] == "warning"
-        and "cannot be written" in findings["repository"]["message"]
+        and "is not writable" in findings["repository"]["message"]
     )
 
 
@@ -156,8 +156,8 @@ def test_a_read_only_repository_through_the_api(read_only: tuple[Cli, str]) -> N
 
 
 def test_a_full_repository(cli: Cli) -> None:
-    """Restored from, forgotten from, collected, and written to again; nothing outside it is
-    touched.
+    """The repository is restored from, forgotten from, collected, and written to again; nothing
+    outside it changes.
     """
     place = cli.folder / "small"
     with mounted(place, "-t", "tmpfs", "-o", "size=60m", "tmpfs"):
@@ -165,7 +165,7 @@ def test_a_full_repository(cli: Cli) -> None:
             cli, environment={**cli.environment, "ICECORE_REPOSITORY": str(place / "repository")}
         )
         snapshot = stopped(cli)
-        # What fills it is a job's, too.
+        # The file that fills it belongs to a job, too.
         (cli.folder / "fill.py").write_text(
             "import os, time\nheld = os.urandom(40 << 20)\nprint('ready', flush=True)\ntime.sleep(600)\n"
         )

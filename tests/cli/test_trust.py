@@ -1,5 +1,5 @@
-"""What a client knows of a place is binding: another repository there, or a plain one where an
-encrypted one is expected, is refused by every command.
+"""A client's record of a place is binding: every command refuses another repository there, or a
+plain one where an encrypted one is expected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def files(place: Path) -> dict[str, bytes]:
 
 
 def plain_at(place: Path, identity: str = "") -> None:
-    """Put a plain repository there, by a client of its own; with this id, if one is given."""
+    """Put a plain repository there, by another client; with the given id, if any."""
 
     async def body() -> None:
         shutil.rmtree(place, ignore_errors=True)
@@ -66,7 +66,7 @@ def plain_at(place: Path, identity: str = "") -> None:
 
 
 class Owner:
-    """A client of the API with a state directory of its own."""
+    """A client of the API with its own state directory."""
 
     def __init__(self, folder: Path) -> None:
         self.state = str(folder / "state")
@@ -146,7 +146,7 @@ COMMANDS = [
 
 @pytest.fixture
 def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Runs commands in this process: they are many."""
+    """Runs commands in this process, because there are many."""
     for name in [
         name for name in os.environ if name.startswith("ICECORE_") and name != "ICECORE_CRIU_PREFIX"
     ]:
@@ -197,7 +197,7 @@ def test_no_command_uses_a_plain_repository_in_the_place_of_an_encrypted_one(
             and "icecore trust" in told.err
         ), (words, told)
     assert (files(tmp_path / "place"), files(tmp_path / "other")) == before
-    # Without a passphrase as well: what is known does not depend on it.
+    # Also without a passphrase, because the record does not depend on it.
     os.environ.pop("ICECORE_PASSPHRASE")
     assert in_process("-r PLACE ls") == in_process("-r PLACE restore latest") == 15
     assert (
@@ -212,7 +212,8 @@ def test_every_command_that_opens_a_repository_is_tried_here() -> None:
     )
     assert parsers.choices is not None
     tried = {word for line in COMMANDS for word in line.split()}
-    # These open none, or are the subject of tests of their own.
+    # These open no repository, or have their own tests. completion opens one as ls does, and offers
+    # nothing of it where ls fails.
     assert set(parsers.choices) - tried == {
         "run",
         "ps",
@@ -223,11 +224,12 @@ def test_every_command_that_opens_a_repository_is_tried_here() -> None:
         "rm",
         "doctor",
         "schedule",
+        "completion",
     }
 
 
 def test_only_one_module_opens_repositories() -> None:
-    """The check cannot be forgotten in a command: there is one way in."""
+    """No command can bypass the check, because one module opens all repositories."""
     opening: set[str] = set()
     for path in sorted((ROOT / "icecore").rglob("*.py")):
         if not path.is_relative_to(ROOT / "icecore" / "store"):
@@ -274,14 +276,14 @@ def test_a_place_is_known_by_all_its_names(
     for name in names:
         with pytest.raises(RepositoryReplaced):
             owner.open(name)
-    # Also under a name that was never used before.
+    # Also under a new name.
     (tmp_path / "another").symlink_to(place)
     with pytest.raises(RepositoryReplaced):
         owner.open(tmp_path / "another")
 
 
 def test_a_link_that_is_changed_leads_nowhere(owner: Owner, tmp_path: Path) -> None:
-    """Who can change the link needs no write access to the place."""
+    """An attacker who can change the link needs no write access to the place."""
     link, elsewhere = tmp_path / "link", tmp_path / "elsewhere"
     made = owner.make(tmp_path / "place")
     link.symlink_to("place")
@@ -292,11 +294,11 @@ def test_a_link_that_is_changed_leads_nowhere(owner: Owner, tmp_path: Path) -> N
     for passphrase in (True, False):
         with pytest.raises(RepositoryReplaced):
             owner.open(link, passphrase=passphrase)
-    # To a place at which another repository is known as well.
+    # Also to a place where this client knows another repository.
     owner.open(elsewhere, passphrase=False)
     with pytest.raises(RepositoryReplaced, match="where the link led"):
         owner.open(link, passphrase=False)
-    # The repository was moved, and the link follows.
+    # The repository moved, and the link follows.
     shutil.rmtree(elsewhere)
     (tmp_path / "place").rename(tmp_path / "moved")
     link.unlink()
@@ -305,7 +307,7 @@ def test_a_link_that_is_changed_leads_nowhere(owner: Owner, tmp_path: Path) -> N
 
 
 def test_a_link_in_the_stead_of_the_place_leads_nowhere(owner: Owner, tmp_path: Path) -> None:
-    """Who can write to the folder above needs no write access to the place either."""
+    """An attacker who can write to the parent directory needs no write access to the place either."""
     place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
     made = owner.make(place)
     plain_at(elsewhere)
@@ -357,10 +359,10 @@ def test_where_a_passphrase_is_given_a_plain_repository_is_refused(
         with pytest.raises(PlainRefused, match="an encrypted one is expected") as caught:
             owner.open(place)
         assert f"icecore trust {place} --accept " in caught.value.cure
-        assert not list(owner.records.glob("[0-9a-f]*"))  # what was refused is not known
+        assert not list(owner.records.glob("[0-9a-f]*"))  # a refused repository is not recorded
     there = owner.open(place, passphrase=False)
     with pytest.raises(PlainRefused):
-        owner.open(place)  # that it was used does not say that it is meant
+        owner.open(place)  # using it once does not mark it as plain on purpose
     assert owner.open(place, plain=True) == there
     (tmp_path / "link").symlink_to(place)
     assert (
@@ -418,7 +420,7 @@ def test_copies_and_replicas_go_only_to_places_that_are_trusted(
         opened.create_replica(tmp_path / "replica", passphrase=SECRET.encode).close()
         opened.sync_to(tmp_path / "replica")
         shutil.rmtree(tmp_path / "replica")
-        # Another replica of the same repository has the same secret, and another id.
+        # Another replica of the same repository has the same secret and another id.
         with icecore.Repository.open(
             source, passphrase=SECRET.encode, state=str(tmp_path / "elsewhere")
         ) as other:
@@ -502,7 +504,7 @@ def test_a_record_that_is_torn_is_not_taken_for_none(
             owner.open(place, passphrase=passphrase)
         assert caught.value.exit_code == 15 and f"icecore trust {place}" in caught.value.cure
     assert record.read_bytes() == torn
-    # The cure works; so does a new repository, if it is encrypted.
+    # The cure works, and so does a new encrypted repository.
     asyncio.run(Client(owner.state).accept(LocalBackend(place), made, passphrase=SECRET.encode))
     assert owner.open(place) == made
     record.write_bytes(torn)
@@ -529,8 +531,8 @@ def test_a_seen_state_that_is_torn_has_a_cure(cli: Cli, tmp_path: Path) -> None:
 def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(
     owner: Owner, tmp_path: Path
 ) -> None:
-    """The key object and the copy of the configuration that fit are still there: commands, and
-    `trust`, find the repository by them.
+    """The key object and the matching copy of the configuration still exist: commands, and `trust`,
+    find the repository by them.
     """
     place, other = tmp_path / "place", tmp_path / "other"
     made = owner.make(place)
@@ -577,7 +579,7 @@ def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> No
     cli.run("trust", str(place), "--accept", new, **secret)
     cli.run("ls", **secret)
     assert cli.run("trust", **secret).stderr == ""
-    # A backup of the repository as it was: its log is older than what was seen.
+    # An older backup of the repository: its log ends before the newest entry seen.
     backup = files(place)
     with icecore.Repository.open(
         place, passphrase=SECRET.encode, state=str(tmp_path / "state")
@@ -600,7 +602,7 @@ def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> No
 def test_init_says_what_it_does_not_do(cli: Cli, tmp_path: Path) -> None:
     secret = {"ICECORE_PASSPHRASE": SECRET}
     assert "not encrypted, although a passphrase is configured" in cli.run("init", **secret).stderr
-    cli.run("ls", **secret)  # it was made so
+    cli.run("ls", **secret)  # it was created plain
     shutil.rmtree(tmp_path / "repository")
     cli.run("init", "--encrypt", **secret)
     shutil.rmtree(tmp_path / "repository")
@@ -612,7 +614,7 @@ def test_init_says_what_it_does_not_do(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_init_takes_over_no_log(tmp_path: Path, owner: Owner) -> None:
-    """Somebody deletes the configuration, and waits for the owner to make the place a repository
+    """An attacker deletes the configuration and waits for the owner to make a repository there
     again.
     """
     place = tmp_path / "place"
@@ -630,7 +632,7 @@ def test_init_takes_over_no_log(tmp_path: Path, owner: Owner) -> None:
     "identity", ["../../../escaped", "/etc/escaped", "", "A" * 32, "0" * 31, "0" * 32 + "\n"]
 )
 def test_an_id_names_no_other_file(owner: Owner, tmp_path: Path, identity: str) -> None:
-    """Files of the state directory are named after it."""
+    """Files of the state directory are named after the id."""
     place = tmp_path / "place"
     plain_at(place, identity or "-")
     with pytest.raises(Damaged):
@@ -655,7 +657,7 @@ def test_records_are_private_whatever_the_umask(owner: Owner, tmp_path: Path) ->
 def test_two_clients_that_use_a_new_place_at_once_know_one_repository(
     owner: Owner, tmp_path: Path
 ) -> None:
-    """Somebody shows each another one: one of them is refused."""
+    """An attacker shows each client another repository: one client is refused."""
     place, one, other = tmp_path / "place", tmp_path / "one", tmp_path / "other"
     plain_at(one)
     plain_at(other)

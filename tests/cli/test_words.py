@@ -1,4 +1,4 @@
-"""What people are told, of events and figures that no test can bring about."""
+"""Texts for people about events and figures that tests cannot produce."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_left_to_the_driver(counts: Counts, words: str) -> None:
 
 
 def test_what_snapshots_say_of_it() -> None:
-    """Nothing depends on it: what makes no sense is not told."""
+    """The record is informative only, so invalid content is ignored."""
 
     def left(text: str | None) -> dict[str, int]:
         return left_to_driver(
@@ -74,19 +74,19 @@ def test_a_window_without_room() -> None:
     }
     first, *others = describe(Event("dump.preflight", dict(looked)))
     assert [first.split("  ", 2)[2], *others] == [
-        "of device memory 650 MiB are moved",
+        "device memory: 650 MiB will be moved",
         "  a window of about 9.90 s (9.00 s to 10.50 s)",
     ]
     resident = {"resident_bytes": 112 << 30, "no_room": 41 << 30, "left": {"pool_bytes": MIB}}
     first, *others = describe(Event("dump.preflight", {**looked, **resident}))
     assert [first.split("  ", 2)[2], *others] == [
-        "112 GiB stay on GPUs, 650 MiB are moved",
-        "  a window of about 9.90 s (9.00 s to 10.50 s), if all that stays has changed; 41.0 GiB have no room aside",
+        "device memory: 112 GiB stay on GPUs, 650 MiB will be moved",
+        "  a window of about 9.90 s (9.00 s to 10.50 s), if all resident memory has changed; 41.0 GiB have no room for a copy on the GPU",
         "  1.0 MiB with the driver: 1.0 MiB in pools",
     ]
     predicted = {"window_seconds": 0.6, "window_least": 0.5, "window_most": 0.9, "no_room": 0}
     assert describe(Event("dump.predicted", dict(predicted))) == [
-        "a window of about 600.0 ms (500.0 ms to 900.0 ms), by what device memory holds now"
+        "a window of about 600.0 ms (500.0 ms to 900.0 ms), by what changed in device memory so far"
     ]
     [line] = describe(Event("dump.predicted", {**predicted, "no_room": 2 << 30}))
-    assert line.endswith("now; 2.0 GiB have no room aside")
+    assert line.endswith("so far; 2.0 GiB have no room for a copy on the GPU")

@@ -109,7 +109,7 @@ def test_dump_show_and_restore(
     assert looked["moved_bytes"] == MIB << 20 and "resident_bytes" not in looked
     said = cli.run("dump", "gpu").stderr
     assert (
-        "of device memory 3.0 MiB are moved\n  a window of about 579." in said
+        "device memory: 3.0 MiB will be moved\n  a window of about 579." in said
         and "changed" not in said
     )
     cli.run("forget", "latest")
@@ -129,7 +129,7 @@ def test_dump_show_and_restore(
     shown = cli.run("show", "gpu").stdout
     assert (
         GPUS[0] in shown
-        and "3.0 MiB of data; 3.0 MiB with its zeros" in shown
+        and "3.0 MiB of data; 3.0 MiB including zeros" in shown
         and "of it moved" in shown
     )
     assert "resident" not in shown and "allocated" not in shown

@@ -124,8 +124,8 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     said = cli.run("dump", "gpu").stderr
     assert (
         "8.0 MiB stay on GPUs, " in said
-        and " are moved\n  a window of about 579." in said
-        and "if all that stays has changed\n" in said
+        and " will be moved\n  a window of about 579." in said
+        and "if all resident memory has changed\n" in said
     )
     assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
     shown = cli.one("snapshot.details", "show", "gpu")
@@ -137,10 +137,10 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     lines = {
         line[:14].strip(): line[14:].strip() for line in cli.run("show", "gpu").stdout.splitlines()
     }
-    assert lines["device memory"].endswith("of data; 8.5 MiB with its zeros")
-    assert lines["of it resident"].startswith("8.0 MiB with its zeros") and lines[
+    assert lines["device memory"].endswith("of data; 8.5 MiB including zeros")
+    assert lines["of it resident"].startswith("8.0 MiB including zeros") and lines[
         "of it moved"
-    ].startswith("512 KiB with its zeros")
+    ].startswith("512 KiB including zeros")
     assert lines["allocated"] == "512 KiB with the driver: 512 KiB in small allocations"
     if root == "private":  # beside the first, on the other GPU
         for event in cli.events("restore", "gpu", "--name", "second", "--gpu-map", "0=1"):
@@ -305,7 +305,7 @@ def test_what_cannot_be_kept(cli: Cli) -> None:
         api.run(["true"], keep_resident=True)
     for resident in ("--no-resident", "--rm"):
         said = cli.run("run", "--gpu", "--keep-resident", resident, "--", "true", status=2).stderr
-        assert "can be kept" in said if resident == "--no-resident" else "--rm lets go" in said
+        assert "can be kept" in said if resident == "--no-resident" else "--rm releases" in said
     with pytest.raises(UsageError, match="only resident memory"):
         api.run(["true"], gpu=True, resident=False, keep_resident=True)
     assert cli.registry.instances() == []
@@ -365,7 +365,7 @@ def test_python_api(asked: bool | None, tmp_path: Path, monkeypatch: pytest.Monk
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
-    assert ("its device memory is resident" in "\n".join(describe(about))) is (asked is not False)
+    assert ("device memory is resident" in "\n".join(describe(about))) is (asked is not False)
 
 
 def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["driver"] is False
-    assert "no NVIDIA driver here" in "\n".join(describe(about)) and "is resident" not in "\n".join(
+    assert "no NVIDIA driver" in "\n".join(describe(about)) and "is resident" not in "\n".join(
         describe(about)
     )
 
