@@ -41,7 +41,7 @@ from icecore.store.format.chunk import NO_CHUNK
 from icecore.store.format.codec import RAW
 from icecore.store.format.manifest import Region
 from icecore.store.format.names import object_name
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.runtime.pool import BufferPool
@@ -96,7 +96,7 @@ class Bench:
         self.bare = S3Backend(S3Place(BUCKET, "bare", endpoint=endpoint))
         config = Config(s3=replace(S3Settings(), endpoint=endpoint))
         self.backend: Backend = backend_at(f"s3://{BUCKET}/repository", config=config)
-        self.repository = loop.run(Repository.create(self.backend))
+        self.repository = loop.run(StoredRepository.create(self.backend))
         self.cells = [memoryview(os.urandom(MIB)) for _ in range(64)]
 
     def cell(self, number: int) -> memoryview:

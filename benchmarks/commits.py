@@ -34,7 +34,7 @@ from icecore.store.format.cell import PLACE
 from icecore.store.format.names import new_snapshot_id
 from icecore.store.format.segment import make_entries
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 
 PART = "commits"
 SIZES = (1, 100, 10_000)
@@ -58,7 +58,11 @@ class Cost:
 
 
 async def _commit(
-    repository: Repository, back: FaultyBackend, number: int, base: str | None, load_index: bool
+    repository: StoredRepository,
+    back: FaultyBackend,
+    number: int,
+    base: str | None,
+    load_index: bool,
 ) -> tuple[str, Cost]:
     """One snapshot from BEGIN to COMMIT."""
     back.calls.clear()
@@ -93,7 +97,7 @@ async def _commit(
 
 async def _measure(sizes: tuple[int, ...]) -> list[Result]:
     back = FaultyBackend(MemoryBackend())
-    repository = await Repository.create(back)
+    repository = await StoredRepository.create(back)
     newest: dict[int, str] = {}
     number = 0
     costs: dict[tuple[int, bool], list[Cost]] = {}

@@ -37,7 +37,7 @@ from icecore.store.backend.local import LocalBackend
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
 from icecore.store.format.names import new_snapshot_id
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 from icecore.store.snapshot.writer import SnapshotWriter
@@ -78,7 +78,7 @@ class Ours:
         with LoopThread() as loop:
             self._ids = []
             repository = loop.run(
-                Repository.create(
+                StoredRepository.create(
                     LocalBackend(self.folder, create=True), passphrase=self._passphrase
                 )
             )
@@ -129,7 +129,7 @@ class Ours:
         """What stays has to be there, byte for byte."""
         with LoopThread() as loop:
             repository = loop.run(
-                Repository.open(LocalBackend(self.folder), passphrase=self._passphrase)
+                StoredRepository.open(LocalBackend(self.folder), passphrase=self._passphrase)
             )
             reader = SnapshotReader.open(repository, self._ids[-1], loop.loop)
             (records,) = reader.records(reader.manifest.spaces[0])

@@ -53,7 +53,7 @@ from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.index import build
 from icecore.store.log.lookup import Index
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.watermark import Recollection
 from icecore.store.maintenance.gc import Collector, Options
@@ -127,7 +127,7 @@ async def _build(root: Path, chunks: int) -> list[str]:
     first and the last of its snapshots.
     """
     os.fsync = lambda descriptor: None  # nothing here has to outlive a power cut
-    repository = await Repository.create(LocalBackend(root, create=True))
+    repository = await StoredRepository.create(LocalBackend(root, create=True))
     records: list[SnapshotRecord] = []
     async with await repository.begin(
         None, "benchmark", load_index=False, beat_seconds=None
@@ -147,7 +147,7 @@ async def _build(root: Path, chunks: int) -> list[str]:
 
 
 async def _lineage(
-    repository: Repository, session: Session, number: int, records: list[SnapshotRecord]
+    repository: StoredRepository, session: Session, number: int, records: list[SnapshotRecord]
 ) -> None:
     """The snapshots of one lineage: the first, and each further one with one node of its own."""
     length = _FIRST * CELL_BYTES
@@ -204,7 +204,7 @@ async def _lineage(
         )
 
 
-async def _index(repository: Repository, session: Session, chunks: int) -> list[SegmentRef]:
+async def _index(repository: StoredRepository, session: Session, chunks: int) -> list[SegmentRef]:
     """Segments as commits and collections leave them, the large ones first."""
     refs = []
     bits = 0 if chunks <= 1 << 20 else 6 if chunks < 1 << 26 else 8
@@ -225,7 +225,7 @@ async def _index(repository: Repository, session: Session, chunks: int) -> list[
 
 async def _gc(root: Path) -> dict[str, float]:
     """Survey, mark and plan, as every collection begins."""
-    repository = await Repository.open(LocalBackend(root))
+    repository = await StoredRepository.open(LocalBackend(root))
     before, started, cpu = _peak(), time.monotonic(), time.process_time()
     plan = await Collector(repository, Options(compact_below=0.5)).plan()
     assert all(item.name.startswith("pages/") for item in plan.delete)
@@ -246,7 +246,7 @@ async def _open(root: Path, snapshot: str) -> dict[str, float]:
             back = FaultyBackend(LocalBackend(root))
             back.direct = False
             started = time.monotonic()
-            repository = await Repository.open(
+            repository = await StoredRepository.open(
                 back, recollection=Recollection(Path(state) / "config")
             )
             manifest = await repository.manifest(snapshot)
@@ -274,7 +274,7 @@ async def _lookups(root: Path, words: list[str]) -> dict[str, float]:
     tenth of those that are scattered.
     """
     chunks, asked = int(words[0]), words[1]
-    repository = await Repository.open(LocalBackend(root))
+    repository = await StoredRepository.open(LocalBackend(root))
     state = (await repository.log.newest()).state
     keys = repository.keys
     dice, count = np.random.default_rng(2), 200_000

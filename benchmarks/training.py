@@ -41,7 +41,7 @@ from icecore.dumper.target import Target
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format import codec
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
@@ -179,8 +179,8 @@ def measure(gpu: bool, mib: int, seconds: float) -> Table:
         table.add_column(name, overflow="fold")
     with scratch("training") as folder, LoopThread() as loop, _running(gpu, folder, mib) as pid:
 
-        async def create() -> Repository:
-            return await Repository.create(LocalBackend(folder / "repository", create=True))
+        async def create() -> StoredRepository:
+            return await StoredRepository.create(LocalBackend(folder / "repository", create=True))
 
         repository = loop.run(create())
         readers: list[SnapshotReader] = []

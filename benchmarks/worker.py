@@ -118,9 +118,9 @@ class _Serving:
     def open(self, path: str, create: bool = False, encrypted: bool = False) -> dict[str, Any]:
         """Open or make the repository in ``path``."""
         from icecore.store.backend.local import LocalBackend
-        from icecore.store.log.repository import Repository
+        from icecore.store.log.repository import StoredRepository
 
-        make = Repository.create if create else Repository.open
+        make = StoredRepository.create if create else StoredRepository.open
         passphrase = (lambda: b"a passphrase for measuring") if encrypted else None
         self.repository = self.loop.run(
             make(LocalBackend(Path(path), create=create), passphrase=passphrase)

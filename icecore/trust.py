@@ -1,7 +1,7 @@
 """Opens and creates repositories for a client, and compares them with its records.
 
 A client's record of a place is binding: another repository there, or one that lost its encryption,
-is an error. Nothing else calls `icecore.store.log.repository.Repository.open` and `create`.
+is an error. Nothing else calls `icecore.store.log.repository.StoredRepository.open` and `create`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from icecore.store.format.keys import Parameters
 from icecore.store.log.chain import Log
 from icecore.store.log.keychain import Admit
 from icecore.store.log.known import Known, KnownPlace
-from icecore.store.log.repository import Repository as Core
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import FileWatermark, Recollection, Seen, Watermark
 
 
@@ -79,7 +79,7 @@ class Client:
         plain: bool = False,
         rebuild: bool = False,
         emit: Sink = discard,
-    ) -> Core:
+    ) -> StoredRepository:
         """Open the repository in ``backend`` if this client knows it or knows none there.
 
         Args:
@@ -87,7 +87,7 @@ class Client:
             secret: The master secret of a repository of which this one must be a replica; replaces
                 the passphrase.
             plain: Accept a plain repository although a passphrase is configured.
-            rebuild: As for `icecore.store.log.repository.Repository.open`.
+            rebuild: As for `icecore.store.log.repository.StoredRepository.open`.
 
         Raises:
             RepositoryReplaced: Another repository is there, or it is no longer encrypted.
@@ -95,7 +95,7 @@ class Client:
                 purpose.
             RecordDamaged: This client's record of the place is damaged.
             NotFound, WrongPassphrase, FormatTooNew, Damaged: As for
-                `icecore.store.log.repository.Repository.open`.
+                `icecore.store.log.repository.StoredRepository.open`.
         """
         place = self._place(backend)
         known = place.recall()
@@ -113,7 +113,7 @@ class Client:
                 raise _plain_refused(backend, found)
 
         try:
-            core = await Core.open(
+            core = await StoredRepository.open(
                 backend,
                 passphrase=None if secret else given,
                 secret=secret,
@@ -150,7 +150,7 @@ class Client:
         secret: bytes = b"",
         plain: bool = False,
         emit: Sink = discard,
-    ) -> Core:
+    ) -> StoredRepository:
         """Create a repository and record it as the one at this place.
 
         Args:
@@ -165,7 +165,7 @@ class Client:
         place = self._place(backend)
         if passphrase is None and not plain:
             _require_no_encrypted(place, backend)
-        core = await Core.create(
+        core = await StoredRepository.create(
             backend, parameters, passphrase=passphrase, secret=secret, emit=emit
         )
         place.note(Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted))
@@ -181,13 +181,13 @@ class Client:
         given = passphrase or current(self._config)
         place, troubles = self._place(backend), list[Distrusted | RollbackDetected]()
         try:
-            core = await Core.open(
+            core = await StoredRepository.open(
                 backend,
                 passphrase=given,
                 admit=lambda identity, encrypted: place.require(Known(identity, encrypted)),
             )
         except Distrusted:
-            core = await Core.open(backend, passphrase=given)
+            core = await StoredRepository.open(backend, passphrase=given)
         found = Known(core.config.id, core.keys.encrypted)
         known: Known | None = None
         try:
@@ -287,14 +287,14 @@ class Client:
     def _watermark(self, identity: str, backend: Backend) -> FileWatermark:
         return FileWatermark(self._state / "seen" / identity, backend.where)
 
-    def _remembering(self, core: Core) -> Core:
+    def _remembering(self, core: StoredRepository) -> StoredRepository:
         """Return the repository with a log that records the newest state seen. The record is kept
         by the repository's id, because each replica has its own log.
         """
         log = Log(
             core.backend, core.keys.log, watermark=self._watermark(core.config.id, core.backend)
         )
-        return Core(core.backend, core.config, core.keys, log, core.emit)
+        return StoredRepository(core.backend, core.config, core.keys, log, core.emit)
 
 
 def command(place: str, finding: Finding) -> str:
@@ -321,7 +321,7 @@ def _require_no_encrypted(place: KnownPlace, backend: Backend) -> None:
 
 async def _require_admitted(backend: Backend, admit: Admit) -> None:
     try:
-        await Core.open(backend, admit=admit)
+        await StoredRepository.open(backend, admit=admit)
     except Distrusted:
         raise
     except IcecoreError:

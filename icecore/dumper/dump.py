@@ -25,7 +25,7 @@ from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu.program import Criu, find_criu
 from icecore.host.kernel import limits
 from icecore.store.format.manifest import Sizes
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.text import require_label
 
@@ -56,7 +56,7 @@ class DumpResult:
 
 
 def dump(
-    repository: Repository,
+    repository: StoredRepository,
     loop: LoopThread,
     target: Target,
     options: DumpOptions | None = None,

@@ -40,7 +40,7 @@ from icecore.store.format.manifest import (
     Sizes,
 )
 from icecore.store.format.names import new_snapshot_id
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.trial import Objective
 from icecore.text import host_name, job_name, require_label
@@ -68,7 +68,7 @@ class ImportResult:
 
 
 def import_images(
-    repository: Repository,
+    repository: StoredRepository,
     loop: LoopThread,
     directory: str | os.PathLike[str],
     job: str = "",
@@ -146,7 +146,7 @@ class _Import:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         loop: LoopThread,
         folder: Path,
         job: str,

@@ -20,7 +20,7 @@ from icecore.sizes import PAGE
 from icecore.store.format.cell import data_pages
 from icecore.store.format.fingerprints import Fingerprints, encode_fingerprints, fingerprint_seed
 from icecore.store.format.manifest import Sizes, Space
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.trial import Objective
 from icecore.store.snapshot.writer import SnapshotWriter
@@ -54,7 +54,7 @@ class Storing:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         loop: LoopThread,
         stack: ExitStack,
         *,

@@ -11,7 +11,7 @@ from icecore.config import Config
 from icecore.errors import Damaged, NotFound
 from icecore.store.backend.base import Backend
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository as Core
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.trust import Client
 
@@ -29,7 +29,7 @@ class Opened:
 
     def __init__(
         self,
-        core: Core,
+        core: StoredRepository,
         loop: LoopThread,
         state: str = "",
         *,
@@ -49,7 +49,7 @@ class Opened:
         backend: Backend,
         state: str,
         config: Config | None,
-        make: Callable[[], Coroutine[Any, Any, Core]],
+        make: Callable[[], Coroutine[Any, Any, StoredRepository]],
     ) -> Self:
         """Open or create a repository in a new event loop; on failure close everything."""
         loop = LoopThread()
@@ -133,12 +133,12 @@ class Opened:
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
         return snapshot if isinstance(snapshot, SnapshotRecord) else self.find(snapshot)
 
-    def _without_replicas(self) -> Core:
+    def _without_replicas(self) -> StoredRepository:
         """Return the repository without its replicas, which would hide damage."""
         core = self.core
-        return Core(core.backend.source, core.config, core.keys, core.log, core.emit)
+        return StoredRepository(core.backend.source, core.config, core.keys, core.log, core.emit)
 
-    async def _open_replica(self, backend: Backend) -> Core:
+    async def _open_replica(self, backend: Backend) -> StoredRepository:
         """Open a replica of this repository; it is encrypted if this repository is."""
         return await self._client.open(
             backend, secret=self.core.keys.secret, plain=not self.encrypted, emit=self.core.emit

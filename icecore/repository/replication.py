@@ -14,7 +14,7 @@ from icecore.places import backend_at
 from icecore.repository.opened import Opened
 from icecore.store.backend.base import Backend
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository as Core
+from icecore.store.log.repository import StoredRepository
 
 if TYPE_CHECKING:
     from icecore.store.replication.reconcile import Plan as SyncPlan
@@ -72,7 +72,7 @@ class Replication(Opened):
 
         wanted = self._wanted(snapshots, forget)
 
-        async def look(target: Core) -> SyncPlan:
+        async def look(target: StoredRepository) -> SyncPlan:
             return await reconcile.plan(self.core, target, wanted, forget=forget, job=job)
 
         return self._with_replica(location, look)
@@ -115,7 +115,7 @@ class Replication(Opened):
 
         wanted = self._wanted(snapshots, forget)
 
-        async def run(target: Core) -> Synced:
+        async def run(target: StoredRepository) -> Synced:
             todo = await reconcile.plan(self.core, target, wanted, forget=forget, job=job)
             return await sync(self.core, target, todo, register=register)
 
@@ -206,7 +206,9 @@ class Replication(Opened):
         return None if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
 
     def _with_replica(
-        self, location: str | os.PathLike[str], work: Callable[[Core], Coroutine[Any, Any, T]]
+        self,
+        location: str | os.PathLike[str],
+        work: Callable[[StoredRepository], Coroutine[Any, Any, T]],
     ) -> T:
         async def run() -> T:
             backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)

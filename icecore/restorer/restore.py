@@ -30,7 +30,7 @@ from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements import Requirements
 from icecore.restorer.restored import Restored
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
@@ -40,7 +40,7 @@ _FIRST_MINOR_FAULTS = (5, 14)
 
 
 def restore(
-    repository: Repository,
+    repository: StoredRepository,
     loop: LoopThread,
     snapshot: str | SnapshotRecord,
     options: RestoreOptions | None = None,
@@ -116,7 +116,7 @@ def _run(attempt: Attempt) -> Restored:
 
 
 def check(
-    repository: Repository,
+    repository: StoredRepository,
     loop: LoopThread,
     snapshot: str,
     options: RestoreOptions | None = None,

@@ -14,7 +14,7 @@ from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
 from icecore.store.format.envelope import seal
 from icecore.store.format.hints import HINTS_KIND, TOUCHED, decode_hints, limited
 from icecore.store.format.names import HINTS, random_id
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 
 _KEPT = 3
 _MAX_CELLS = 1 << 20
@@ -60,7 +60,7 @@ def decode(name: str, data: bytes) -> WorkingSet:
 
 
 async def remember(
-    repository: Repository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]
+    repository: StoredRepository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]
 ) -> str:
     """Record what a restore of ``snapshot`` observed with its lineage; only a few older records
     stay.
@@ -88,7 +88,9 @@ async def remember(
     return name
 
 
-async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tuple[int, int]]:
+async def recall(
+    repository: StoredRepository, lineage: str, snapshot: str
+) -> list[tuple[int, int]]:
     """Return the cells to fetch first: those observed of this snapshot, else of the lineage's
     latest restore; empty if there is no readable record.
     """

@@ -23,7 +23,7 @@ from icecore.store.backend.replicas import ReplicaBackend
 from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.format import keys
 from icecore.store.format.names import CONFIG
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.bad_proxy import at_random, unreliable
 from tests.canned_s3 import Reply, canned
 from tests.cli.conftest import Cli, until
@@ -247,7 +247,7 @@ def test_what_is_no_repository_and_what_is_a_newer_one(
 
     async def newer() -> None:
         local = LocalBackend(tmp_path / "local", create=True)
-        repository = await Repository.create(local)
+        repository = await StoredRepository.create(local)
         there = S3Backend(s3_place)
         async for info in local.list(""):
             if info.name != CONFIG:

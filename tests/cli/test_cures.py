@@ -24,7 +24,7 @@ from icecore import errors
 from icecore.cli import build_parser, main
 from icecore.errors import Damaged, IcecoreError, ObjectMissing
 from icecore.store.backend.local import LocalBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import ROOT
 from tests.cli.test_snapshots import counted, start
@@ -181,7 +181,7 @@ class Broken:
         self.run("key", "export", "recovery")
 
     async def _fill(self, number: int) -> list[str]:
-        repository = await Repository.open(
+        repository = await StoredRepository.open(
             LocalBackend(self.folder), passphrase=lambda: PASSPHRASE.encode()
         )
         taken = [await take(repository, {1: value, 2: value + 1}) for value in range(number)]
@@ -335,7 +335,7 @@ def test_what_is_lost_for_good_is_not_cured_in_a_circle(cli: Cli) -> None:
 
 
 async def _manifest_of(broken: Broken, snapshot: str) -> str:
-    repository = await Repository.open(LocalBackend(broken.folder))
+    repository = await StoredRepository.open(LocalBackend(broken.folder))
     try:
         return (await repository.find(snapshot)).manifest
     finally:

@@ -45,7 +45,7 @@ from icecore.store.format.manifest import (
 )
 from icecore.store.format.names import new_snapshot_id, object_name, random_id
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.snapshot.packs import MapWriter
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import ROOT, check_event, documented_events
@@ -213,7 +213,7 @@ def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
 
 async def write_hostile(place: Path, name: str) -> list[str]:
     """Write two snapshots in which every text is hostile, as a holder of the key can."""
-    repository = await Repository.create(LocalBackend(place, create=True))
+    repository = await StoredRepository.create(LocalBackend(place, create=True))
     # Texts that the store keeps as UTF-8 cannot contain raw bytes, but any control character.
     job = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("\0", "")
     ids: list[str] = []

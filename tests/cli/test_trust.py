@@ -33,7 +33,7 @@ from icecore.store.backend.local import LocalBackend
 from icecore.store.format.keys import FORMAT, Parameters, encode_config
 from icecore.store.format.keys import Config as Identity
 from icecore.store.format.names import log_name
-from icecore.store.log.repository import Repository as Core
+from icecore.store.log.repository import StoredRepository
 from icecore.trust import Client
 from tests.cli.conftest import Cli
 from tests.cli.documents import ROOT
@@ -54,7 +54,7 @@ def plain_at(place: Path, identity: str = "") -> None:
 
     async def body() -> None:
         shutil.rmtree(place, ignore_errors=True)
-        repository = await Core.create(LocalBackend(place, create=True))
+        repository = await StoredRepository.create(LocalBackend(place, create=True))
         if identity:
             forged = encode_config(Identity(FORMAT, identity, 1, Parameters()), repository.keys)
             for name in ("config", "copies/config"):
@@ -240,7 +240,7 @@ def test_only_one_module_opens_repositories() -> None:
                 if isinstance(node, ast.ImportFrom)
                 and node.module == "icecore.store.log.repository"
                 for alias in node.names
-                if alias.name == "Repository"
+                if alias.name == "StoredRepository"
             }
             for node in ast.walk(tree):
                 if (

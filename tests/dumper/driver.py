@@ -22,7 +22,7 @@ from icecore.dumper.target import Target
 from icecore.errors import IcecoreError
 from icecore.events import Event
 from icecore.store.backend.local import LocalBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 
 
@@ -44,8 +44,8 @@ def main(order: dict[str, object]) -> int:
         if about == pause:
             time.sleep(60)
 
-    async def reopen() -> Repository:
-        return await Repository.open(LocalBackend(Path(str(order["repository"]))))
+    async def reopen() -> StoredRepository:
+        return await StoredRepository.open(LocalBackend(Path(str(order["repository"]))))
 
     options = order.get("options")
     if order.get("powerless"):

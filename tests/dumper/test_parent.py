@@ -6,7 +6,7 @@ import asyncio
 
 from icecore.dumper.memory.parent import choose_parent
 from icecore.store.backend.memory import MemoryBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.repair import Repairer
 from tests.store.miniature import take
 
@@ -14,7 +14,7 @@ from tests.store.miniature import take
 def test_on_the_one_wanted_or_the_newest_of_the_job_that_is_whole() -> None:
     async def work() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
 
         async def chosen(job: str, wanted: str = "") -> str:
             record = await choose_parent(repository, job, wanted)

@@ -25,7 +25,7 @@ from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.manifest import Manifest, Space
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
@@ -72,7 +72,7 @@ class Store:
 
     loop: LoopThread
     backend: Backend
-    repository: Repository
+    repository: StoredRepository
     workdir: Path
     gpu_shared: bool = False
 
@@ -84,17 +84,17 @@ class Store:
         share no device memory.
         """
 
-        async def create() -> tuple[Backend, Repository]:
+        async def create() -> tuple[Backend, StoredRepository]:
             backend = LocalBackend(root, create=True)
-            return backend, await Repository.create(backend)
+            return backend, await StoredRepository.create(backend)
 
         return cls(loop, *loop.run(create()), workdir, gpu_shared)
 
     def through(self, backend: Backend) -> Store:
         """Open the same repository through another back end."""
 
-        async def reopen() -> Repository:
-            return await Repository.open(backend)
+        async def reopen() -> StoredRepository:
+            return await StoredRepository.open(backend)
 
         return Store(self.loop, backend, self.loop.run(reopen()), self.workdir, self.gpu_shared)
 

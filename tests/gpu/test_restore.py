@@ -633,7 +633,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.backend.local import LocalBackend
 from icecore.store.runtime.loop import LoopThread
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 
 order = json.loads(sys.argv[1])
 def emit(event):
@@ -641,7 +641,7 @@ def emit(event):
         print("paused", flush=True)
         time.sleep(60)
 async def reopen():
-    return await Repository.open(LocalBackend(Path(order["repository"])))
+    return await StoredRepository.open(LocalBackend(Path(order["repository"])))
 with LoopThread() as loop:
     restore(loop.run(reopen()), loop, order["snapshot"], RestoreOptions(mode=order["mode"]), emit=emit)
 """

@@ -21,7 +21,7 @@ from icecore.host.criu.program import Criu, find_criu
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.restorer.restored import Restored
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import PROGRAMS, Program
 from tests.restorer.places import Place, repository_place
@@ -64,7 +64,7 @@ class Dumped:
     def restore(
         self,
         options: RestoreOptions | None = None,
-        repository: Repository | None = None,
+        repository: StoredRepository | None = None,
         emit: Callable[[Event], None] | None = None,
     ) -> Restored:
         self.workdir.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements
 from icecore.store.format.names import new_snapshot_id
 from icecore.store.format.slots import Cost
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 from icecore.store.snapshot.writer import SnapshotWriter
@@ -61,16 +61,16 @@ class SlowBackend(LocalBackend):
 class Place:
     """A repository, and the loop that it lives in."""
 
-    repository: Repository
+    repository: StoredRepository
     loop: LoopThread
     root: Path
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run(work)
 
-    def reopened(self, backend: Backend) -> Repository:
+    def reopened(self, backend: Backend) -> StoredRepository:
         """The same repository through another back end."""
-        return self.run(Repository.open(backend))
+        return self.run(StoredRepository.open(backend))
 
 
 @contextmanager
@@ -83,7 +83,9 @@ def repository_place(folder: str | None = None, *, encrypted: bool = False) -> I
         path = Path(root, "repository")
         given = (lambda: b"a passphrase for tests") if encrypted else None
         backend = LocalBackend(path, create=True)
-        repository = loop.run(Repository.create(backend, passphrase=given, cost=Cost(64, 1, 1)))
+        repository = loop.run(
+            StoredRepository.create(backend, passphrase=given, cost=Cost(64, 1, 1))
+        )
         try:
             yield Place(repository, loop, path)
         finally:

@@ -246,9 +246,9 @@ from icecore.restorer.place.members import Member
 from icecore.restorer.options import RestoreOptions
 from icecore.store.backend.local import LocalBackend
 from icecore.store.runtime.loop import LoopThread
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 with LoopThread() as loop:
-    repository = loop.run(Repository.open(LocalBackend({str(it.place.root)!r})))
+    repository = loop.run(StoredRepository.open(LocalBackend({str(it.place.root)!r})))
     def emit(event):
         if event.name == "restore.memory":
             print("placing", flush=True)

@@ -413,10 +413,10 @@ from tests.restorer.places import SlowBackend
 from icecore.restorer.restore import restore
 from icecore.restorer.options import RestoreOptions
 from icecore.store.runtime.loop import LoopThread
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 with LoopThread() as loop:
     backend = SlowBackend({str(it.place.root)!r})
-    repository = loop.run(Repository.open(backend))
+    repository = loop.run(StoredRepository.open(backend))
     def emit(event):
         if event.name == "restore.criu":
             backend.delay = 2.0

@@ -23,7 +23,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.restorer.restored import Restored
 from icecore.store.backend.local import LocalBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import Program, missing
@@ -36,7 +36,7 @@ _IN_FULL = ("sparse",)
 class Trip:
     """A repository and the CRIU that a round trip uses."""
 
-    repository: Repository
+    repository: StoredRepository
     loop: LoopThread
     criu: Criu
     work: Path
@@ -101,5 +101,5 @@ def trip(tmp_path: Path, cache: Path) -> Iterator[Trip]:
         loop.run(repository.close())
 
 
-async def _create(path: Path) -> Repository:
-    return await Repository.create(LocalBackend(path, create=True))
+async def _create(path: Path) -> StoredRepository:
+    return await StoredRepository.create(LocalBackend(path, create=True))

@@ -286,9 +286,9 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.backend.local import LocalBackend
 from icecore.store.runtime.loop import LoopThread
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 with LoopThread() as loop:
-    repository = loop.run(Repository.open(LocalBackend({repository!r})))
+    repository = loop.run(StoredRepository.open(LocalBackend({repository!r})))
     def emit(event):
         if (event.name, event.fields.get("state")) == {step!r}:
             print("here", flush=True)

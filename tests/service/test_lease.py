@@ -15,7 +15,7 @@ from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log import lease
 from icecore.store.log.catalog import Pages
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.store.miniature import collect, listed, take
 
 NAME = "trainer"
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.02)
 
 
-async def elsewhere(repository: Repository) -> None:
+async def elsewhere(repository: StoredRepository) -> None:
     """Have the open sessions look like those of another machine, whose processes nobody can see."""
 
     async def change(state: LogState, pages: Pages) -> LogState:
@@ -39,17 +39,17 @@ async def elsewhere(repository: Repository) -> None:
     await repository.log.transact(change, "elsewhere")
 
 
-async def two() -> tuple[MemoryBackend, Repository, Repository]:
+async def two() -> tuple[MemoryBackend, StoredRepository, StoredRepository]:
     backend = MemoryBackend()
-    first = await Repository.create(backend)
-    return backend, first, await Repository.open(backend)
+    first = await StoredRepository.create(backend)
+    return backend, first, await StoredRepository.open(backend)
 
 
 def test_one_of_many_gets_it() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        await Repository.create(backend)
-        clients = [await Repository.open(backend) for _ in range(6)]
+        await StoredRepository.create(backend)
+        clients = [await StoredRepository.open(backend) for _ in range(6)]
         found = await asyncio.gather(
             *(lease.take(client, NAME) for client in clients), return_exceptions=True
         )
@@ -85,14 +85,14 @@ def test_a_silent_holder_loses_it_and_knows_before() -> None:
 
     async def body() -> None:
         backend = MemoryBackend()
-        await Repository.create(backend)
+        await StoredRepository.create(backend)
         deaf = False
 
         def plan(call: Call) -> Outcome:
             return Outcome.FAIL if deaf else Outcome.PASS
 
-        first = await Repository.open(FaultyBackend(backend, plan))
-        second = await Repository.open(backend)
+        first = await StoredRepository.open(FaultyBackend(backend, plan))
+        second = await StoredRepository.open(backend)
         held = await lease.take(first, NAME)
         await elsewhere(second)
         deaf = True
@@ -119,13 +119,13 @@ def test_a_silent_holder_loses_it_and_knows_before() -> None:
 def test_a_holder_that_the_store_forgets_for_a_moment_keeps_it() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        await Repository.create(backend)
+        await StoredRepository.create(backend)
         deaf = False
 
         def plan(call: Call) -> Outcome:
             return Outcome.FAIL if deaf else Outcome.PASS
 
-        first = await Repository.open(FaultyBackend(backend, plan))
+        first = await StoredRepository.open(FaultyBackend(backend, plan))
         held = await lease.take(first, NAME)
         deaf = True
         while held.certain:

@@ -64,7 +64,7 @@ from icecore.store.format.names import log_name, new_snapshot_id, object_name
 from icecore.store.format.segment import encode_segment, parse_segment
 from icecore.store.format.shard import SHARD
 from icecore.store.format.state import ENTRY_KIND, PAGE_KIND
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.forget import Policy
 from icecore.store.maintenance.forget import plan as plan_forget
@@ -205,7 +205,7 @@ def make_world(pagemap: bytes = b"") -> World:
     map_bytes = pagemap or _pagemap(20)
     backend = MemoryBackend()
     with LoopThread() as loop:
-        repository = loop.run(Repository.create(backend))
+        repository = loop.run(StoredRepository.create(backend))
         made: list[str] = []
         spaces: list[Space | None] = [None] * 4
         before: dict[tuple[int, int], np.void] = {}
@@ -303,7 +303,7 @@ class Reading:
 
     def __init__(self, world: World, folder: Path, loop: LoopThread) -> None:
         self.world, self.folder, self.loop = world, folder, loop
-        self.repository = loop.run(Repository.open(LocalBackend(folder / "repository")))
+        self.repository = loop.run(StoredRepository.open(LocalBackend(folder / "repository")))
         self.record = loop.run(self.repository.find(world.snapshots[1]))
         self.manifest = loop.run(self.repository.manifest(self.record))
 
@@ -363,7 +363,7 @@ def _parent(it: Reading) -> None:
 
 
 def _copy(it: Reading) -> None:
-    there = it.loop.run(Repository.create(MemoryBackend()))
+    there = it.loop.run(StoredRepository.create(MemoryBackend()))
     copy(
         it.repository,
         there,
@@ -376,7 +376,7 @@ def _copy(it: Reading) -> None:
 
 def _sync(it: Reading) -> None:
     secret = it.repository.keys.secret
-    there = it.loop.run(Repository.create(MemoryBackend(), secret=secret))
+    there = it.loop.run(StoredRepository.create(MemoryBackend(), secret=secret))
 
     async def work() -> None:
         await sync(

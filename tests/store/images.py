@@ -21,7 +21,7 @@ from icecore.store.format.cell import CELL, Records
 from icecore.store.format.keys import Parameters
 from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
 from icecore.store.format.names import new_snapshot_id
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 from icecore.store.snapshot.trial import Objective
@@ -118,7 +118,7 @@ class Place:
     """A repository to experiment with, and the thread of its event loop."""
 
     loop: LoopThread
-    repository: Repository
+    repository: StoredRepository
     events: list[Event] = field(default_factory=list)
 
     def manifest(
@@ -229,7 +229,7 @@ def place(
     passphrase = (lambda: PASSPHRASE) if encrypted else None
     with LoopThread() as loop:
         repository = loop.run(
-            Repository.create(
+            StoredRepository.create(
                 backend, Parameters(shard_bytes=shard_bytes), passphrase=passphrase, cost=CHEAP
             )
         )

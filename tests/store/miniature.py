@@ -35,7 +35,7 @@ from icecore.store.format.slots import Cost
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.chain import Entry
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.maintenance.check import Report, check
 from icecore.store.maintenance.gc import Collector, Options, Result
@@ -60,7 +60,7 @@ def page(value: int) -> bytes:
 
 
 async def put(
-    repository: Repository,
+    repository: StoredRepository,
     session: Session,
     content: Content,
     *,
@@ -168,7 +168,7 @@ async def put(
 
 
 async def take(
-    repository: Repository, content: Content, base: str | None = None, **more: object
+    repository: StoredRepository, content: Content, base: str | None = None, **more: object
 ) -> str:
     """Take a whole snapshot; return its id."""
     async with await repository.begin(base, "test", beat_seconds=None, prove=False) as session:
@@ -177,7 +177,7 @@ async def take(
     return record.snapshot
 
 
-async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[int, int]:
+async def read(repository: StoredRepository, snapshot: str | SnapshotRecord) -> dict[int, int]:
     """Return the content of a snapshot, every byte verified; raise as a restore would."""
     manifest = await repository.manifest(snapshot)
     reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
@@ -194,7 +194,7 @@ async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[i
     return await _waiting(repository, whole)
 
 
-async def _waiting(repository: Repository, work: Callable[[], T]) -> T:
+async def _waiting(repository: StoredRepository, work: Callable[[], T]) -> T:
     """Do ``work``, which reads. If reads go through this loop, another thread has to wait for them."""
     return work() if repository.backend.direct else await asyncio.to_thread(work)
 
@@ -210,12 +210,12 @@ def _value(data: bytes) -> int:
     return value
 
 
-async def collect(repository: Repository, **options: float) -> Result:
+async def collect(repository: StoredRepository, **options: float) -> Result:
     """Run the collector once."""
     return await Collector(repository, Options(**options)).collect()  # type: ignore[arg-type]
 
 
-async def sound(repository: Repository, *, unreached: int | None = None) -> Report:
+async def sound(repository: StoredRepository, *, unreached: int | None = None) -> Report:
     """Check everything, including data."""
     report = await check(repository, read_data=1.0)
     assert report.sound, [str(damage) for damage in report.damages]
@@ -224,18 +224,18 @@ async def sound(repository: Repository, *, unreached: int | None = None) -> Repo
     return report
 
 
-async def reopened(backend: Backend, plan: Plan = always) -> tuple[Repository, FaultyBackend]:
+async def reopened(backend: Backend, plan: Plan = always) -> tuple[StoredRepository, FaultyBackend]:
     """Return the repository, reopened through a back end that injects faults."""
     faulty = FaultyBackend(backend, plan)
-    return await Repository.open(faulty, passphrase=lambda: PASSPHRASE), faulty
+    return await StoredRepository.open(faulty, passphrase=lambda: PASSPHRASE), faulty
 
 
-async def state_of(repository: Repository) -> Entry:
+async def state_of(repository: StoredRepository) -> Entry:
     """Return the newest entry."""
     return await repository.log.newest()
 
 
-async def listed(repository: Repository) -> list[str]:
+async def listed(repository: StoredRepository) -> list[str]:
     """Return the ids of all snapshots."""
     return [
         record.snapshot

@@ -18,7 +18,7 @@ from icecore.store.format.keys import Parameters
 from icecore.store.format.names import filtered_segment, parse_name
 from icecore.store.log import index, keychain
 from icecore.store.log.chain import Log
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.repair import Repairer
 from icecore.store.replication import reconcile
 from icecore.store.replication import replicas as replication
@@ -35,12 +35,12 @@ CHANGED = b"another that is long enough"
 TAGS = ["from afar"]
 
 
-async def unlocked(backend: Backend) -> Repository:
+async def unlocked(backend: Backend) -> StoredRepository:
     """Return the repository in ``backend``, whatever its passphrase is by now."""
     try:
-        return await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+        return await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
     except WrongPassphrase:
-        return await Repository.open(backend, passphrase=lambda: CHANGED)
+        return await StoredRepository.open(backend, passphrase=lambda: CHANGED)
 
 
 class Scene:
@@ -72,7 +72,7 @@ class Scene:
         """Make it."""
         backend = MemoryBackend(self.objects)
         given = (lambda: PASSPHRASE) if encrypted else None
-        repository = await Repository.create(
+        repository = await StoredRepository.create(
             backend, Parameters(shard_bytes=1 << 18), passphrase=given, cost=CHEAP
         )
         old = await take(repository, A)
@@ -95,7 +95,7 @@ class Scene:
         """A snapshot to build on."""
         return next(iter(self.contents))
 
-    async def replica(self) -> Repository:
+    async def replica(self) -> StoredRepository:
         """Return the repository before the damage."""
         return await unlocked(MemoryBackend(dict(self.whole)))
 
@@ -135,7 +135,7 @@ async def make_replica(scene: Scene) -> None:
     before and forgot.
     """
     here = await unlocked(MemoryBackend(scene.objects))
-    there = await Repository.create(
+    there = await StoredRepository.create(
         MemoryBackend(scene.far),
         here.config.parameters,
         passphrase=(lambda: PASSPHRASE) if here.keys.encrypted else None,
@@ -154,7 +154,9 @@ async def make_replica(scene: Scene) -> None:
 
 async def make_stranger(scene: Scene) -> None:
     """A repository with other keys: a lineage of two."""
-    there = await Repository.create(MemoryBackend(scene.strange), Parameters(shard_bytes=1 << 18))
+    there = await StoredRepository.create(
+        MemoryBackend(scene.strange), Parameters(shard_bytes=1 << 18)
+    )
     first = await take(there, A)
     scene.arriving |= {first: dict(A), await take(there, {**A, 3: 130}, first): {**A, 3: 130}}
 
@@ -173,32 +175,32 @@ class Operation:
         heals: Whether ``finish`` brings back everything that was harmed.
     """
 
-    run: Callable[[Repository, Scene], Awaitable[object]]
+    run: Callable[[StoredRepository, Scene], Awaitable[object]]
     before: Callable[[Scene], Awaitable[None]] | None = None
     encrypted: bool = False
     harm: Callable[[Scene], Awaitable[None]] | None = None
-    finish: Callable[[Repository, Scene], Awaitable[object]] | None = None
+    finish: Callable[[StoredRepository, Scene], Awaitable[object]] | None = None
     heals: bool = False
 
 
-async def repair(repository: Repository, scene: Scene) -> object:
+async def repair(repository: StoredRepository, scene: Scene) -> object:
     """Repair from what is left."""
     return await Repairer(repository).apply()
 
 
-async def repair_from_replica(repository: Repository, scene: Scene) -> object:
+async def repair_from_replica(repository: StoredRepository, scene: Scene) -> object:
     """Repair from a replica."""
     return await Repairer(repository, await scene.replica()).apply()
 
 
-async def sync_from_replica(repository: Repository, scene: Scene) -> object:
+async def sync_from_replica(repository: StoredRepository, scene: Scene) -> object:
     """Sync snapshots, marks and deletions."""
     source = await unlocked(MemoryBackend(scene.far))
     todo = await reconcile.plan(source, repository, forget=True)
     return await replication.sync(source, repository, todo, patience=0.2)
 
 
-async def synced(repository: Repository, scene: Scene) -> None:
+async def synced(repository: StoredRepository, scene: Scene) -> None:
     """Check that the next sync completes the work, once."""
     await sync_from_replica(repository, scene)
     there = await listed(await unlocked(MemoryBackend(scene.far)))
@@ -213,14 +215,14 @@ async def synced(repository: Repository, scene: Scene) -> None:
     )
 
 
-async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
+async def copy_from_stranger(repository: StoredRepository, scene: Scene) -> object:
     """Copy everything, in a separate event loop, as copies do."""
 
     def body() -> object:
         with LoopThread() as loop:
-            source = loop.run(Repository.open(MemoryBackend(scene.strange)))
+            source = loop.run(StoredRepository.open(MemoryBackend(scene.strange)))
             log = Log(repository.backend, repository.keys.log)
-            target = Repository(
+            target = StoredRepository(
                 repository.backend, repository.config, repository.keys, log, repository.emit
             )
             return copy(source, target, loop, loop.run(source.snapshots()), threads=1)
@@ -228,21 +230,21 @@ async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
     return await asyncio.to_thread(body)
 
 
-async def copied(repository: Repository, scene: Scene) -> None:
+async def copied(repository: StoredRepository, scene: Scene) -> None:
     """Check that the next copy resumes."""
     await copy_from_stranger(repository, scene)
-    source = await Repository.open(MemoryBackend(scene.strange))
+    source = await StoredRepository.open(MemoryBackend(scene.strange))
     assert set(await listed(source)) <= set(await listed(repository))
 
 
-async def change_keys(repository: Repository, scene: Scene) -> object:
+async def change_keys(repository: StoredRepository, scene: Scene) -> object:
     """Replace the first passphrase."""
     keys = repository.keys
     edit = partial(slots.rotate, secret=keys.secret, which="first", passphrase=CHANGED, cost=CHEAP)
     return await keychain.change(repository.backend, keys, edit)
 
 
-async def keys_changed(repository: Repository, scene: Scene) -> None:
+async def keys_changed(repository: StoredRepository, scene: Scene) -> None:
     """Check that one of the two passphrases opens it, also after the next change has tidied up."""
     keys, works = repository.keys, []
     edit = partial(
@@ -253,7 +255,9 @@ async def keys_changed(repository: Repository, scene: Scene) -> None:
             await keychain.change(repository.backend, keys, edit)
         for passphrase in (PASSPHRASE, CHANGED):
             try:
-                await Repository.open(repository.backend, passphrase=lambda given=passphrase: given)  # type: ignore[misc]
+                await StoredRepository.open(
+                    repository.backend, passphrase=lambda given=passphrase: given
+                )  # type: ignore[misc]
                 works.append(passphrase)
             except WrongPassphrase:
                 pass
@@ -262,18 +266,18 @@ async def keys_changed(repository: Repository, scene: Scene) -> None:
 
 
 def with_filters(
-    run: Callable[[Repository, Scene], Awaitable[object]],
-) -> Callable[[Repository, Scene], Awaitable[object]]:
+    run: Callable[[StoredRepository, Scene], Awaitable[object]],
+) -> Callable[[StoredRepository, Scene], Awaitable[object]]:
     """Return the same with every index segment long enough to have a filter."""
 
-    async def filtered(repository: Repository, scene: Scene) -> object:
+    async def filtered(repository: StoredRepository, scene: Scene) -> object:
         with mock.patch.object(index, "FILTER_ENTRIES", 1):
             return await run(repository, scene)
 
     return filtered
 
 
-def commit(repository: Repository, scene: Scene) -> Awaitable[object]:
+def commit(repository: StoredRepository, scene: Scene) -> Awaitable[object]:
     """Return a snapshot with a parent."""
     return take(repository, {**B, 20: 60, 21: 61}, scene.parent)
 

@@ -44,7 +44,7 @@ from icecore.store.backend.retry import Patience, Retrying
 from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.backend.testing import BackendConformance
 from icecore.store.backend.wrapper import Wrapper
-from icecore.store.log.repository import Repository, probe
+from icecore.store.log.repository import StoredRepository, probe
 from tests.store import moto_server
 
 
@@ -220,7 +220,7 @@ def test_what_is_forbidden_is_certain(
     """A transaction fails at once; its outcome is not unknown."""
 
     async def body() -> None:
-        repository = await Repository.create(LocalBackend(tmp_path))
+        repository = await StoredRepository.create(LocalBackend(tmp_path))
 
         def fail(*_: object, **__: object) -> None:
             raise OSError(code, os.strerror(code))

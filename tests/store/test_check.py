@@ -15,7 +15,7 @@ from icecore.store.backend.faulty import Crashed, stop_at
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.names import log_name
 from icecore.store.log.lookup import Index
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from tests.store.miniature import collect, listed, read, reopened, sound, take
 
@@ -58,7 +58,7 @@ def swap(objects: dict[str, bytes], name: str) -> None:
 
 
 async def build(backend: MemoryBackend) -> tuple[str, str, str]:
-    repository = await Repository.create(backend)
+    repository = await StoredRepository.create(backend)
     first = await take(repository, A)
     second = await take(repository, B, first)
     third = await take(repository, {1: 200, 2: 201})
@@ -83,7 +83,7 @@ def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.Mo
 
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         for number in range(10):
             await take(repository, {1: number})
         written, number = dict(backend.objects), 0
@@ -96,8 +96,8 @@ def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.Mo
                 await opened.log.trim(6)
             except Crashed:
                 left = [name for name in inner.objects if name.startswith("log/")]
-                await sound(await Repository.open(inner))
-                assert await (await Repository.open(inner)).log.trim(6)
+                await sound(await StoredRepository.open(inner))
+                assert await (await StoredRepository.open(inner)).log.trim(6)
                 continue
             break
         assert (
@@ -107,7 +107,7 @@ def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.Mo
         for generation in ((await repository.log.newest()).generation - 3, 3):
             backend.objects = dict(written)
             del backend.objects[log_name(generation)]
-            report = await check(await Repository.open(backend))
+            report = await check(await StoredRepository.open(backend))
             assert [damage.name for damage in report.damages] == [log_name(generation)]
 
     asyncio.run(body())
@@ -140,7 +140,7 @@ def test_every_object_is_looked_at(harm: Harm) -> None:
                 continue  # below
             harmed = MemoryBackend(dict(backend.objects))
             harm(harmed.objects, name)
-            repository = await Repository.open(harmed)
+            repository = await StoredRepository.open(harmed)
             report = await check(repository, read_data=1.0)
             assert not report.sound, name
             if folder == "log":
@@ -176,14 +176,14 @@ def test_every_object_is_looked_at(harm: Harm) -> None:
 def test_damaged_identity(harm: Harm, name: str) -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         harm(backend.objects, f"copies/{name}")
         assert [damage.name for damage in (await check(repository)).damages] == [f"copies/{name}"]
         harm(backend.objects, name)
         report = await check(repository)
         assert {damage.name for damage in report.damages} == {name, f"copies/{name}"}
         with pytest.raises(IcecoreError):
-            await Repository.open(backend)
+            await StoredRepository.open(backend)
 
     asyncio.run(body())
 
@@ -194,7 +194,7 @@ def test_log_entries_that_are_missing() -> None:
         await build(backend)
         names = sorted(name for name in backend.objects if name.startswith("log/"))
         del backend.objects[names[5]]
-        report = await check(await Repository.open(backend))
+        report = await check(await StoredRepository.open(backend))
         assert [(damage.kind, damage.name) for damage in report.damages] == [
             ("log entry", names[5])
         ]
@@ -202,7 +202,7 @@ def test_log_entries_that_are_missing() -> None:
         # rollback; the check finds what it can.
         for name in names[:5]:
             del backend.objects[name]
-        assert (await check(await Repository.open(backend))).damages
+        assert (await check(await StoredRepository.open(backend))).damages
 
     asyncio.run(body())
 
@@ -214,7 +214,7 @@ def test_everything_at_once_is_reported_not_raised() -> None:
         for name in sorted(backend.objects):
             if name.split("/")[0] in ("shards", "nodes", "snapshots", "index"):
                 random.Random(name).choice([flip, truncate, empty, remove])(backend.objects, name)
-        repository = await Repository.open(backend)
+        repository = await StoredRepository.open(backend)
         report = await check(repository, read_data=1.0)
         assert {first, second, third} == {
             snapshot for damage in report.damages for snapshot in damage.snapshots
@@ -234,11 +234,11 @@ def test_everything_at_once_is_reported_not_raised() -> None:
 def test_a_damaged_index_costs_space_only() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         first = await take(repository, A)
         segment = next(name for name in backend.objects if name.startswith("index/"))
         flip(backend.objects, segment)
-        repository = await Repository.open(backend)
+        repository = await StoredRepository.open(backend)
         second = await take(repository, A)
         assert await read(repository, first) == await read(repository, second) == A
         await repository.forget([first])
@@ -258,7 +258,10 @@ def test_a_damaged_index_costs_space_only() -> None:
 def test_a_check_runs_beside_a_collector() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository, other = await Repository.create(backend), await Repository.open(backend)
+        repository, other = (
+            await StoredRepository.create(backend),
+            await StoredRepository.open(backend),
+        )
         for round_ in range(3):
             old = await take(repository, {cell: round_ * 30 + cell for cell in range(20)})
             await take(repository, {cell: round_ * 30 + cell for cell in range(2)})

@@ -15,7 +15,7 @@ from icecore.store.format.names import new_snapshot_id
 from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.store.miniature import listed, read, reopened, state_of, take
 
 
@@ -40,7 +40,7 @@ def synthetic(count: int) -> list[SnapshotRecord]:
     ]
 
 
-async def fill(repository: Repository, records: list[SnapshotRecord]) -> None:
+async def fill(repository: StoredRepository, records: list[SnapshotRecord]) -> None:
     async def change(state: LogState, pages: Pages) -> LogState:
         return await catalog.add(state, records, pages)
 
@@ -50,7 +50,7 @@ async def fill(repository: Repository, records: list[SnapshotRecord]) -> None:
 @asynccontextmanager
 async def filled(count: int) -> AsyncIterator[tuple[MemoryBackend, list[SnapshotRecord]]]:
     backend = MemoryBackend()
-    repository = await Repository.create(backend)
+    repository = await StoredRepository.create(backend)
     records = synthetic(count)
     await fill(repository, records)
     yield backend, records
@@ -94,7 +94,7 @@ def test_commit_cost_is_flat() -> None:
 def test_an_entry_stays_small(count: int) -> None:
     async def body() -> None:
         async with filled(count) as (backend, _):
-            repository = await Repository.open(backend)
+            repository = await StoredRepository.open(backend)
             await take(repository, {1: 1})
             newest = min(name for name in backend.objects if name.startswith("log/"))
             assert len(backend.objects[newest]) < 8_000
@@ -106,7 +106,7 @@ def test_an_entry_stays_small(count: int) -> None:
 def test_pages_grow_in_steps_and_lose_nothing() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         records = synthetic(5000)
         for at in range(0, 5000, 20):
             await fill(repository, records[at : at + 20])
@@ -139,7 +139,7 @@ def test_pages_grow_in_steps_and_lose_nothing() -> None:
 def test_a_snapshot_is_listed_once() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         snapshot = await take(repository, {1: 1})
         record = await repository.find(snapshot)
         with pytest.raises(Exception, match="already"):

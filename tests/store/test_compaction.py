@@ -15,7 +15,7 @@ from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.format import codec
 from icecore.store.format.names import Kind, parse_name
 from icecore.store.log.chain import Log
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.compact import compact
 from icecore.store.maintenance.gc import Collector, Options
@@ -146,7 +146,9 @@ def test_a_compaction_that_cannot_write_leaves_nothing(here: Place, tmp_path: Pa
 
         faulty = FaultyBackend(here.repository.backend, plan)
         keys = here.repository.keys
-        opened = Repository(faulty, here.repository.config, keys, Log(faulty, keys.log), discard)
+        opened = StoredRepository(
+            faulty, here.repository.config, keys, Log(faulty, keys.log), discard
+        )
         try:
             done = here.loop.run(compact(opened, here.loop.run(_sizes(opened)), 0.9))
         except StoreError:
@@ -162,7 +164,7 @@ def test_a_compaction_that_cannot_write_leaves_nothing(here: Place, tmp_path: Pa
     assert report.sound and report.unreached == 0
 
 
-async def _sizes(repository: Repository) -> dict[tuple[Kind, bytes], int]:
+async def _sizes(repository: StoredRepository) -> dict[tuple[Kind, bytes], int]:
     rows = [(parse_name(info.name), info.size) async for info in repository.backend.list("shards/")]
     return {parsed: size for parsed, size in rows if parsed is not None}
 

@@ -12,7 +12,7 @@ import pytest
 from icecore.errors import IcecoreError, StoreError, StoreFull
 from icecore.store.backend.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
 from icecore.store.backend.memory import MemoryBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.store.miniature import collect, listed, read, reopened, sound, take
 from tests.store.operations import OPERATIONS, A, aftermath, prepared, prepared_for_all, unlocked
 
@@ -82,10 +82,12 @@ def test_every_call_fails_once(name: str, outcome: Outcome, stride: int) -> None
             except IcecoreError as error:
                 assert isinstance(error, StoreError)
                 if name.startswith("commit"):
-                    assert set(await listed(await Repository.open(backend))) == before
+                    assert set(await listed(await StoredRepository.open(backend))) == before
             else:
                 if name.startswith("commit"):
-                    assert set(await listed(await Repository.open(backend))) == before | {result}
+                    assert set(await listed(await StoredRepository.open(backend))) == before | {
+                        result
+                    }
             await aftermath(backend, scene, operation, readable)
             if not failed:
                 break
@@ -102,11 +104,13 @@ def test_crash_at_every_call_of_init() -> None:
                 number += 1
                 backend = MemoryBackend()
                 try:
-                    await Repository.create(FaultyBackend(backend, stop_at(number, effect=effect)))
+                    await StoredRepository.create(
+                        FaultyBackend(backend, stop_at(number, effect=effect))
+                    )
                 except Crashed:
                     if "config" not in backend.objects:
-                        await Repository.create(backend)
-                    repository = await Repository.open(backend)
+                        await StoredRepository.create(backend)
+                    repository = await StoredRepository.open(backend)
                     snapshot = await take(repository, A)
                     assert await read(repository, snapshot) == A
                     await collect(repository)
@@ -123,12 +127,12 @@ def test_of_two_creators_one_makes_the_repository() -> None:
     async def body() -> None:
         backend = MemoryBackend()
         results = await asyncio.gather(
-            *(Repository.create(backend) for _ in range(5)), return_exceptions=True
+            *(StoredRepository.create(backend) for _ in range(5)), return_exceptions=True
         )
-        made = [result for result in results if isinstance(result, Repository)]
+        made = [result for result in results if isinstance(result, StoredRepository)]
         assert len(made) == 1
-        assert (await Repository.open(backend)).config == made[0].config
-        assert await read(made[0], await take(await Repository.open(backend), A)) == A
+        assert (await StoredRepository.open(backend)).config == made[0].config
+        assert await read(made[0], await take(await StoredRepository.open(backend), A)) == A
 
     asyncio.run(body())
 

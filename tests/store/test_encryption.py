@@ -44,7 +44,7 @@ from icecore.store.format.keys import KEY_KIND, PUBLIC, Keys, Parameters, encode
 from icecore.store.format.names import copy_name, key_name, log_generation
 from icecore.store.format.state import ENTRY_KIND
 from icecore.store.log import keychain
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import Watermark
 from icecore.store.maintenance.check import check
 from tests.store.images import image, place, touch
@@ -59,8 +59,8 @@ def giving(passphrase: bytes = PASSPHRASE) -> Callable[[], bytes]:
     return lambda: passphrase
 
 
-async def made(backend: MemoryBackend, **more: object) -> Repository:
-    return await Repository.create(
+async def made(backend: MemoryBackend, **more: object) -> StoredRepository:
+    return await StoredRepository.create(
         backend,
         Parameters(shard_bytes=1 << 18),
         passphrase=giving(),
@@ -86,7 +86,7 @@ async def filled() -> tuple[MemoryBackend, dict[str, dict[int, int]]]:
 def test_a_whole_life_and_nothing_in_the_clear() -> None:
     async def body() -> None:
         backend, contents = await filled()
-        repository = await Repository.open(backend, passphrase=giving())
+        repository = await StoredRepository.open(backend, passphrase=giving())
         await sound(repository, unreached=0)
         for snapshot, content in contents.items():
             assert await read(repository, snapshot) == content
@@ -203,7 +203,7 @@ def test_no_harmed_object_is_believed(harm: str) -> None:
             copy = MemoryBackend({**objects, name: data})
             noticed = False
             try:
-                repository = await Repository.open(copy, passphrase=giving())
+                repository = await StoredRepository.open(copy, passphrase=giving())
                 for snapshot, content in contents.items():
                     try:
                         assert await read(repository, snapshot) == content
@@ -301,10 +301,10 @@ def test_a_replicas_log_is_not_anothers() -> None:
         newest = min(name for name in here.objects if name.startswith("log/"))
         there.objects[newest] = here.objects[newest]
         with pytest.raises(Damaged):
-            await (await Repository.open(there, passphrase=giving())).log.newest()
+            await (await StoredRepository.open(there, passphrase=giving())).log.newest()
         there.objects["config"] = there.objects["copies/config"] = here.objects["config"]
         with pytest.raises(Damaged):
-            await Repository.open(there, passphrase=giving())
+            await StoredRepository.open(there, passphrase=giving())
 
     asyncio.run(body())
 
@@ -312,7 +312,7 @@ def test_a_replicas_log_is_not_anothers() -> None:
 def test_rollback_is_noticed_by_who_saw_more() -> None:
     async def body() -> None:
         backend, watermark = MemoryBackend(), Watermark()
-        repository = await Repository.create(
+        repository = await StoredRepository.create(
             backend, passphrase=giving(), cost=CHEAP, watermark=watermark
         )
         first = await take(repository, A)
@@ -321,12 +321,12 @@ def test_rollback_is_noticed_by_who_saw_more() -> None:
         newer = dict(backend.objects)
         backend.objects.clear()
         backend.objects.update(before)
-        seen = await Repository.open(backend, passphrase=giving(), watermark=watermark)
+        seen = await StoredRepository.open(backend, passphrase=giving(), watermark=watermark)
         with pytest.raises(RollbackDetected):
             await seen.snapshots()
         # A client that never saw more can only believe what it is shown; the newest entry alone,
         # put back, is noticed by its predecessor's digest.
-        assert await listed(await Repository.open(backend, passphrase=giving())) == [first]
+        assert await listed(await StoredRepository.open(backend, passphrase=giving())) == [first]
         last = max(
             name for name in before if name.startswith("log/")
         )  # the oldest: names are inverted
@@ -334,7 +334,7 @@ def test_rollback_is_noticed_by_who_saw_more() -> None:
         backend.objects.clear()
         backend.objects.update({**newer, fork: newer[last]})
         with pytest.raises(Damaged):
-            await (await Repository.open(backend, passphrase=giving())).snapshots()
+            await (await StoredRepository.open(backend, passphrase=giving())).snapshots()
         assert log_generation(fork) is not None
 
     asyncio.run(body())
@@ -354,7 +354,8 @@ def test_slots_are_added_removed_and_rotated() -> None:
             try:
                 return (
                     await read(
-                        await Repository.open(backend, passphrase=giving(passphrase)), snapshot
+                        await StoredRepository.open(backend, passphrase=giving(passphrase)),
+                        snapshot,
                     )
                     == A
                 )
@@ -366,7 +367,7 @@ def test_slots_are_added_removed_and_rotated() -> None:
             assert len([name for name in backend.objects if name.startswith("keys/")]) == 1
 
         with pytest.raises(WrongPassphrase, match="no passphrase"):
-            await Repository.open(backend)
+            await StoredRepository.open(backend)
         assert await opens(PASSPHRASE) and not await opens(b"something else")
         await change(lambda now: slots.add(now, secret, b"of the second person", "second", CHEAP))
         assert await opens(PASSPHRASE) and await opens(b"of the second person")
@@ -419,7 +420,7 @@ def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
                 works = []
                 for passphrase in (PASSPHRASE, b"new and long"):
                     try:
-                        await Repository.open(backend, passphrase=giving(passphrase))
+                        await StoredRepository.open(backend, passphrase=giving(passphrase))
                         works.append(passphrase)
                     except WrongPassphrase:
                         pass
@@ -429,7 +430,7 @@ def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
                     keys,
                     lambda now: slots.add(now, keys.secret, b"the third of them", "x", CHEAP),
                 )
-                await Repository.open(backend, passphrase=giving(works[0]))
+                await StoredRepository.open(backend, passphrase=giving(works[0]))
                 assert len([name for name in backend.objects if name.startswith("keys/")]) == 1
                 continue
             break
@@ -476,7 +477,7 @@ def test_lost_replies_and_races_of_key_changes() -> None:
             *(f"racer {n}" for n in range(4)),
         }
         for n in range(4):
-            await Repository.open(backend, passphrase=giving(b"passphrase %d" % n))
+            await StoredRepository.open(backend, passphrase=giving(b"passphrase %d" % n))
 
         # One that slept while its number was taken, followed and given up: its change is made
         # again, and nobody's is lost.
@@ -525,7 +526,9 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
             backend.objects[key_name(1)] = encode_slot(
                 msgspec.structs.replace(real, slots=insane)
             ).data
-            assert (await Repository.open(backend, passphrase=giving())).config == repository.config
+            assert (
+                await StoredRepository.open(backend, passphrase=giving())
+            ).config == repository.config
         whole = dict(backend.objects)
         for harmed, error in (
             (both, Damaged),
@@ -534,11 +537,13 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
             (msgspec.structs.replace(real, repository="f" * 32), WrongPassphrase),
         ):
             backend.objects = {**whole, key_name(1): encode_slot(harmed).data}
-            assert (await Repository.open(backend, passphrase=giving())).config == repository.config
+            assert (
+                await StoredRepository.open(backend, passphrase=giving())
+            ).config == repository.config
             for kept in (key_name(0), copy_name(key_name(0))):
                 del backend.objects[kept]
             with pytest.raises(error):
-                await Repository.open(backend, passphrase=giving())
+                await StoredRepository.open(backend, passphrase=giving())
 
     asyncio.run(body())
 
@@ -596,12 +601,12 @@ def test_whatever_stands_in_a_key_object_is_a_named_error(
 def test_plain_stays_plain() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        plain = await Repository.create(backend)
+        plain = await StoredRepository.create(backend)
         assert not plain.keys.encrypted and plain.config.format == 1
         with pytest.raises(UsageError, match="not encrypted"):
             await keychain.change(backend, plain.keys, lambda now: now)
         asked: list[bool] = []
-        await Repository.open(backend, passphrase=lambda: asked.append(True) or b"")  # type: ignore[func-returns-value]
+        await StoredRepository.open(backend, passphrase=lambda: asked.append(True) or b"")  # type: ignore[func-returns-value]
         assert not asked
 
     asyncio.run(body())
@@ -613,12 +618,12 @@ def test_an_init_that_broke_off_is_not_finished_as_another() -> None:
         await made(whole)
         begun = {key_name(0): whole.objects[key_name(0)]}
         with pytest.raises(WrongPassphrase):
-            await Repository.create(
+            await StoredRepository.create(
                 MemoryBackend(dict(begun)), passphrase=giving(b"not the same"), cost=CHEAP
             )
         with pytest.raises((UsageError, WrongPassphrase)):
-            await Repository.create(MemoryBackend(dict(begun)))
-        finished = await Repository.create(
+            await StoredRepository.create(MemoryBackend(dict(begun)))
+        finished = await StoredRepository.create(
             MemoryBackend(dict(begun)), passphrase=giving(), cost=CHEAP
         )
         assert finished.keys.encrypted

@@ -35,7 +35,7 @@ from icecore.store.log import index as index_module
 from icecore.store.log.index import build
 from icecore.store.log.lookup import Index
 from icecore.store.log.neighbours import Neighbours
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.tables import read_table
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.gc import Collector
@@ -306,7 +306,7 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(
 ) -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         first = await take(repository, {cell: cell for cell in range(20)})
         assert not [name for name in backend.objects if name.startswith("filters/")]
         monkeypatch.setattr(index_module, "FILTER_ENTRIES", 8)

@@ -17,7 +17,7 @@ from icecore.events import Event
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.format.names import key_name, log_name, object_name
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance import gc
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.stats import stats
@@ -129,7 +129,7 @@ def test_what_is_planted_is_skipped_and_told_of(tmp_path: Path, kind: str, place
 
     async def body() -> None:
         backend = LocalBackend(tmp_path, create=True)
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         snapshot = await take(repository, {0: 1, 1: 2})
         path = tmp_path / place
         was = path.read_bytes() if path.exists() else None
@@ -138,8 +138,10 @@ def test_what_is_planted_is_skipped_and_told_of(tmp_path: Path, kind: str, place
         KINDS[kind](path)
         heard: list[Event] = []
         try:
-            opened = await patiently(Repository.open(LocalBackend(tmp_path), emit=heard.append))
-            assert isinstance(opened, Repository)
+            opened = await patiently(
+                StoredRepository.open(LocalBackend(tmp_path), emit=heard.append)
+            )
+            assert isinstance(opened, StoredRepository)
         except IcecoreError as error:
             assert place in ("config", key_name(0), key_name(1)), error
             opened = repository
@@ -198,7 +200,7 @@ def test_odd_names_are_skipped_and_told_of(tmp_path: Path, encrypted: bool) -> N
         from tests.store.miniature import CHEAP, PASSPHRASE
 
         given = (lambda: PASSPHRASE) if encrypted else None
-        repository = await Repository.create(
+        repository = await StoredRepository.create(
             LocalBackend(tmp_path / "r", create=True), passphrase=given, cost=CHEAP
         )
         snapshot = await take(repository, {0: 1})
@@ -206,7 +208,7 @@ def test_odd_names_are_skipped_and_told_of(tmp_path: Path, encrypted: bool) -> N
         for name in odd:
             sparse(os.fsencode(tmp_path / "r") + b"/" + os.fsencode(name))
         heard: list[Event] = []
-        again = await Repository.open(
+        again = await StoredRepository.open(
             LocalBackend(tmp_path / "r"), passphrase=given, emit=heard.append
         )
         assert await read(again, snapshot) == {0: 1}
@@ -230,7 +232,7 @@ def test_odd_names_are_skipped_and_told_of(tmp_path: Path, encrypted: bool) -> N
 
 def test_a_huge_object_is_not_read(tmp_path: Path) -> None:
     async def body() -> None:
-        repository = await Repository.create(LocalBackend(tmp_path, create=True))
+        repository = await StoredRepository.create(LocalBackend(tmp_path, create=True))
         await take(repository, {0: 1})
         for name in (
             "keys/00000001",
@@ -242,7 +244,7 @@ def test_a_huge_object_is_not_read(tmp_path: Path) -> None:
             f"index/ab/{HEX}",
         ):
             sparse(os.fsencode(tmp_path / name))
-        again = await Repository.open(LocalBackend(tmp_path))
+        again = await StoredRepository.open(LocalBackend(tmp_path))
         report = await patiently(check(again))
         assert [damage.name for damage in report.damages] == ["keys/00000001"]  # type: ignore[attr-defined]
         await gc.Collector(again, gc.Options()).collect()

@@ -35,7 +35,7 @@ from icecore.store.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Heartbeat, encode_heartbeat
 from icecore.text import host_name
 from tests.store.miniature import take
@@ -170,7 +170,7 @@ def test_a_host_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_labels_are_refused_before_they_are_stored() -> None:
     async def scenario() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         snapshot = await take(repository, {0: 1})
         for wrong in ("a\udcff", "\x1b[31m", ""):
             with pytest.raises(UsageError, match="not a label"):

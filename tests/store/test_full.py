@@ -18,7 +18,7 @@ from icecore.errors import StoreFull
 from icecore.events import Event
 from icecore.store.backend.base import READERS_LEAVE, RESERVE_PIECE, RESERVE_PIECES
 from icecore.store.backend.local import LocalBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.gc import Collector
 from icecore.store.maintenance.stats import stats
@@ -61,13 +61,13 @@ def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.
         import asyncio, sys
         from pathlib import Path
         from icecore.store.backend.local import LocalBackend
-        from icecore.store.log.repository import Repository
+        from icecore.store.log.repository import StoredRepository
 
         sys.path.append(sys.argv[1])  # last: the package is the installed one
         from tests.store.miniature import collect
 
         async def body():
-            repository = await Repository.open(LocalBackend(Path(sys.argv[2])))
+            repository = await StoredRepository.open(LocalBackend(Path(sys.argv[2])))
             assert len(await repository.forget(sys.argv[3:])) == len(sys.argv[3:])
             await collect(repository)
 
@@ -88,10 +88,12 @@ def reserve(place: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def made(place: Path, told: list[Event] | None = None) -> AsyncIterator[Repository]:
+async def made(place: Path, told: list[Event] | None = None) -> AsyncIterator[StoredRepository]:
     backend = LocalBackend(place / "repository", create=True)
     try:
-        yield await Repository.create(backend, emit=[].append if told is None else told.append)
+        yield await StoredRepository.create(
+            backend, emit=[].append if told is None else told.append
+        )
     finally:
         await backend.close()
 

@@ -12,7 +12,7 @@ from icecore.errors import NotFound, ObjectMissing, SessionFenced, StoreError
 from icecore.store.backend.faulty import Call, Outcome, always, far_away
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.log import catalog
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.gc import Collector, Options
 from icecore.store.maintenance.reach import Reach, space_refs
 from tests.store.miniature import collect, listed, put, read, reopened, sound, state_of, take
@@ -24,7 +24,7 @@ B = {**A, **{cell: 100 + cell for cell in range(18)}}
 def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         first = await take(repository, A)
         second = await take(repository, B, first)
         other = await take(repository, {1: 200})
@@ -62,7 +62,7 @@ def test_what_snapshots_have_in_common_is_read_once() -> None:
 
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         parent = await take(repository, A)
         for cell in range(40, 48):
             await take(repository, {**A, cell: cell}, parent)
@@ -99,7 +99,7 @@ def test_what_snapshots_have_in_common_is_read_once() -> None:
 def test_sparse_shards_are_rewritten_under_the_same_ids() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         first = await take(repository, A)
         second = await take(repository, B, first)
         third = await take(repository, {**B, 40: 7}, second)
@@ -128,7 +128,7 @@ def test_sparse_shards_are_rewritten_under_the_same_ids() -> None:
 
 def test_an_open_session_keeps_what_it_may_use() -> None:
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         first = await take(repository, A)
         reader = await repository.read_session(first, beat_seconds=None)
         writer = await repository.begin(None, "test", beat_seconds=None)
@@ -154,7 +154,7 @@ def test_an_open_session_keeps_what_it_may_use() -> None:
 
 def test_a_later_session_does_not_touch_what_is_condemned() -> None:
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         first = await take(repository, A)
         early = await repository.begin(None, "holds on", beat_seconds=None)
         await repository.forget([first])
@@ -174,7 +174,7 @@ def test_a_later_session_does_not_touch_what_is_condemned() -> None:
 
 def test_what_an_open_session_wrote_is_pardoned_by_its_commit() -> None:
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         session = await repository.begin(None, "test", beat_seconds=None)
         record, entries = await put(repository, session, A)
         result = await collect(repository)
@@ -192,7 +192,7 @@ def test_what_an_open_session_wrote_is_pardoned_by_its_commit() -> None:
 def test_remains_of_a_dead_writer_go_when_it_is_fenced() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         kept = await take(repository, {1: 1})
         dead = await repository.begin(kept, "test", beat_seconds=None)
         await dead.heartbeat()
@@ -217,7 +217,7 @@ def test_remains_of_a_dead_writer_go_when_it_is_fenced() -> None:
 def test_abort_deletes_what_the_session_wrote() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         before = {name for name in backend.objects if not name.startswith("log/")}
         session = await repository.begin(None, "test", beat_seconds=None)
         await put(repository, session, A)
@@ -235,7 +235,7 @@ def test_abort_after_a_commit_of_unknown_outcome_deletes_nothing_that_was_commit
 
     async def body() -> None:
         inner = MemoryBackend()
-        await Repository.create(inner)
+        await StoredRepository.create(inner)
         repository, faulty = await reopened(inner)
         session = await repository.begin(None, "test", beat_seconds=None)
         record, entries = await put(repository, session, A)
@@ -253,15 +253,15 @@ def test_abort_after_a_commit_of_unknown_outcome_deletes_nothing_that_was_commit
             await session.commit(record, entries)
         faulty.plan = lambda call: Outcome.PASS
         assert await session.abort() is False
-        assert await read(await Repository.open(inner), record.snapshot) == A
-        await sound(await Repository.open(inner))
+        assert await read(await StoredRepository.open(inner), record.snapshot) == A
+        await sound(await StoredRepository.open(inner))
 
     asyncio.run(body())
 
 
 def test_pinned_snapshots_are_not_forgotten() -> None:
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         first, second = await take(repository, A), await take(repository, B)
         await repository.update(first, pinned=True, tags=["keep"])
         assert [record.snapshot for record in await repository.forget([first, second])] == [second]
@@ -281,7 +281,7 @@ def test_two_collectors_and_a_commit_in_one_entry() -> None:
     """
 
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         for round_ in range(6):
             first = await take(repository, A)
             session = await repository.begin(None, "test", beat_seconds=None)
@@ -306,7 +306,7 @@ def test_two_collectors_and_a_commit_in_one_entry() -> None:
 def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         for number in range(30):
             await take(repository, {cell: (number * 7 + cell) % 256 for cell in range(5)})
         early = await repository.begin(None, "test", beat_seconds=None)
@@ -333,7 +333,7 @@ def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
 def test_what_forgetting_would_free() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         first = await take(repository, A)
         second = await take(repository, {**B, 41: 99}, first)
         third = await take(repository, {1: 200, 2: 201})
@@ -346,8 +346,8 @@ def test_what_forgetting_would_free() -> None:
             return return_.bytes, return_.compact_bytes
 
         async def really(ids: list[str]) -> int:
-            copy = await Repository.open(MemoryBackend(dict(backend.objects)))
-            base = await Repository.open(MemoryBackend(dict(backend.objects)))
+            copy = await StoredRepository.open(MemoryBackend(dict(backend.objects)))
+            base = await StoredRepository.open(MemoryBackend(dict(backend.objects)))
             await copy.forget(ids)
             return sum(
                 [
@@ -370,7 +370,7 @@ def test_what_forgetting_would_free() -> None:
 def test_working_sets_live_as_long_as_their_lineage() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        repository = await StoredRepository.create(backend)
         ids = {
             job: [await take(repository, A, job=job), await take(repository, B, job=job)]
             for job in ("one", "two")

@@ -30,7 +30,7 @@ from icecore.store.format.names import object_name
 from icecore.store.format.segment import encode_segment, parse_segment
 from icecore.store.format.slots import Cost, Slot, Slots, decode_slots, encode_slots
 from icecore.store.format.state import LogState, SnapshotRecord, encode_entry, encode_page
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
@@ -439,7 +439,7 @@ def test_an_index_that_lies(tmp_path: Path, title: str) -> None:
     old = np.random.default_rng(7).bytes(PAGE * 256)  # of the world's pages
     room = memoryview(bytearray(CELL_BYTES))
     with LoopThread() as loop:
-        repository = loop.run(Repository.open(LocalBackend(tmp_path)))
+        repository = loop.run(StoredRepository.open(LocalBackend(tmp_path)))
         session = loop.run(repository.begin(None, "test"))
         with SnapshotWriter(repository, session, loop.loop) as writer:
             few, one = b"\xff\xff\x0f" + bytes(29), b"\1" + bytes(31)

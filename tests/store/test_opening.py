@@ -18,7 +18,7 @@ from icecore.store.format.keys import new_slot
 from icecore.store.format.names import log_name
 from icecore.store.format.slots import add, decode_slots, encode_slots, rotate
 from icecore.store.log.keychain import change, newest
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import Recollection
 from icecore.store.maintenance.repair import Repairer
 from icecore.store.snapshot.reader import SnapshotReader
@@ -34,7 +34,7 @@ def requests(faulty: FaultyBackend) -> list[str]:
 async def made(encrypted: bool = False) -> tuple[MemoryBackend, str]:
     backend = MemoryBackend()
     secret = (lambda: PASSPHRASE) if encrypted else None
-    repository = await Repository.create(backend, passphrase=secret, cost=CHEAP)
+    repository = await StoredRepository.create(backend, passphrase=secret, cost=CHEAP)
     return backend, await take(repository, {1: 1, 2: 2})
 
 
@@ -43,12 +43,12 @@ async def made(encrypted: bool = False) -> tuple[MemoryBackend, str]:
 def test_opening_takes_few_requests(encrypted: bool, others: int, tmp_path: Path) -> None:
     async def body() -> None:
         backend, snapshot = await made(encrypted)
-        repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+        repository = await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
         await fill(repository, synthetic(others))
         for known in (False, True):
             faulty = FaultyBackend(backend)
             faulty.direct = False
-            opened = await Repository.open(
+            opened = await StoredRepository.open(
                 faulty,
                 passphrase=lambda: PASSPHRASE,
                 recollection=Recollection(tmp_path / "config"),
@@ -73,10 +73,10 @@ def test_opening_takes_few_requests(encrypted: bool, others: int, tmp_path: Path
 def test_the_newest_of_a_job_is_proven_and_found_without_the_whole_list() -> None:
     async def body() -> None:
         backend, snapshot = await made()
-        repository = await Repository.open(backend)
+        repository = await StoredRepository.open(backend)
         await fill(repository, synthetic(5000))
         faulty = FaultyBackend(backend)
-        opened = await Repository.open(faulty)
+        opened = await StoredRepository.open(faulty)
         faulty.calls.clear()
         newest = await opened.newest_of("training-job")
         assert newest is not None and newest.snapshot == (await repository.snapshots())[-1].snapshot
@@ -107,19 +107,19 @@ def test_an_older_entry_serves_until_it_does_not() -> None:
 
     async def body() -> None:
         backend, first = await made()
-        repository = await Repository.open(backend)
+        repository = await StoredRepository.open(backend)
         entry = await state_of(repository)
         second = await take(repository, {3: 3})
         lagging = Lagging(backend)
         lagging.hidden = log_name(entry.generation + 2)  # the entry that lists the second one
-        opened = await Repository.open(lagging)
+        opened = await StoredRepository.open(lagging)
         assert (await opened.log.newest(prove=False)).generation == entry.generation + 1
         assert await read(opened, first) == {1: 1, 2: 2} and await read(opened, second) == {3: 3}
         assert (await opened.find(second)).snapshot == second
         with pytest.raises(NotFound):
             await opened.find("f" * 32)
         # Whoever writes finds out by the entry that he cannot create.
-        third = await take(await Repository.open(lagging), {4: 4})
+        third = await take(await StoredRepository.open(lagging), {4: 4})
         assert {record.snapshot for record in await repository.snapshots()} == {
             first,
             second,
@@ -134,19 +134,19 @@ def test_another_repository_in_the_same_place_is_not_taken_for_the_old_one(tmp_p
         memory = Recollection(tmp_path / "folder" / "config")
         assert memory.load() == b""
         backend, _ = await made()
-        first = await Repository.open(backend, recollection=memory)
+        first = await StoredRepository.open(backend, recollection=memory)
         assert memory.load() == backend.objects["config"]
         for encrypted in (False, True):
             other, snapshot = await made(encrypted)
-            opened = await Repository.open(
+            opened = await StoredRepository.open(
                 other, passphrase=lambda: PASSPHRASE, recollection=memory
             )
             assert opened.config.id != first.config.id and memory.load() == other.objects["config"]
             assert await read(opened, snapshot) == {1: 1, 2: 2}
         (tmp_path / "folder" / "config").write_bytes(b"torn")
-        assert (await Repository.open(backend, recollection=memory)).config == first.config
+        assert (await StoredRepository.open(backend, recollection=memory)).config == first.config
         with pytest.raises(NotFound):
-            await Repository.open(MemoryBackend(), recollection=memory)
+            await StoredRepository.open(MemoryBackend(), recollection=memory)
 
     asyncio.run(body())
 
@@ -158,27 +158,27 @@ def test_key_objects_that_are_not_the_first() -> None:
 
     async def body() -> None:
         backend, snapshot = await made(encrypted=True)
-        repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+        repository = await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
         await change(
             backend,
             repository.keys,
             lambda slots: add(slots, repository.keys.secret, b"another one", "two", CHEAP),
         )
         assert "keys/00000000" not in backend.objects
-        opened = await Repository.open(backend, passphrase=lambda: b"another one")
+        opened = await StoredRepository.open(backend, passphrase=lambda: b"another one")
         assert await read(opened, snapshot) == {1: 1, 2: 2}
         plain, _ = await made()
         backend.objects["keys/00000000"] = plain.objects["keys/00000000"]
         assert await read(
-            await Repository.open(backend, passphrase=lambda: PASSPHRASE), snapshot
+            await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE), snapshot
         ) == {1: 1, 2: 2}
         # Of a plain repository the first is the only one.
         assert new_slot().method == "plain"
         for name in ("keys/00000000", "copies/keys/00000000"):
-            await Repository.open(plain)
+            await StoredRepository.open(plain)
             plain.objects[name] = plain.objects[name][:-1] + b"\0"
         with pytest.raises(Damaged):
-            await Repository.open(plain)
+            await StoredRepository.open(plain)
 
     asyncio.run(body())
 
@@ -202,7 +202,7 @@ async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
     the object's name, and the older key object.
     """
     backend, _ = await made(encrypted=True)
-    repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+    repository = await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
     older = backend.objects["keys/00000000"]
     await change(
         backend,
@@ -244,8 +244,8 @@ def test_one_planted_key_object_locks_nobody_out(how: str, known: bool, tmp_path
 
         told: list[Event] = []
 
-        async def opened() -> Repository:
-            return await Repository.open(
+        async def opened() -> StoredRepository:
+            return await StoredRepository.open(
                 backend,
                 passphrase=lambda: NEW,
                 admit=admit if known else None,
@@ -290,7 +290,7 @@ def test_a_key_change_beside_garbage_takes_a_name_that_counts(how: str) -> None:
     async def body() -> None:
         backend, _, _, _ = await planted_at(how)
         backend.objects["keys/00000002"] = b"garbage"
-        repository = await Repository.open(backend, passphrase=lambda: NEW)
+        repository = await StoredRepository.open(backend, passphrase=lambda: NEW)
         await change(
             backend,
             repository.keys,
@@ -301,7 +301,7 @@ def test_a_key_change_beside_garbage_takes_a_name_that_counts(how: str) -> None:
             len(key) == len("keys/00000000") for key in backend.objects if key.startswith("keys/")
         )
         assert (
-            await Repository.open(backend, passphrase=lambda: b"one more of them")
+            await StoredRepository.open(backend, passphrase=lambda: b"one more of them")
         ).config == repository.config
         backend.objects = {
             key: data for key, data in backend.objects.items() if "keys/" not in key
@@ -328,11 +328,11 @@ def test_a_replaced_key_object_opens_nothing_beside_the_one_that_counts(how: str
         backend, _, name, older = await planted_at(how)
         for copy in ("keys/00000000", "copies/keys/00000000"):
             backend.objects[copy] = older
-        assert (await Repository.open(backend, passphrase=lambda: NEW)).keys.encrypted
+        assert (await StoredRepository.open(backend, passphrase=lambda: NEW)).keys.encrypted
         with pytest.raises(IcecoreError):
-            await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+            await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
         del backend.objects[name]
         with pytest.raises(WrongPassphrase):
-            await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+            await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -22,7 +22,7 @@ from icecore.store.format.keys import Parameters
 from icecore.store.format.state import LogState, Process
 from icecore.store.log.catalog import Pages
 from icecore.store.log.presence import has_ended, this_process
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.gc import COLLECT
 from tests.store.miniature import collect, files, put, read, sound, state_of, take
 
@@ -31,7 +31,7 @@ def write_and_wait(root: str, told: Connection) -> None:
     """Store all of a snapshot except its commit, report that, and wait to be killed."""
 
     async def body() -> None:
-        repository = await Repository.open(LocalBackend(root))
+        repository = await StoredRepository.open(LocalBackend(root))
         session = await repository.begin(None, "test", beat_seconds=None)
         await session.heartbeat()
         await put(repository, session, {cell: 100 + cell for cell in range(8)})
@@ -52,7 +52,7 @@ def test_a_killed_writers_session_ends_at_once(
 
     async def body() -> None:
         backend = LocalBackend(root, create=True)
-        repository = await Repository.create(backend, Parameters(shard_bytes=1 << 16))
+        repository = await StoredRepository.create(backend, Parameters(shard_bytes=1 << 16))
         kept = await take(repository, {1: 1})
         ours = await repository.begin(kept, "test", beat_seconds=None)
         process = context.Process(target=write_and_wait, args=(str(root), told), daemon=True)
@@ -104,7 +104,7 @@ def test_only_what_is_certain_counts() -> None:
 @pytest.mark.parametrize("process", [None, Process("elsewhere", "", 1, 1)])
 def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | None) -> None:
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         session = await repository.begin(None, "test", beat_seconds=None)
 
         async def change(state: LogState, pages: Pages) -> LogState:
@@ -126,7 +126,7 @@ def test_a_dead_collector_is_waited_for(ended: bool) -> None:
     """Syncs rely on its session until its last deletion has taken place, which may be slow."""
 
     async def body() -> None:
-        repository = await Repository.create(MemoryBackend())
+        repository = await StoredRepository.create(MemoryBackend())
         session = await repository.begin(None, COLLECT, beat_seconds=None)
         ours = this_process()
         assert ours is not None

@@ -31,7 +31,7 @@ from icecore.places import backend_at
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.keys import Parameters
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from tests.seaweedfs import running
 from tests.store.miniature import collect, listed, read, sound, take
 
@@ -85,7 +85,7 @@ def write(location: Location, seed: int, log: str) -> None:
 
     async def body() -> None:
         dice = random.Random(seed)
-        repository = await Repository.open(location.open())
+        repository = await StoredRepository.open(location.open())
         mine: list[str] = []
         while True:
             content = {dice.randrange(8): dice.randrange(12) for _ in range(4)}
@@ -103,7 +103,7 @@ def clean(location: Location, seed: int, log: str) -> None:
     """Collects again and again."""
 
     async def body() -> None:
-        repository = await Repository.open(location.open())
+        repository = await StoredRepository.open(location.open())
         while True:
             try:
                 # Sessions of processes that were killed end all the same: they are of this machine.
@@ -122,7 +122,7 @@ def restore(location: Location, seed: int, log: str) -> None:
 
     async def body() -> None:
         dice = random.Random(seed)
-        repository = await Repository.open(location.open())
+        repository = await StoredRepository.open(location.open())
         while True:
             ids = await listed(repository)
             if not ids:
@@ -226,7 +226,7 @@ async def look(location: Location, folder: Path) -> tuple[int, int]:
     """
     known, forgotten, restored = notes(folder)
     here = location.open()
-    repository = await Repository.open(here)
+    repository = await StoredRepository.open(here)
     there = set(await listed(repository))
     assert known.keys() - forgotten <= there, "a committed snapshot is gone"
     assert len(known) >= _COMMITS
@@ -276,7 +276,7 @@ def test_processes_are_killed_at_random(
 
         async def make() -> None:
             backend = location.open()
-            await Repository.create(backend, Parameters(shard_bytes=1 << 16))
+            await StoredRepository.create(backend, Parameters(shard_bytes=1 << 16))
             await backend.close()
 
         asyncio.run(make())

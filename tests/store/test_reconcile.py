@@ -15,7 +15,7 @@ from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.marks import REMEMBERED, joined, marked
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.replication import reconcile
 from icecore.store.replication import replicas as replication
 from icecore.store.replication.replicas import Synced
@@ -27,26 +27,26 @@ RECORD = SnapshotRecord(
 )
 
 
-async def regions(count: int = 2) -> list[Repository]:
+async def regions(count: int = 2) -> list[StoredRepository]:
     """Create empty replicas of each other."""
-    first = await Repository.create(MemoryBackend())
+    first = await StoredRepository.create(MemoryBackend())
     return [
         first,
         *[
-            await Repository.create(MemoryBackend(), secret=first.keys.secret)
+            await StoredRepository.create(MemoryBackend(), secret=first.keys.secret)
             for _ in range(count - 1)
         ],
     ]
 
 
 async def sync(
-    source: Repository, target: Repository, *, forget: bool = False, job: str = ""
+    source: StoredRepository, target: StoredRepository, *, forget: bool = False, job: str = ""
 ) -> Synced:
     todo = await reconcile.plan(source, target, forget=forget, job=job)
     return await replication.sync(source, target, todo, patience=0.2)
 
 
-async def marks(repository: Repository) -> dict[str, tuple[bool, tuple[str, ...]]]:
+async def marks(repository: StoredRepository) -> dict[str, tuple[bool, tuple[str, ...]]]:
     return {
         record.snapshot: (record.pinned, tuple(record.tags))
         for record in await repository.snapshots()
@@ -176,7 +176,7 @@ def test_marks_are_carried_in_one_transaction_and_before_everything_else() -> No
                 else Outcome.PASS
             )
 
-        failing = await Repository.open(FaultyBackend(there.backend, plan))
+        failing = await StoredRepository.open(FaultyBackend(there.backend, plan))
         with pytest.raises(Exception, match="injected"):
             await sync(here, failing)
         entries = [
@@ -199,7 +199,7 @@ def test_marks_are_carried_in_one_transaction_and_before_everything_else() -> No
 # -- forgets
 
 
-async def taken(repository: Repository, values: Iterable[int], job: str = "job") -> list[str]:
+async def taken(repository: StoredRepository, values: Iterable[int], job: str = "job") -> list[str]:
     return [await take(repository, {1: value, 2: value + 1}, job=job) for value in values]
 
 

@@ -19,7 +19,7 @@ from icecore.store.format.names import log_name
 from icecore.store.format.state import Gap, LogState
 from icecore.store.log import catalog
 from icecore.store.log.chain import Log
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import FileWatermark, Watermark
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.gc import Collector, Options
@@ -62,7 +62,7 @@ class Place:
 
     async def build(self) -> Place:
         given = (lambda: PASSPHRASE) if self.encrypted else None
-        repository = await Repository.create(self.backend, passphrase=given, cost=CHEAP)
+        repository = await StoredRepository.create(self.backend, passphrase=given, cost=CHEAP)
         first = await take(repository, A)
         self.contents[first] = A
         self.contents[await take(repository, B, first)] = B
@@ -76,10 +76,12 @@ class Place:
 
     async def open(
         self, watermark: Watermark | None = None, *, told: list[Event] | None = None
-    ) -> Repository:
+    ) -> StoredRepository:
         emit = (lambda event: told.append(event)) if told is not None else (lambda event: None)
         given = (lambda: PASSPHRASE) if self.encrypted else None
-        return await Repository.open(self.backend, passphrase=given, watermark=watermark, emit=emit)
+        return await StoredRepository.open(
+            self.backend, passphrase=given, watermark=watermark, emit=emit
+        )
 
     @property
     def entries(self) -> list[str]:
@@ -94,7 +96,7 @@ class Place:
 
 async def repaired(
     place: Place, *, accept: bool = False, watermark: Watermark | None = None
-) -> Repository:
+) -> StoredRepository:
     """Check, plan and repair; then everything is intact, and the collector deletes nothing that is
     needed.
     """
@@ -283,8 +285,8 @@ def test_an_unnoted_gap_and_another_log_are_not_believed(tmp_path: Path) -> None
         place = await Place().build()
         fork = MemoryBackend(dict(place.backend.objects))
         mine = FileWatermark(tmp_path / "seen")
-        await take(await Repository.open(fork), {1: 1})
-        await (await Repository.open(fork, watermark=mine)).snapshots()
+        await take(await StoredRepository.open(fork), {1: 1})
+        await (await StoredRepository.open(fork, watermark=mine)).snapshots()
         for _ in range(2):
             await take(await place.open(), {1: 2})
         flip(place.backend.objects, place.entries[0])
@@ -312,7 +314,7 @@ def test_a_fork_is_not_hidden_by_an_older_entry_that_is_lost() -> None:
         place = await Place().build()
         fork = MemoryBackend(dict(place.backend.objects))
         mine = Watermark()
-        repository = await Repository.open(fork, watermark=mine)
+        repository = await StoredRepository.open(fork, watermark=mine)
         await repository.update(place.last, pinned=True)
         await repository.snapshots()
         honest = await place.open()

@@ -13,7 +13,7 @@ import pytest
 from icecore.errors import IcecoreError, UsageError
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.gc import Collector
 from icecore.store.maintenance.repair import Repairer
@@ -25,7 +25,7 @@ from tests.store.test_check import A, B, Harm, build, empty, extend, flip, remov
 CONTENTS = (A, B, {1: 200, 2: 201})
 
 
-async def readable(repository: Repository, contents: dict[str, dict[int, int]]) -> set[str]:
+async def readable(repository: StoredRepository, contents: dict[str, dict[int, int]]) -> set[str]:
     """Return the snapshots that can be read back byte for byte."""
     good = set()
     for snapshot, content in contents.items():
@@ -61,9 +61,11 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
             tried.add(folder)
             harmed = MemoryBackend(dict(backend.objects))
             harm(harmed.objects, name)
-            repository = await Repository.open(harmed)
+            repository = await StoredRepository.open(harmed)
             source = (
-                await Repository.open(MemoryBackend(dict(backend.objects))) if replica else None
+                await StoredRepository.open(MemoryBackend(dict(backend.objects)))
+                if replica
+                else None
             )
             before = await readable(repository, contents)
             objects = dict(harmed.objects)
@@ -79,7 +81,7 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
             done = await Repairer(repository, source).apply()
             assert (done.quarantine.keys(), done.beyond) == (plan.quarantine.keys(), [])
 
-            fresh = await Repository.open(harmed)
+            fresh = await StoredRepository.open(harmed)
             assert set(await listed(fresh)) == set(contents)
             after = await readable(fresh, contents)
             assert before <= after and (not replica or after == set(contents)), name
@@ -123,7 +125,7 @@ def test_much_is_damaged_at_once(seed: int) -> None:
         ]
         for name in dice.sample(names, len(names) // 2):
             dice.choice([flip, truncate, empty, remove])(harmed.objects, name)
-        repository = await Repository.open(harmed)
+        repository = await StoredRepository.open(harmed)
         before = await readable(repository, contents)
         done = await Repairer(repository).apply()
         after = await readable(repository, contents)
@@ -136,7 +138,7 @@ def test_much_is_damaged_at_once(seed: int) -> None:
         await sound(repository)
         await collect(repository)
         # What is in quarantine comes back when a replica turns up.
-        source = await Repository.open(MemoryBackend(dict(backend.objects)))
+        source = await StoredRepository.open(MemoryBackend(dict(backend.objects)))
         done = await Repairer(repository, source).apply()
         assert await readable(repository, contents) == there
         assert set(done.release) == there - after and not (await sound(repository)).quarantined
@@ -206,7 +208,7 @@ def test_deltas_and_bases(tmp_path: Path) -> None:
 
 def test_only_a_replica_is_a_second_source() -> None:
     async def body() -> None:
-        one, other = [await Repository.create(MemoryBackend()) for _ in range(2)]
+        one, other = [await StoredRepository.create(MemoryBackend()) for _ in range(2)]
         with pytest.raises(UsageError):
             Repairer(one, other)
         assert (await Repairer(one).apply()).empty
@@ -227,7 +229,7 @@ def test_what_others_do_meanwhile_stays() -> None:
             key=lambda name: len(backend.objects[name]),
         )
         flip(backend.objects, shard)
-        one, other = await Repository.open(backend), await Repository.open(backend)
+        one, other = await StoredRepository.open(backend), await StoredRepository.open(backend)
         content = {5: 120, 6: 121}
         results = await asyncio.gather(
             Repairer(one).apply(),
@@ -238,7 +240,7 @@ def test_what_others_do_meanwhile_stays() -> None:
         )
         assert not [result for result in results if isinstance(result, BaseException)], results
         contents[results[1]] = content  # type: ignore[index]
-        fresh = await Repository.open(backend)
+        fresh = await StoredRepository.open(backend)
         await Repairer(fresh).apply()
         lost = {record.snapshot for record in await fresh.snapshots() if record.quarantined}
         assert lost == contents.keys() - await readable(fresh, contents)

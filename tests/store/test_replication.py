@@ -27,7 +27,7 @@ from icecore.store.backend.memory import MemoryBackend
 from icecore.store.backend.replicas import ReplicaBackend
 from icecore.store.backend.testing import BackendConformance
 from icecore.store.format.keys import Parameters
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.gc import COLLECT
 from icecore.store.maintenance.repair import Repairer
 from icecore.store.replication import reconcile
@@ -56,8 +56,8 @@ class World:
     async def build(self) -> World:
         given = (lambda: PASSPHRASE) if self.encrypted else None
         parameters = Parameters(shard_bytes=1 << 18)
-        first = await Repository.create(self.here, parameters, passphrase=given, cost=CHEAP)
-        await Repository.create(
+        first = await StoredRepository.create(self.here, parameters, passphrase=given, cost=CHEAP)
+        await StoredRepository.create(
             self.there, parameters, passphrase=given, cost=CHEAP, secret=first.keys.secret
         )
         old = await take(first, A)
@@ -66,8 +66,8 @@ class World:
         self.contents[await take(first, C)] = C
         return self
 
-    async def open(self, backend: Backend) -> Repository:
-        return await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+    async def open(self, backend: Backend) -> StoredRepository:
+        return await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
 
     async def sync(
         self, here: Backend | None = None, there: Backend | None = None, patience: float = 0.2
@@ -330,7 +330,7 @@ def test_repair_brings_back_what_a_replica_has(harm: Harm, encrypted: bool) -> N
             alone = await world.open(MemoryBackend(dict(harmed.objects)))
             quarantined = (await Repairer(alone).apply()).quarantine.keys()
             lost += len(quarantined)
-            fresh = await Repository.create(
+            fresh = await StoredRepository.create(
                 MemoryBackend(),
                 passphrase=(lambda: PASSPHRASE) if encrypted else None,
                 cost=CHEAP,
@@ -357,14 +357,14 @@ def test_strangers_are_refused() -> None:
     async def body() -> None:
         world = await World(True).build()
         stranger = MemoryBackend()
-        await Repository.create(stranger, passphrase=lambda: PASSPHRASE, cost=CHEAP)
+        await StoredRepository.create(stranger, passphrase=lambda: PASSPHRASE, cost=CHEAP)
         with pytest.raises(UsageError, match="not a replica"):
             await world.sync(there=stranger)
         secret = (await world.open(world.here)).keys.secret
         with pytest.raises(UsageError, match="not a replica"):
-            await Repository.open(stranger, secret=secret)
+            await StoredRepository.open(stranger, secret=secret)
         # A replica opens without its own passphrase for whoever has the secret.
-        assert (await Repository.open(world.there, secret=secret)).keys.secret == secret
+        assert (await StoredRepository.open(world.there, secret=secret)).keys.secret == secret
 
     asyncio.run(body())
 

@@ -29,7 +29,7 @@ from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.watermark import Watermark
 from icecore.store.maintenance.check import Report, check
@@ -143,7 +143,9 @@ class World:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.inner = MemoryBackend()
-        self.repository = self.run(Repository.create(self.inner, Parameters(shard_bytes=1 << 16)))
+        self.repository = self.run(
+            StoredRepository.create(self.inner, Parameters(shard_bytes=1 << 16))
+        )
         self.snapshots: dict[str, Content] = {}
         self.actors: list[Actor] = []
         self.readers: list[tuple[Session, Content]] = []
@@ -169,7 +171,7 @@ class World:
     def run(self, work: Awaitable[T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 60))
 
-    def act(self, kind: str, what: Callable[[Repository, Actor], Awaitable[object]]) -> Actor:
+    def act(self, kind: str, what: Callable[[StoredRepository, Actor], Awaitable[object]]) -> Actor:
         """Start an actor; it stops before its first store call."""
         backend = GatedBackend(self.inner)
         known = asyncio.Event()
@@ -177,7 +179,7 @@ class World:
         async def body() -> object:
             # What opening reads never changes: it is not worth a step.
             backend.open = True
-            repository = await Repository.open(backend)
+            repository = await StoredRepository.open(backend)
             backend.open = False
             await known.wait()
             return await what(repository, actor)
@@ -241,7 +243,7 @@ class World:
             self.readers.append((result, actor.content))
 
     def write(self, content: Content, base: str | None) -> None:
-        async def body(repository: Repository, actor: Actor) -> object:
+        async def body(repository: StoredRepository, actor: Actor) -> object:
             async with await repository.begin(base, "writer", beat_seconds=None) as session:
                 record, entries = await put(repository, session, content)
                 actor.record = record
@@ -251,7 +253,7 @@ class World:
         self.act("writer", body).content = content
 
     def start_reader(self, snapshot: str) -> None:
-        async def body(repository: Repository, actor: Actor) -> object:
+        async def body(repository: StoredRepository, actor: Actor) -> object:
             return await repository.read_session(snapshot, beat_seconds=None)
 
         self.act("reader", body).content = self.snapshots[snapshot]
@@ -262,7 +264,7 @@ class World:
         self.run(session.abort())
 
     def collect(self, *, compact_below: float, fence_seconds: float) -> None:
-        async def body(repository: Repository, actor: Actor) -> object:
+        async def body(repository: StoredRepository, actor: Actor) -> object:
             return await collect(
                 repository, compact_below=compact_below, fence_seconds=fence_seconds
             )
@@ -272,7 +274,7 @@ class World:
         self.act("collector", body).fencing = fence_seconds == 0
 
     def look(self) -> None:
-        async def body(repository: Repository, actor: Actor) -> object:
+        async def body(repository: StoredRepository, actor: Actor) -> object:
             return await check(repository)
 
         self.act("checker", body)
@@ -472,7 +474,7 @@ class Client:
         """Start the next process of the same client."""
         first = self._world.first
         log = Log(self.shown, first.keys.log, watermark=self.watermark)
-        self.repository = Repository(self.shown, first.config, first.keys, log, first.emit)
+        self.repository = StoredRepository(self.shown, first.config, first.keys, log, first.emit)
 
     async def believe(self) -> None:
         """Record what it now believes. It continues what it believed before, unless all evidence
@@ -506,7 +508,7 @@ class Deceit:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.inner = MemoryBackend()
-        self.first = self.run(Repository.create(self.inner, Parameters(shard_bytes=1 << 16)))
+        self.first = self.run(StoredRepository.create(self.inner, Parameters(shard_bytes=1 << 16)))
         self.archive = Archive(self.first.keys.log)
         self.root = self.archive.add(log_name(1), self.inner.objects.pop(log_name(1)))
         self.clients = [Client(self) for _ in range(3)]

@@ -17,7 +17,7 @@ from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.envelope import seal
 from icecore.store.format.hints import HINTS_KIND, TOUCHED
 from icecore.store.log import index
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import Watermark
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.repair import Repairer
@@ -44,7 +44,9 @@ def opening(
     watermark: Watermark | None = None,
     emit: Callable[[Event], None] = lambda event: None,
 ):  # type: ignore[no-untyped-def]
-    return Repository.open(backend, passphrase=lambda: PASSPHRASE, watermark=watermark, emit=emit)
+    return StoredRepository.open(
+        backend, passphrase=lambda: PASSPHRASE, watermark=watermark, emit=emit
+    )
 
 
 def flip_at(share: float) -> Harm:
@@ -61,7 +63,7 @@ def flip_at(share: float) -> Harm:
 async def build(encrypted: bool) -> tuple[MemoryBackend, dict[str, dict[int, int]], Watermark]:
     """Return a repository that has an object of every kind, and what a client has seen of it."""
     backend, watermark = MemoryBackend(), Watermark()
-    repository = await Repository.create(
+    repository = await StoredRepository.create(
         backend, passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP
     )
     first = await take(repository, CONTENTS[0])
@@ -92,7 +94,7 @@ def kind(name: str) -> str:
     return "/".join(parts[:2]) if parts[0] == "copies" else parts[0]
 
 
-async def readable(repository: Repository, contents: dict[str, dict[int, int]]) -> set[str]:
+async def readable(repository: StoredRepository, contents: dict[str, dict[int, int]]) -> set[str]:
     good = set()
     for snapshot, content in contents.items():
         try:
@@ -247,7 +249,9 @@ def test_a_configuration_that_is_lost_with_its_copy_is_made_anew(encrypted: bool
         with pytest.raises(IcecoreError) as raised:
             await opening(backend)
         assert "'icecore repair'" in raised.value.cure
-        repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE, rebuild=True)
+        repository = await StoredRepository.open(
+            backend, passphrase=lambda: PASSPHRASE, rebuild=True
+        )
         await Repairer(repository).apply()
         fresh = await opening(backend, watermark)
         assert (

@@ -10,7 +10,7 @@ import pytest
 from icecore.sizes import PAGE
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.cipher import overhead
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.stats import stats
 from icecore.store.snapshot.trial import Objective
 from tests.store.images import image, local_place, touch
@@ -22,7 +22,7 @@ def test_shared_and_own_bytes(encrypted: bool) -> None:
     async def body() -> None:
         backend = MemoryBackend()
         given = (lambda: PASSPHRASE) if encrypted else None
-        repository = await Repository.create(backend, passphrase=given, cost=CHEAP)
+        repository = await StoredRepository.create(backend, passphrase=given, cost=CHEAP)
         stored = PAGE + overhead(repository.keys.chunk)
         first = await take(repository, {cell: cell for cell in range(8)}, job="one")
         await take(repository, {**{cell: cell for cell in range(8)}, 1: 50}, first, job="one")
@@ -74,7 +74,7 @@ def test_deltas_count_their_bases(tmp_path: Path) -> None:
 
 def test_nothing_is_there() -> None:
     async def body() -> None:
-        found = await stats(await Repository.create(MemoryBackend()))
+        found = await stats(await StoredRepository.create(MemoryBackend()))
         assert (found.snapshots, found.live, found.dead, found.dedup_ratio, found.jobs) == (
             0,
             0,

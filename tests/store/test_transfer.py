@@ -18,7 +18,7 @@ from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
 from icecore.store.format.keys import Parameters
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.gc import Collector, Options
 from icecore.store.maintenance.repair import Repairer
@@ -41,7 +41,7 @@ def two(
     with place(here, encrypted=not encrypted) as source:
         passphrase = (lambda: PASSPHRASE) if encrypted else None
         target = source.loop.run(
-            Repository.create(there, Parameters(1 << 20), passphrase=passphrase, cost=CHEAP)
+            StoredRepository.create(there, Parameters(1 << 20), passphrase=passphrase, cost=CHEAP)
         )
         yield source, Place(source.loop, target)
         source.loop.run(target.close())
@@ -168,16 +168,16 @@ def test_crash_at_every_call_of_a_copy(side: str, effect: bool) -> None:
 
     async def build() -> tuple[MemoryBackend, MemoryBackend]:
         here, there = MemoryBackend(), MemoryBackend()
-        source = await Repository.create(here, Parameters(shard_bytes=1 << 18))
-        await Repository.create(
+        source = await StoredRepository.create(here, Parameters(shard_bytes=1 << 18))
+        await StoredRepository.create(
             there, Parameters(shard_bytes=1 << 18), passphrase=lambda: PASSPHRASE, cost=CHEAP
         )
         old = await take(source, A)
         contents.update({old: A, await take(source, B, old): B})
         return here, there
 
-    async def opened(backend: MemoryBackend | FaultyBackend) -> Repository:
-        return await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+    async def opened(backend: MemoryBackend | FaultyBackend) -> StoredRepository:
+        return await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE)
 
     async def aftermath(there: MemoryBackend, before: bool) -> None:
         repository = await opened(there)
@@ -214,7 +214,7 @@ def test_crash_at_every_call_of_a_copy(side: str, effect: bool) -> None:
 
 
 async def listed_in(backend: MemoryBackend) -> list[str]:
-    return await listed(await Repository.open(backend, passphrase=lambda: PASSPHRASE))
+    return await listed(await StoredRepository.open(backend, passphrase=lambda: PASSPHRASE))
 
 
 def test_a_store_that_fails_ends_the_copy_and_loses_nothing() -> None:
@@ -232,7 +232,7 @@ def test_a_store_that_fails_ends_the_copy_and_loses_nothing() -> None:
             )
 
         failing = source.loop.run(
-            Repository.open(FaultyBackend(there, plan), passphrase=lambda: PASSPHRASE)
+            StoredRepository.open(FaultyBackend(there, plan), passphrase=lambda: PASSPHRASE)
         )
         records = source.loop.run(source.repository.snapshots())
         with pytest.raises(StoreError, match="injected"):

@@ -10,7 +10,7 @@ import pytest
 
 from icecore.sizes import CELL_BYTES
 from icecore.store.backend.local import LocalBackend
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
@@ -25,8 +25,8 @@ def test_the_kept_repository_reads_back(kept: str, tmp_path: Path) -> None:
     shutil.copytree(DATA / kept, copy)
     with LoopThread() as loop:
 
-        async def opened() -> Repository:
-            return await Repository.open(LocalBackend(copy), passphrase=lambda: PASSPHRASE)
+        async def opened() -> StoredRepository:
+            return await StoredRepository.open(LocalBackend(copy), passphrase=lambda: PASSPHRASE)
 
         repository = loop.run(opened())
         assert repository.keys.encrypted == kept.endswith("encrypted")

@@ -27,7 +27,7 @@ from icecore.store.format.manifest import (
     Sizes,
 )
 from icecore.store.format.slots import Cost
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.writer import SnapshotWriter
 
@@ -83,8 +83,8 @@ def make(directory: Path, passphrase: bytes | None = None) -> None:
     """Write the repository."""
     with LoopThread() as loop:
 
-        async def create() -> Repository:
-            return await Repository.create(
+        async def create() -> StoredRepository:
+            return await StoredRepository.create(
                 LocalBackend(directory, create=True),
                 Parameters(shard_bytes=1 << 20),
                 passphrase=None if passphrase is None else lambda: passphrase,

@@ -19,7 +19,7 @@ from icecore.store.format.fingerprints import (
 from icecore.store.format.hints import decode_hints, limited
 from icecore.store.format.manifest import Manifest, OpenFile, Space, cells_of
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
@@ -78,7 +78,7 @@ class Parent:
 
 
 def load_parent(
-    repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink
+    repository: StoredRepository, loop: LoopThread, record: SnapshotRecord, emit: Sink
 ) -> Parent | None:
     """Read the manifest and the fingerprints of a parent. A damaged parent is reported and counts as
     missing (None).
@@ -116,7 +116,9 @@ def load_parent(
     )
 
 
-async def choose_parent(repository: Repository, job: str, wanted: str) -> SnapshotRecord | None:
+async def choose_parent(
+    repository: StoredRepository, job: str, wanted: str
+) -> SnapshotRecord | None:
     """Choose the snapshot to build on: the wanted one if it is still listed, else the job's newest.
     A snapshot that lost data is never chosen, because its chunks may be the damaged ones.
     """

@@ -8,7 +8,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.events import Sink
 from icecore.host.criu.program import Criu
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 
 
@@ -16,7 +16,7 @@ from icecore.store.runtime.loop import LoopThread
 class Request:
     """One dump as its caller wants it; see `icecore.dumper.dump.dump`."""
 
-    repository: Repository
+    repository: StoredRepository
     loop: LoopThread
     target: Target
     options: DumpOptions

@@ -24,7 +24,7 @@ from icecore.restorer.files.jobfiles import JobFiles, Owner
 from icecore.restorer.files.jobpaths import components
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.manifest import Space
-from icecore.store.log.repository import UNREGISTERED, Repository
+from icecore.store.log.repository import UNREGISTERED, StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
@@ -54,7 +54,7 @@ class ExportResult:
 
 
 def export(
-    repository: Repository,
+    repository: StoredRepository,
     loop: LoopThread,
     snapshot: str,
     directory: str | os.PathLike[str],
@@ -124,7 +124,7 @@ def _empty(folder: Path) -> None:
 class _Export:
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         loop: LoopThread,
         reader: SnapshotReader,
         folder: Path,

@@ -60,7 +60,7 @@ from icecore.store.format.fingerprints import (
 )
 from icecore.store.format.hints import decode_hints, limited
 from icecore.store.format.manifest import Space, cells_of
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
@@ -111,7 +111,7 @@ class Resident:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         loop: LoopThread,
         reader: SnapshotReader,
         limits: Limits,

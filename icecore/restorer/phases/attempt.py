@@ -12,7 +12,7 @@ from icecore.host.criu.program import Criu
 from icecore.host.jobs.registry import Registry
 from icecore.restorer.options import RestoreOptions
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 
 DEFAULT_WORKDIR = "/dev/shm"
@@ -33,7 +33,7 @@ class Attempt:
         device_file: Whether device memory may come through a file.
     """
 
-    repository: Repository
+    repository: StoredRepository
     loop: LoopThread
     snapshot: str
     record: SnapshotRecord | None

@@ -22,7 +22,7 @@ from icecore.store.format.names import SESSIONS, heartbeat_session
 from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log.catalog import Pages
 from icecore.store.log.presence import has_ended
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 
 BEAT_SECONDS = 15.0
@@ -39,7 +39,7 @@ def purpose_of(name: str) -> str:
     return f"run {name}"
 
 
-async def holder(repository: Repository, name: str) -> SessionRecord | None:
+async def holder(repository: StoredRepository, name: str) -> SessionRecord | None:
     """Return the session that holds the lease of a job; None: there is none."""
     state = (await repository.log.newest()).state
     return next((one for one in state.sessions if one.purpose == purpose_of(name)), None)
@@ -54,7 +54,7 @@ class Lease:
         session: The open session.
     """
 
-    def __init__(self, repository: Repository, name: str, session: Session) -> None:
+    def __init__(self, repository: StoredRepository, name: str, session: Session) -> None:
         self.name = name
         self._repository = repository
         self._session = session
@@ -121,7 +121,7 @@ class Lease:
 
 
 async def take(
-    repository: Repository, name: str, *, told: Callable[[SessionRecord], None] | None = None
+    repository: StoredRepository, name: str, *, told: Callable[[SessionRecord], None] | None = None
 ) -> Lease:
     """Take the lease of a job; wait for the silence of a holder that gives no sign of life.
 
@@ -152,7 +152,7 @@ async def take(
             return Lease(repository, name, session)
 
 
-async def _require_silence(repository: Repository, name: str, held: SessionRecord) -> None:
+async def _require_silence(repository: StoredRepository, name: str, held: SessionRecord) -> None:
     """Return once the holder has been silent for `SILENCE_SECONDS`, or has ended.
 
     Raises:
@@ -182,7 +182,7 @@ def _moment(at_ns: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_ns / 1e9))
 
 
-async def _signs(repository: Repository, session: str) -> frozenset[str]:
+async def _signs(repository: StoredRepository, session: str) -> frozenset[str]:
     """Return the names of a session's heartbeats."""
     return frozenset(
         [
@@ -193,7 +193,7 @@ async def _signs(repository: Repository, session: str) -> frozenset[str]:
     )
 
 
-async def _fence(repository: Repository, session: str) -> None:
+async def _fence(repository: StoredRepository, session: str) -> None:
     async def change(state: LogState, pages: Pages) -> LogState:
         if state.session(session) is None:
             return state

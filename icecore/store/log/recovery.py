@@ -20,7 +20,7 @@ from icecore.store.format.slots import decode_slots, verify
 from icecore.store.log import keychain
 from icecore.store.log.identity import Mend, inspect, is_of, mend
 from icecore.store.log.keychain import Newest, Passphrase, open_keys
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 
 FORMAT = 1
 _KIND = ObjectKind("recovery file", b"ICERECO", 1, 1 << 18, None)
@@ -43,7 +43,7 @@ class Recovery(msgspec.Struct, frozen=True):
     created_ns: int
 
 
-async def export(repository: Repository) -> bytes:
+async def export(repository: StoredRepository) -> bytes:
     """Return the recovery file of an open repository.
 
     Raises:

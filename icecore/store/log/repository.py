@@ -63,7 +63,7 @@ UNREGISTERED = "no session is registered in the repository: a collection elsewhe
 BEAT_SECONDS = 60.0
 
 
-class Repository:
+class StoredRepository:
     """An open repository; ``create`` and ``open`` make them.
 
     Attributes:
@@ -94,7 +94,7 @@ class Repository:
         secret: bytes = b"",
         watermark: Watermark | None = None,
         emit: Sink = discard,
-    ) -> Repository:
+    ) -> StoredRepository:
         """Make the place a repository.
 
         Args:
@@ -165,7 +165,7 @@ class Repository:
         rebuild: bool = False,
         known: str = "",
         emit: Sink = discard,
-    ) -> Repository:
+    ) -> StoredRepository:
         """Open the repository in ``backend``.
 
         Args:
@@ -249,7 +249,7 @@ class Repository:
         watermark: Watermark | None,
         admit: Admit | None,
         emit: Sink,
-    ) -> Repository:
+    ) -> StoredRepository:
         if admit is not None:
             admit(config.id, keys.encrypted)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)

@@ -88,7 +88,7 @@ def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
 
 
 class Session:
-    """An open session, made by ``Repository.begin``. As an async context manager, it is aborted on
+    """An open session, made by ``StoredRepository.begin``. As an async context manager, it is aborted on
     exit unless it was committed.
 
     Attributes:

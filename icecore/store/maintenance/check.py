@@ -65,7 +65,7 @@ from icecore.store.format.state import (
 from icecore.store.log.chain import FAR, KEPT_ENTRIES, PLANTED, Entry, anchor_before
 from icecore.store.log.identity import inspect
 from icecore.store.log.index import filtered, read_segment
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import BEAT_KIND, Session, decode_heartbeat
 from icecore.store.maintenance import relog
 from icecore.store.maintenance.reach import Refs, read_nodes, space_refs
@@ -145,7 +145,7 @@ class Report:
 
 
 async def check(
-    repository: Repository,
+    repository: StoredRepository,
     *,
     read_data: float = 0.0,
     register: bool = True,
@@ -179,7 +179,7 @@ async def check(
 
 
 class _Checker:
-    def __init__(self, repository: Repository, share: float) -> None:
+    def __init__(self, repository: StoredRepository, share: float) -> None:
         self.report = Report()
         self._repository = repository
         self._backend = repository.backend

@@ -28,7 +28,7 @@ from icecore.store.format.rows import Place, Stored
 from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.tables import read_table
 from icecore.store.maintenance.pieces import Seen
 from icecore.store.maintenance.reach import NODES_AT_ONCE, Live, Reach, read_nodes, space_refs
@@ -81,7 +81,7 @@ def find_sparse(
 
 
 async def compact(
-    repository: Repository, sizes: Mapping[tuple[Kind, bytes], int], below: float
+    repository: StoredRepository, sizes: Mapping[tuple[Kind, bytes], int], below: float
 ) -> Compacted:
     """Rewrite sparse shards; the collector then deletes the old ones.
 
@@ -147,7 +147,10 @@ async def compact(
 
 
 async def _rebase(
-    repository: Repository, records: list[SnapshotRecord], sparse: list[Sparse], writer: ShardWriter
+    repository: StoredRepository,
+    records: list[SnapshotRecord],
+    sparse: list[Sparse],
+    writer: ShardWriter,
 ) -> Rebaser:
     """Store deltas again in another form whose bases only they still need."""
     orphans, seen = Orphans(item.shard for item in sparse), Seen()
@@ -179,7 +182,7 @@ def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
 class _Copier:
     """Copies live chunks into new shards, and remembers their new places."""
 
-    def __init__(self, repository: Repository, writer: ShardWriter) -> None:
+    def __init__(self, repository: StoredRepository, writer: ShardWriter) -> None:
         self.moved: dict[tuple[bytes, int], Place | Stored] = {}
         self._repository = repository
         self._writer = writer

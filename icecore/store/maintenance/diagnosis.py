@@ -35,7 +35,7 @@ from icecore.store.log.chain import PLANTED
 from icecore.store.log.identity import Mend, inspect
 from icecore.store.log.index import read_segment
 from icecore.store.log.lookup import Index
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import BEAT_KIND, Session
 from icecore.store.log.tables import index_entries, read_table
 from icecore.store.maintenance.check import Damage, Report
@@ -123,8 +123,8 @@ class Diagnosis:
 
     def __init__(
         self,
-        repository: Repository,
-        source: Repository | None,
+        repository: StoredRepository,
+        source: StoredRepository | None,
         session: Session,
         report: Report,
         survey: Survey,

@@ -47,7 +47,7 @@ from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import KEPT_ENTRIES, Entry
 from icecore.store.log.presence import has_ended
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import decode_heartbeat
 from icecore.store.maintenance.compact import Compacted, Sparse, compact, find_sparse
 from icecore.store.maintenance.reach import Reach
@@ -180,7 +180,7 @@ class Collector:
         options: The options.
     """
 
-    def __init__(self, repository: Repository, options: Options | None = None) -> None:
+    def __init__(self, repository: StoredRepository, options: Options | None = None) -> None:
         self._repository = repository
         self._backend = repository.backend
         self._log = repository.log

@@ -17,7 +17,7 @@ from icecore.store.format.cellmap import NodeDecoder, parse_refs
 from icecore.store.format.manifest import MANIFEST_KIND, Manifest
 from icecore.store.format.names import Kind, object_name, parse_name
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.pieces import Pieces, Seen
 from icecore.store.runtime.parallel import each
 from icecore.store.snapshot.reader import plan_nodes
@@ -53,7 +53,7 @@ class Reach:
         held: Shards that quarantined snapshots reach.
     """
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: StoredRepository) -> None:
         self.names: set[tuple[Kind, bytes]] = set()
         self.hints: set[str] = set()
         self.lineages: set[str] = set()
@@ -191,7 +191,9 @@ def _shards(places: Records) -> Iterator[bytes]:
 
 
 async def readable_nodes(
-    repository: Repository, refs: Refs, fail: Callable[[int, IcecoreError], None] | None = None
+    repository: StoredRepository,
+    refs: Refs,
+    fail: Callable[[int, IcecoreError], None] | None = None,
 ) -> list[tuple[int, Records]]:
     """Return the CELL records of all nodes that can be read, with the number of each in ``refs``.
 
@@ -219,7 +221,9 @@ async def readable_nodes(
     return await read(np.arange(len(refs)))
 
 
-async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.NDArray[np.int64]]:
+async def read_nodes(
+    repository: StoredRepository, refs: Refs
+) -> tuple[Records, npt.NDArray[np.int64]]:
     """Return the CELL records of nodes in the order of ``refs``, verified, and the number of
     records of each node.
 

@@ -21,7 +21,7 @@ from icecore.store.format.codec import Buffer, Choice
 from icecore.store.format.names import object_name
 from icecore.store.format.rows import Place, Row, Stored, unpack
 from icecore.store.format.segment import of_shards
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.bases import WORTH, best_residual
 from icecore.store.snapshot.decoder import ChunkDecoder
@@ -114,7 +114,7 @@ class Rebaser:
         gone: Bases that nothing needs any more.
     """
 
-    def __init__(self, repository: Repository, writer: ShardWriter) -> None:
+    def __init__(self, repository: StoredRepository, writer: ShardWriter) -> None:
         self.moved: dict[Key, Place | Stored] = {}
         self.gone: set[Key] = set()
         self._repository = repository

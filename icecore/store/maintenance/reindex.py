@@ -30,7 +30,7 @@ from icecore.store.log.index import (
     read_segment,
     replaced,
 )
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.runtime.parallel import each
 
@@ -44,7 +44,7 @@ class Reindexer:
         gone: Condemned objects that have been deleted.
     """
 
-    def __init__(self, repository: Repository, gone: Iterable[tuple[Kind, bytes]]) -> None:
+    def __init__(self, repository: StoredRepository, gone: Iterable[tuple[Kind, bytes]]) -> None:
         self._repository = repository
         self._gone = set(gone)
         self._shards = frozenset(identity for kind, identity in self._gone if kind == "shard")

@@ -48,7 +48,7 @@ from icecore.store.format.state import (
     encode_entry,
 )
 from icecore.store.log.chain import FAR, KEPT_ENTRIES, PLANTED, Entry, Log
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
 from icecore.store.runtime.parallel import each
 
@@ -181,7 +181,7 @@ class Relogger:
             back an older copy.
     """
 
-    def __init__(self, repository: Repository, *, accept_rollback: bool = False) -> None:
+    def __init__(self, repository: StoredRepository, *, accept_rollback: bool = False) -> None:
         self._repository = repository
         self._backend = repository.backend
         self._log = repository.log
@@ -413,7 +413,7 @@ class Relogger:
         await self._log.newest()
 
 
-async def fill(repository: Repository, generation: int) -> None:
+async def fill(repository: StoredRepository, generation: int) -> None:
     """Take the name of a lost entry, so that no suspended writer creates it and takes its entry for
     valid.
     """
@@ -427,7 +427,7 @@ async def fill(repository: Repository, generation: int) -> None:
 
 
 async def complete(
-    repository: Repository, manifest: Manifest, name: str, shards: set[bytes]
+    repository: StoredRepository, manifest: Manifest, name: str, shards: set[bytes]
 ) -> bool:
     """Return whether everything that a manifest refers to exists.
 

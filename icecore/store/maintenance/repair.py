@@ -26,7 +26,7 @@ from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.identity import inspect, mend
 from icecore.store.log.index import build
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.maintenance.check import Damage, check
 from icecore.store.maintenance.diagnosis import Diagnosis, Fix, Plan, Survey
@@ -56,8 +56,8 @@ class Repairer:
 
     def __init__(
         self,
-        repository: Repository,
-        source: Repository | None = None,
+        repository: StoredRepository,
+        source: StoredRepository | None = None,
         *,
         read_data: float = 1.0,
         accept_rollback: bool = False,
@@ -177,7 +177,7 @@ def _same_secret(one: Keys, other: Keys) -> bool:
 class _Apply:
     """Stores the new objects, and replaces the old ones."""
 
-    def __init__(self, repository: Repository, session: Session, survey: Survey) -> None:
+    def __init__(self, repository: StoredRepository, session: Session, survey: Survey) -> None:
         self._repository = repository
         self._session = session
         self._survey = survey

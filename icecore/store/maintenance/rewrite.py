@@ -22,7 +22,7 @@ from icecore.store.format.names import object_name, random_id
 from icecore.store.format.rows import Place, Stored
 from icecore.store.format.segment import of_shards
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.maintenance.reach import Refs, read_nodes, space_refs
 
@@ -60,7 +60,7 @@ class MapRewriter:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         session: Session,
         moved: Moved,
         *,

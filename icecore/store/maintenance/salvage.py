@@ -20,7 +20,7 @@ from icecore.store.format.names import object_name
 from icecore.store.format.rows import Place, Row, unpack
 from icecore.store.format.segment import of_shards
 from icecore.store.log.lookup import Index
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 
 Key = tuple[bytes, int]
 _OTHERS = 4
@@ -130,8 +130,8 @@ class Salvager:
 
     def __init__(
         self,
-        repository: Repository,
-        source: Repository | None,
+        repository: StoredRepository,
+        source: StoredRepository | None,
         records: Records,
         doubtful: frozenset[bytes],
         index: Index,
@@ -276,7 +276,7 @@ def _sealed(stored: bytes) -> bool:
         return False
 
 
-async def _read(repository: Repository, chunk: bytes, place: Place) -> bytes | None:
+async def _read(repository: StoredRepository, chunk: bytes, place: Place) -> bytes | None:
     """Return what is stored of a chunk at a place, decrypted; None if there is nothing."""
     if not 0 < place.length <= CELL_BYTES + codec.MAX_OVERHEAD:
         return None

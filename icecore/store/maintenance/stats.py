@@ -20,7 +20,7 @@ from icecore.store.format.cell import Records, data_pages
 from icecore.store.format.names import KINDS, PREFIX, parse_name
 from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
 
 #: A reached piece of a shard. ``key`` is shard number << 40 | offset; ``pages`` is 0 for a base
@@ -101,7 +101,7 @@ class Stats:
         return self.chunk_bytes / self.live if self.live else 1.0
 
 
-async def stats(repository: Repository, *, register: bool = True) -> Stats:
+async def stats(repository: StoredRepository, *, register: bool = True) -> Stats:
     """Count everything; unreadable parts of maps are left out ('check' names them).
 
     Args:
@@ -121,7 +121,7 @@ async def stats(repository: Repository, *, register: bool = True) -> Stats:
 
 
 class _Counter:
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: StoredRepository) -> None:
         self._repository = repository
         self._numbers: dict[bytes, int] = {}
 

@@ -15,7 +15,7 @@ from icecore.store.format.marks import joined
 from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Plan:
 
 
 async def plan(
-    source: Repository,
-    target: Repository,
+    source: StoredRepository,
+    target: StoredRepository,
     records: Sequence[SnapshotRecord] | None = None,
     *,
     forget: bool = False,
@@ -92,7 +92,7 @@ async def plan(
     return Plan(bring, mark, gone)
 
 
-async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> list[str]:
+async def carry_marks(target: StoredRepository, records: Sequence[SnapshotRecord]) -> list[str]:
     """Give the target's snapshots the newer of both replicas' marks, in one transaction.
 
     Args:
@@ -121,7 +121,7 @@ async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> 
     return changed
 
 
-def require_replica(source: Repository, target: Repository) -> None:
+def require_replica(source: StoredRepository, target: StoredRepository) -> None:
     """Refuse two repositories that do not share a master secret.
 
     Raises:

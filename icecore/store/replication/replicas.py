@@ -53,7 +53,7 @@ from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.lookup import Index
-from icecore.store.log.repository import UNREGISTERED, Repository
+from icecore.store.log.repository import UNREGISTERED, StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.tables import index_entries, read_table
 from icecore.store.maintenance.gc import COLLECT, Collector
@@ -106,8 +106,8 @@ class Synced:
 
 
 async def sync(
-    source: Repository,
-    target: Repository,
+    source: StoredRepository,
+    target: StoredRepository,
     todo: Plan,
     *,
     patience: float = 60.0,
@@ -155,7 +155,7 @@ async def sync(
 
 
 class _Sync:
-    def __init__(self, source: Repository, target: Repository, patience: float) -> None:
+    def __init__(self, source: StoredRepository, target: StoredRepository, patience: float) -> None:
         self.done = Synced()
         self._source = source
         self._target = target

@@ -24,7 +24,7 @@ from icecore.store.format import codec
 from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import Manifest, Region, Sizes, Space
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import UNREGISTERED, Repository
+from icecore.store.log.repository import UNREGISTERED, StoredRepository
 from icecore.store.replication.replicas import Lost
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.runtime.pool import huge_buffer
@@ -58,8 +58,8 @@ class Copied:
 
 
 def copy(
-    source: Repository,
-    target: Repository,
+    source: StoredRepository,
+    target: StoredRepository,
     loop: LoopThread,
     records: Sequence[SnapshotRecord],
     *,
@@ -150,8 +150,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: Repository,
-        target: Repository,
+        source: StoredRepository,
+        target: StoredRepository,
         loop: LoopThread,
         threads: int,
         objective: Objective | None,
@@ -278,7 +278,11 @@ class _Parents:
 
     @classmethod
     def load(
-        cls, source: Repository, target: Repository, loop: LoopThread, parent: str | None
+        cls,
+        source: StoredRepository,
+        target: StoredRepository,
+        loop: LoopThread,
+        parent: str | None,
     ) -> _Parents:
         """Read the parent; proceed without one if it cannot be read."""
         made = cls()

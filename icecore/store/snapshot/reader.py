@@ -25,7 +25,7 @@ from icecore.store.format.manifest import Manifest, Space
 from icecore.store.format.names import object_name
 from icecore.store.format.rows import Place, Row, unpack
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.pool import Scratch, ScratchPerThread
 from icecore.store.snapshot.ahead import ReadAhead
 from icecore.store.snapshot.decoder import ChunkDecoder, damaged_chunk
@@ -94,7 +94,7 @@ class SnapshotReader:
 
     Args:
         repository: The repository.
-        manifest: The snapshot's manifest (``Repository.manifest``).
+        manifest: The snapshot's manifest (``StoredRepository.manifest``).
         loop: The repository's event loop, in another thread than the callers'. Needed unless the
             back end has direct reads.
 
@@ -104,7 +104,7 @@ class SnapshotReader:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         manifest: Manifest,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -124,7 +124,10 @@ class SnapshotReader:
 
     @classmethod
     def open(
-        cls, repository: Repository, snapshot: str | SnapshotRecord, loop: asyncio.AbstractEventLoop
+        cls,
+        repository: StoredRepository,
+        snapshot: str | SnapshotRecord,
+        loop: asyncio.AbstractEventLoop,
     ) -> SnapshotReader:
         """Return the reader of a snapshot given by id or record.
 

@@ -18,7 +18,7 @@ from icecore.store.format.cipher import overhead
 from icecore.store.format.names import random_id
 from icecore.store.format.rows import Place
 from icecore.store.format.shard import ShardBuilder, ShardTable, place_chunk
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.tables import index_entries
 from icecore.store.runtime.pool import huge_buffer
@@ -60,7 +60,7 @@ class _Filling(ABC):
 class _Buffered(_Filling):
     """A shard in memory, created in one call."""
 
-    def __init__(self, repository: Repository, session: Session, room: memoryview) -> None:
+    def __init__(self, repository: StoredRepository, session: Session, room: memoryview) -> None:
         self.room = room
         self.table = self._builder = ShardBuilder(random_id(), room)
         self._keys = repository.keys
@@ -90,7 +90,7 @@ class _Drafted(_Filling):
     before, and no shard is in memory.
     """
 
-    def __init__(self, repository: Repository, session: Session, limit: int) -> None:
+    def __init__(self, repository: StoredRepository, session: Session, limit: int) -> None:
         self.table = ShardTable(random_id(), limit)
         self._keys = repository.keys
         self._draft = session.draft("shard", self.table.name)
@@ -149,7 +149,7 @@ class ShardWriter:
         bytes: Stored bytes so far.
     """
 
-    def __init__(self, repository: Repository, session: Session) -> None:
+    def __init__(self, repository: StoredRepository, session: Session) -> None:
         self.bytes = 0
         self._repository = repository
         self._session = session

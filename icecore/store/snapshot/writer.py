@@ -32,7 +32,7 @@ from icecore.store.format.rows import Place, Row, Stored, pack, unpack
 from icecore.store.format.segment import make_entries
 from icecore.store.format.shard import ShardTable
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.log.repository import Repository
+from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.pool import BufferPool, ScratchPerThread
@@ -94,7 +94,7 @@ class SnapshotWriter:
 
     def __init__(
         self,
-        repository: Repository,
+        repository: StoredRepository,
         session: Session,
         loop: asyncio.AbstractEventLoop,
         *,
