@@ -260,7 +260,7 @@ def dump(
         repository: The repository, open or as a location. Empty: the configured one.
         options: Default: the configured options.
         config: Default: `icecore.config.load`.
-        emit: Gets the events (docs/events.md), from several threads.
+        emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:
         The snapshot's id, its sizes in bytes, and the length of the window in seconds.
@@ -325,7 +325,7 @@ def restore(
         options: Default: the configured options. With ``mode`` lazy, the tree dies with this
             process until all its memory is loaded.
         config: Default: `icecore.config.load`.
-        emit: Gets the events (docs/events.md), from several threads.
+        emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:
         The pid of the tree's root and the restored job, as soon as the tree runs.

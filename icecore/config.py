@@ -327,9 +327,9 @@ class ScheduleSettings:
     failure_seconds: float = _setting(86400.0, SECONDS)
     slow_down: float = _setting(0.02, SHARE)
     notice: float = _setting(0.0, SECONDS)
-    notice_command: str = _setting("", TEXT)
+    notice_command: str = _setting("", COMMAND)
     notice_url: str = _setting("", TEXT)
-    requeue_command: str = _setting("", TEXT)
+    requeue_command: str = _setting("", COMMAND)
     preempted_exit: int = _setting(85, COUNT)
 
 

@@ -22,7 +22,7 @@ class Event:
     """One event.
 
     Attributes:
-        name: Dotted name, such as ``dump.window`` (docs/events.md lists all).
+        name: Dotted name, such as ``dump.window`` (docs/reference/events.md lists all).
         fields: Values for JSON; bytes in ``bytes``, durations in ``seconds``. Paths and arguments
             are as `os.fsdecode` returns them.
         at: Unix time in seconds.

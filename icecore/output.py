@@ -356,7 +356,7 @@ def _predicted_words(fields: Mapping[str, Any]) -> str:
 
 
 def left_words(left: Mapping[str, int]) -> str:
-    """Return the device memory that the preload has left to the driver (docs/format.md), as text;
+    """Return the device memory that the preload has left to the driver (docs/reference/format.md), as text;
     empty if there is none.
     """
     sizes = {kind: left.get(f"{name}_bytes", 0) for name, kind in _LEFT.items()}

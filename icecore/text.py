@@ -4,8 +4,8 @@ No two byte strings ever become the same text. In memory, a name from the kernel
 surrogate escapes (PEP 383, `os.fsdecode`), which preserves the exact bytes. Such a str can be
 neither printed nor stored nor put into JSON. Convert it with:
 
-- `stored` and `loaded` for objects of the repository (docs/format.md);
-- `jsonable` for ``--json`` (docs/events.md);
+- `stored` and `loaded` for objects of the repository (docs/reference/format.md);
+- `jsonable` for ``--json`` (docs/reference/events.md);
 - `printable` for one value that people read; reversible;
 - `harmless` for a whole line that people read and that may contain foreign parts.
 """

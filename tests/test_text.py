@@ -155,7 +155,7 @@ def test_json_is_strict_and_utf8(fields: dict[str, Any]) -> None:
 
 
 def exact(fields: Mapping[str, Any], name: str) -> bytes:
-    """Return the bytes of an event's field, as docs/events.md defines them."""
+    """Return the bytes of an event's field, as docs/reference/events.md defines them."""
     return (
         base64.b64decode(fields[f"{name}_base64"])
         if f"{name}_base64" in fields

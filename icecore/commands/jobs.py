@@ -238,7 +238,9 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         )
 
     if supervise.is_wanted(arguments):
-        return supervise.run(arguments, context, start)
+        return supervise.run(
+            arguments, context, start, lambda job: _Writer(job, context, "both").write
+        )
     job = start()
     if arguments.detach:
         context.output.line(job.name)

@@ -55,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--on-term",
         choices=("snapshot", "pass"),
+        metavar="snapshot|pass",
         help="on TERM, USR1, INT or HUP: stop the job with a snapshot (default), or pass the signal on",
     )
     group.add_argument(
@@ -93,9 +94,10 @@ def add(commands: Commands) -> None:
         "schedule",
         schedule,
         "Explain how often a supervised job is snapshotted, and what that costs.",
+        "icecore schedule explain train",
     )
-    parser.add_argument("action", choices=("explain",))
-    parser.add_argument("job", help="name of the job")
+    parser.add_argument("action", choices=("explain",), metavar="explain", help="print the numbers")
+    parser.add_argument("job", metavar="JOB", help="name of the job")
 
 
 def is_wanted(arguments: argparse.Namespace) -> bool:
@@ -103,13 +105,19 @@ def is_wanted(arguments: argparse.Namespace) -> bool:
     return bool(arguments.resume or arguments.every or arguments.on_term or arguments.restart)
 
 
-def run(arguments: argparse.Namespace, context: Context, start: Callable[[], Job]) -> int:
+def run(
+    arguments: argparse.Namespace,
+    context: Context,
+    start: Callable[[], Job],
+    writer: Callable[[Job], Callable[[LogPiece], None]],
+) -> int:
     """Run a supervised job.
 
     Args:
         start: Starts it anew.
+        writer: Makes what shows the output of an instance.
     """
-    from icecore.commands.jobs import _Writer
+    from icecore.engine import RepositoryEngine
     from icecore.service.interval import Bounds
     from icecore.service.supervisor import Plan, Supervisor
 
@@ -143,10 +151,12 @@ def run(arguments: argparse.Namespace, context: Context, start: Callable[[], Job
         slow_down=own.slow_down,
         keep=_policy(arguments, context),
     )
-    writers: dict[str, _Writer] = {}
+    writers: dict[str, Callable[[LogPiece], None]] = {}
 
     def write(job: Job, piece: LogPiece) -> None:
-        writers.setdefault(job.instance, _Writer(job, context, "both")).write(piece)
+        if job.instance not in writers:
+            writers[job.instance] = writer(job)
+        writers[job.instance](piece)
 
     def emit(event: Event) -> None:
         context.output.event(event)
@@ -154,7 +164,8 @@ def run(arguments: argparse.Namespace, context: Context, start: Callable[[], Job
             for line in words(event):
                 context.output.note(line)
 
-    return Supervisor(plan, context.repository(), context.config, write=write, emit=emit).run()
+    engine = RepositoryEngine(context.repository(), context.config)
+    return Supervisor(plan, engine, write=write, emit=emit).run()
 
 
 def words(event: Event) -> list[str]:

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
-from icecore import api
-from icecore.config import Config, without_secrets
+import msgspec
+
+from icecore.config import without_secrets
 from icecore.dumper.dump import DumpResult
 from icecore.errors import (
     Damaged,
@@ -38,16 +38,16 @@ from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
 from icecore.host.jobs.registry import Registry
 from icecore.host.jobs.shell import run_shell
 from icecore.host.kernel import procfs
+from icecore.restorer.restored import Restored
 from icecore.service.interval import Bounds, choose
 from icecore.service.notice import Notices
 from icecore.service.record import FOLDER, Record, Taken
 from icecore.service.watchdog import Watchdog
 from icecore.store.format.state import SessionRecord, SnapshotRecord
 from icecore.store.log import lease
+from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.forget import Policy
-
-if TYPE_CHECKING:
-    from icecore.repository import Repository
+from icecore.store.runtime.loop import LoopThread
 
 #: Signals on which the job is stopped with a snapshot, or to which it is told.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -134,13 +134,38 @@ class _Dumped:
 _Message = _Signalled | _Noticed | _Ended | _Dumped
 
 
+class Engine(Protocol):
+    """What a supervisor needs of the rest of icecore; `icecore.engine` is the one.
+
+    Attributes:
+        registry: The jobs of this node.
+        core: The repository of their snapshots.
+        loop: The event loop in which ``core`` lives.
+    """
+
+    registry: Registry
+    core: StoredRepository
+    loop: LoopThread
+
+    def snapshots(self, job: str) -> list[SnapshotRecord]:
+        """Return the snapshots of a job in order of their commits."""
+
+    def dump(self, pid: int, *, stop: bool, emit: Sink) -> DumpResult:
+        """Take a snapshot of a job, and end it if ``stop``."""
+
+    def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:
+        """Restore a snapshot as the job of a name, with all its memory."""
+
+    def forget(self, policy: Policy, job: str) -> None:
+        """Forget what a policy does not keep of a job's snapshots."""
+
+
 class Supervisor:
     """Supervises one job; use `run` once.
 
     Args:
         plan: What was asked for.
-        repository: Where its snapshots are.
-        config: Settings of dumps and restores.
+        engine: Takes and restores its snapshots.
         write: Gets the job's output.
         emit: Gets the events (docs/reference/events.md).
     """
@@ -148,18 +173,16 @@ class Supervisor:
     def __init__(
         self,
         plan: Plan,
-        repository: Repository,
-        config: Config,
+        engine: Engine,
         *,
         write: Callable[[Job, LogPiece], None],
         emit: Sink,
     ) -> None:
         self._plan = plan
-        self._repository = repository
-        self._config = config
+        self._engine = engine
         self._write = write
         self._emit = emit
-        self._registry: Registry = api.registry(config)
+        self._registry = engine.registry
         self._record = Record(self._registry.state, plan.name)
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._job: Job | None = None
@@ -223,8 +246,8 @@ class Supervisor:
         def waits(held: SessionRecord) -> None:
             self._tell("run.lease", host=held.host, since=held.created_ns / 1e9)
 
-        self._lease = self._repository.loop.run(
-            lease.take(self._repository.core, self._plan.name, told=waits)
+        self._lease = self._engine.loop.run(
+            lease.take(self._engine.core, self._plan.name, told=waits)
         )
         try:
             yield
@@ -235,7 +258,7 @@ class Supervisor:
             if self._watchdog is not None:
                 self._watchdog.disarm()
             with suppress(IcecoreError):
-                self._repository.loop.run(self._lease.release())
+                self._engine.loop.run(self._lease.release())
 
     @contextmanager
     def _notices(self) -> Iterator[None]:
@@ -271,7 +294,7 @@ class Supervisor:
 
     def _candidates(self) -> list[SnapshotRecord]:
         """Return the whole snapshots of the newest lineage of this name, newest first."""
-        found = self._repository.snapshots(job=self._plan.name)[::-1]
+        found = self._engine.snapshots(self._plan.name)[::-1]
         whole = [one for one in found if not one.quarantined]
         return [one for one in whole if one.lineage == whole[0].lineage]
 
@@ -283,18 +306,8 @@ class Supervisor:
         """
         last: IcecoreError | None = None
         for record in candidates:
-            options = replace(
-                api.restore_options(self._config), instance=self._plan.name, detach=True
-            )
             try:
-                restored = api.restore(
-                    record.snapshot,
-                    self._repository,
-                    options,
-                    config=self._config,
-                    emit=self._emit,
-                )
-                restored.wait_resident()
+                restored = self._engine.restore(record.snapshot, self._plan.name, emit=self._emit)
                 if restored.job is None:
                     raise ResumeFailed(
                         f"snapshot {record.snapshot[:12]} is not of a job that 'icecore run' started",
@@ -396,7 +409,10 @@ class Supervisor:
             return
         self._paused = pause
         self._signal_tree(self._job, signal.SIGSTOP if pause else signal.SIGCONT)
-        self._tell("run.paused" if pause else "run.unpaused")
+        if pause:
+            self._tell("run.paused")
+        else:
+            self._tell("run.unpaused")
 
     def _on_signal(self, number: int) -> int | None:
         if self._plan.on_term == "pass":
@@ -442,10 +458,7 @@ class Supervisor:
         failed: IcecoreError | None = None
         try:
             with self._turn(stop):
-                options = replace(api.dump_options(self._config), stop=stop)
-                result = api.dump(
-                    job.pid, self._repository, options, config=self._config, emit=heard
-                )
+                result = self._engine.dump(job.pid, stop=stop, emit=heard)
         except IcecoreError as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
@@ -525,10 +538,7 @@ class Supervisor:
         if self._plan.keep is None:
             return
         try:
-            plan = self._repository.plan_forget(self._plan.keep, job=self._plan.name)
-            gone = [one.record for one in plan if not one.reasons]
-            if gone:
-                self._repository.forget(gone)
+            self._engine.forget(self._plan.keep, self._plan.name)
         except IcecoreError as error:
             self._tell("run.forget_failed", error=str(error))
 
@@ -590,11 +600,11 @@ class Supervisor:
 
     def _add(self, ran: float, *, failed: bool) -> None:
         """Count a run."""
-        from msgspec.structs import replace as changed
-
         known = self._record.measured
         self._record.save(
-            changed(known, ran_seconds=known.ran_seconds + ran, failures=known.failures + failed)
+            msgspec.structs.replace(
+                known, ran_seconds=known.ran_seconds + ran, failures=known.failures + failed
+            )
         )
 
     def _leave(self, stopped: DumpResult) -> int:
@@ -604,7 +614,7 @@ class Supervisor:
             variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": stopped.snapshot}
             environment = {**without_secrets(os.environ), **variables}
             assert self._lease is not None
-            self._repository.loop.run(self._lease.release())  # whoever comes next need not wait
+            self._engine.loop.run(self._lease.release())  # whoever comes next need not wait
             try:
                 status = run_shell(
                     self._plan.requeue, environment, seconds=_REQUEUE_SECONDS, output=2
@@ -639,8 +649,3 @@ class Supervisor:
 
     def _tell(self, name: str, **fields: Value) -> None:
         self._emit(Event(name, {"job": self._plan.name, **fields}))
-
-
-def state_of(config: Config) -> Path:
-    """Return the state directory in which supervisors keep their records."""
-    return api.registry(config).state

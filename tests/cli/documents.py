@@ -14,7 +14,7 @@ PHASE = {"state", "seconds", "bytes", "gb_per_s", "error", "total"}
 
 @dataclass(frozen=True)
 class Documented:
-    """An event in docs/events.md: fields that are always present, and optional ones."""
+    """An event in docs/reference/events.md: fields that are always present, and optional ones."""
 
     always: frozenset[str]
     sometimes: frozenset[str]
@@ -49,9 +49,9 @@ def documented_events() -> dict[str, Documented]:
 
 
 def check_event(event: dict[str, object], documented: dict[str, Documented]) -> None:
-    """Assert that an event is what docs/events.md says."""
+    """Assert that an event is what docs/reference/events.md says."""
     name = str(event["event"])
-    assert name in documented, f"{name} is not in docs/events.md"
+    assert name in documented, f"{name} is not in docs/reference/events.md"
     fields = event.keys() - COMMON
     fields = {key.removesuffix("_base64") for key in fields}  # beside a field that is not UTF-8
     assert fields <= documented[name].all, (

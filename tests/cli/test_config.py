@@ -96,7 +96,13 @@ def test_standard_files() -> None:
 
 
 def test_every_key_can_be_overridden_by_the_environment() -> None:
-    texts = {"SIZE": "3MiB", "DURATION": "7s", "N": "5", "PLACE …": "one two"}
+    texts = {
+        "SIZE": "3MiB",
+        "DURATION": "7s",
+        "N": "5",
+        "PLACE …": "one two",
+        "SHARE": "7%",
+    }
     for section, key, kind, default in config.every_setting():
         text = next((word for word in kind.words if word != default), "") or texts.get(
             kind.short, "word"

@@ -157,49 +157,19 @@ def headings(document: Path) -> set[str]:
     return found
 
 
-#: Pages that another change brings.
-EXPECTED = {
-    "docs/explanation/architecture.md",
-    "docs/explanation/dump.md",
-    "docs/explanation/restore.md",
-    "docs/explanation/resident-memory.md",
-    "docs/explanation/repository.md",
-    "docs/explanation/security.md",
-    "docs/decisions",
-    "docs/results/2026-11-23-resident-memory.md",
-}
-#: Pages that the same change removes.
-GOING = {"design.md", "contracts.md", "resident.md", "security.md"}
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_links_lead_somewhere(document: Path) -> None:
-    if document.parent == ROOT / "docs" and document.name in GOING:
-        pytest.skip("goes with another change")
     wrong = []
     for link in _LINK.findall(_FENCE.sub("", document.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (document.parent / path).resolve() if path else document
-        place = str(target.relative_to(ROOT)) if target.is_relative_to(ROOT) else link
-        if place in EXPECTED and not target.exists():
-            continue
         if not target.exists() or (
             anchor and target.suffix == ".md" and anchor not in headings(target)
         ):
             wrong.append(link)
     assert not wrong, f"{named(document)}: {wrong}"
-
-
-#: Names that sources still use for pages that have moved.
-MOVED = {
-    f"docs/{name}.md"
-    for name in (
-        *("benchmarks", "cli", "contracts", "design", "events", "format-data", "format"),
-        *("gpu", "object-storage", "regions", "resident", "scale", "security"),
-    )
-}
 
 
 def test_every_document_that_a_source_names_exists() -> None:
@@ -210,7 +180,7 @@ def test_every_document_that_a_source_names_exists() -> None:
                 text = path.read_bytes().decode(errors="replace")
                 named |= set(re.findall(r"(?<![\w/.])docs/[\w/.-]*\.md\b", text))
     assert len(named) > 3
-    assert not {name for name in named - MOVED - EXPECTED if not (ROOT / name).exists()}
+    assert not {name for name in named if not (ROOT / name).exists()}
 
 
 def test_documents_were_found() -> None:

@@ -101,10 +101,11 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         {"Path.mkdir", "Path.unlink", "shutil.rmtree"},
         "the directory that the user named; open files in it go through jobfiles.py",
     ),
-    "restore.py": (
+    "phases/planning.py": (
         {"Path.mkdir", "shutil.rmtree"},
         "icecore's work directory, made by icecore.host.workdir",
     ),
+    "phases/releasing.py": ({"shutil.rmtree"}, "icecore's work directory"),
     "tree.py": (
         {"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"},
         "the hold script and its FIFO in icecore's work directory",

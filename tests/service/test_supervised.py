@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from icecore import Config
+from icecore.engine import RepositoryEngine
 from icecore.events import Event
 from icecore.host.kernel import procfs
 from icecore.repository import Repository
@@ -298,8 +299,7 @@ def test_a_job_is_paused_while_another_could_take_its_name(
     with Repository.open(place, config=config) as repository:
         supervisor = Supervisor(
             Plan("counter", start),  # type: ignore[arg-type]
-            repository,
-            config,
+            RepositoryEngine(repository, config),
             write=lambda job, piece: lines.append(piece.data),
             emit=emit,
         )

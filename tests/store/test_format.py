@@ -1,4 +1,4 @@
-"""docs/format.md and the code agree on magics, bounds, sizes and key names; and fixed bytes that
+"""docs/reference/format.md and the code agree on magics, bounds, sizes and key names; and fixed bytes that
 every later version must read.
 """
 

@@ -1,7 +1,7 @@
 """The collector's protocol as a small model, and every interleaving of two writers, a reader and
 two collectors, with forgetting, fencing and crashes in between.
 
-The model is the protocol of docs/format.md and nothing else: a transaction is one step on the
+The model is the protocol of docs/reference/format.md and nothing else: a transaction is one step on the
 newest state; each put, listing and delete is another. A process that crashes takes no further step,
 so every prefix is covered. Each rule is also broken once, to show that the model notices.
 """

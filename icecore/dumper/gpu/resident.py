@@ -158,7 +158,7 @@ class Resident:
                 so twice this amount is not available.
 
         Returns:
-            Event fields: ``pinned`` bytes, and what was found of changes (docs/events.md).
+            Event fields: ``pinned`` bytes, and what was found of changes (docs/reference/events.md).
 
         Raises:
             WorkerFailed, ResidentFailed: The worker or the memory is not available.
@@ -560,7 +560,7 @@ class Resident:
         return [process.cells.capture for process in self._processes]
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """Return what a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
+        """Return what a restore needs to know, for the manifest's ``extra`` (docs/reference/format.md)."""
         processes = {
             str(images[pid]): {
                 "token": self.inspection.reports[pid].token.hex(),

@@ -23,16 +23,16 @@ from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
 
-#: Rates, in bytes a second, at which changed memory is copied aside on its GPU (docs/resident.md:
+#: Rates, in bytes a second, at which changed memory is copied aside on its GPU (docs/results:
 #: 0.4–0.9 TB/s) and over the bus into pinned memory (its target there).
 DEVICE_RATE, HOST_RATE = 400e9, 45e9
 #: Rate at which the window stores memory that has no room for a copy: a first snapshot of 112 GiB
-#: took 9.9 s, for 41 of them (docs/resident.md).
+#: took 9.9 s, for 41 of them (docs/results).
 STORE_RATE = 5e9
-#: Seconds of the driver's checkpoint and of CRIU that run beside the copying (docs/resident.md: what
+#: Seconds of the driver's checkpoint and of CRIU that run beside the copying (docs/results: what
 #: a window of 0.54 s consists of).
 BESIDE_SECONDS = 0.3
-#: What the worker's own context takes of each GPU's free memory (docs/resident.md).
+#: What the worker's own context takes of each GPU's free memory (docs/results).
 _WORKER_BYTES = 500 << 20
 #: How long to ask an agent again that does not answer.
 _REPORT_SECONDS, _POLL_SECONDS = 2.0, 0.05

@@ -1,7 +1,7 @@
 """Checks of a tree's GPU processes: refuse what the driver can checkpoint but not restore, before the
 driver is asked to; see `icecore.dumper.preflight.checks`.
 
-docs/gpu.md tells how each case is found and what was seen to happen without the check.
+docs/how-to/gpu-jobs.md tells how each case is found and what was seen to happen without the check.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_DRIVER = 570
 #: The first driver that restores what is shared through CUDA's legacy IPC.
 _IPC_DRIVER = 610
 #: The highest rates at which the driver was seen to move memory out and in, bytes a second and
-#: process (docs/gpu.md): by itself, and with its mapping made for it.
+#: process (docs/how-to/gpu-jobs.md): by itself, and with its mapping made for it.
 _ALONE_RATES, _HELPED_RATES = (2.4e9, 6.9e9), (5.7e9, 8.5e9)
 _GIB = 1 << 30
 

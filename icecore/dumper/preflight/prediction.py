@@ -20,7 +20,7 @@ class Seen(NamedTuple):
 
 #: Seconds of a window apart from copying, for the first GPU process and for each further one. With
 #: the driver's time for the 0.65 GB or so that it keeps of each process, they add up to the windows
-#: of docs/resident.md: 0.5–1.0 s for one process, 1.4–1.7 s for two ranks, 3.0–3.6 s for four.
+#: of docs/results: 0.5–1.0 s for one process, 1.4–1.7 s for two ranks, 3.0–3.6 s for four.
 FIRST, FURTHER = Seen(0.3, 0.4, 0.7), Seen(0.7, 0.8, 0.9)
 
 #: The least that the driver moves of a process, an empty context, whatever NVML reports beside
@@ -29,7 +29,7 @@ CONTEXT_BYTES = 500 << 20
 
 Rates = tuple[float, float]
 #: The usual rates at which the driver moves memory out and in, bytes a second and process
-#: (docs/gpu.md): by itself, and with its mapping made for it.
+#: (docs/how-to/gpu-jobs.md): by itself, and with its mapping made for it.
 USUAL_ALONE: Rates = (2.0e9, 5.0e9)
 USUAL_HELPED: Rates = (5.0e9, 7.0e9)
 #: The lowest rates that were seen: by itself for one process and for four at once, and with its
@@ -44,7 +44,7 @@ def predict(found: Inspection) -> dict[str, Value]:
     if all that stays has changed.
 
     Returns:
-        The fields of ``dump.preflight`` (docs/events.md); empty if the tree uses no GPU.
+        The fields of ``dump.preflight`` (docs/reference/events.md); empty if the tree uses no GPU.
     """
     gpus, resident = found.gpus, found.resident
     if gpus is None:

@@ -1,7 +1,7 @@
 """How NCCL must be configured for a job to be snapshotable, and how a process has configured it. A
 job that can be checkpointed but not restored is lost, so doubtful settings are refused.
 
-Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks
+Measured with two ranks on driver 580 (docs/how-to/gpu-jobs.md): device memory or pinned host memory that ranks
 share lets the driver's checkpoint succeed and its restore fail. Under the preload
 (docs/explanation/resident-memory.md) what ranks share through cuMem is taken away before, and P2P
 may stay on.

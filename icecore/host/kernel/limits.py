@@ -118,7 +118,7 @@ def threads_for(most: int) -> int:
 
     Between its calls into C every thread needs the interpreter's lock, and is woken for it by the
     one before: past some number the waking costs more than another thread brings
-    (docs/benchmarks.md, "Many cores").
+    (docs/results/2026-11-23-earlier.md, "Many cores").
     """
     return min(most, os.cpu_count() or 1)
 

@@ -1,5 +1,5 @@
 /* The messages between the preload, its keeper and their clients. One message is one packet of
- * fixed size (docs/resident.md, client.py). */
+ * fixed size (docs/explanation/resident-memory.md, client.py). */
 #ifndef ICECORE_RESIDENT_PROTOCOL_H
 #define ICECORE_RESIDENT_PROTOCOL_H
 
@@ -36,7 +36,7 @@ enum keeper_operation {
 	KEEPER_FORGET = 21, /* token -> result: let go of all of it */
 	KEEPER_FETCH = 22, /* token, identity -> result, and that allocation with its descriptor */
 	/* token, pid (of the job's init), lease, and the init's status file -> result: kept where
-	   the job breaks off (docs/resident.md) */
+	   the job breaks off (docs/explanation/resident-memory.md) */
 	KEEPER_KEEP = 23,
 	/* -> count: of processes that ended while their job ran on, which was kept: the job needs
 	   the memory */

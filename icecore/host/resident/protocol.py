@@ -61,7 +61,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One packet; its operation decides which fields count (docs/resident.md).
+    """One packet; its operation decides which fields count (docs/explanation/resident-memory.md).
 
     Attributes:
         result: 0, an errno, or 10000 + a CUresult.

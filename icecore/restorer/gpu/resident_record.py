@@ -102,7 +102,7 @@ def read_record(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
-    """Return what the preloads of its processes had left to the driver (docs/format.md); empty if
+    """Return what the preloads of its processes had left to the driver (docs/reference/format.md); empty if
     that is not recorded or makes no sense, because nothing depends on it.
     """
     total: Counter[str] = Counter()

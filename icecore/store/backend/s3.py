@@ -2,7 +2,7 @@
 (If-None-Match: *). boto3 finds endpoint and credentials, obstore moves the bytes.
 
 An object is always one PUT, never a multipart upload, because not every store decides races of
-conditional completions (docs/object-storage.md).
+conditional completions (docs/how-to/object-storage.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ kind's key and the object's name, which is random, drawn by one writer and never
 is the piece's offset in the object, where nothing else is ever stored.
 
 AES-GCM is used rather than ChaCha20-Poly1305 because it is three times as fast with AES
-instructions (16 against 5 GB/s on one core). docs/format.md specifies the bytes.
+instructions (16 against 5 GB/s on one core). docs/reference/format.md specifies the bytes.
 """
 
 from __future__ import annotations

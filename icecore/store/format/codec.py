@@ -3,7 +3,7 @@ buffer that its caller sized.
 
 Every form except zero and raw ends with 8 bytes, the XXH3-64 (little-endian) of all stored bytes
 before it, so that damage is detected before a decompressor sees it. The chunk id covers raw bytes.
-docs/format-data.md specifies each form.
+docs/reference/format-data.md specifies each form.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Keys:
 
     @classmethod
     def derive(cls, secret: bytes, repository: str = "") -> Keys:
-        """Return all keys of master ``secret``: BLAKE3 in key derivation mode (docs/format.md).
+        """Return all keys of master ``secret``: BLAKE3 in key derivation mode (docs/reference/format.md).
 
         Args:
             repository: The id of an encrypted repository, 32 hexadecimal digits; empty for one that

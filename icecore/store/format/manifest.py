@@ -128,7 +128,7 @@ class Requirements(msgspec.Struct, frozen=True):
     """What a restore requires of the machine.
 
     ``pids`` are process and thread ids that must be free; ``devices`` are the GPUs that the tree
-    had, one map each (docs/format.md).
+    had, one map each (docs/reference/format.md).
     """
 
     architecture: str

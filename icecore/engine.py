@@ -1,0 +1,54 @@
+"""What a supervisor (`icecore.service.supervisor`) needs of the public calls, for one repository."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from icecore import api
+from icecore.config import Config
+from icecore.dumper.dump import DumpResult
+from icecore.events import Sink
+from icecore.repository import Repository
+from icecore.restorer.restored import Restored
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.maintenance.forget import Policy
+
+
+class RepositoryEngine:
+    """The engine of one open repository and one configuration.
+
+    Args:
+        repository: Where snapshots are.
+        config: Settings of dumps and restores.
+    """
+
+    def __init__(self, repository: Repository, config: Config) -> None:
+        self.registry = api.registry(config)
+        self.core = repository.core
+        self.loop = repository.loop
+        self._repository = repository
+        self._config = config
+
+    def snapshots(self, job: str) -> list[SnapshotRecord]:
+        """Return the snapshots of a job in order of their commits."""
+        return self._repository.snapshots(job=job)
+
+    def dump(self, pid: int, *, stop: bool, emit: Sink) -> DumpResult:
+        """Take a snapshot of a job, and end it if ``stop``; raises what `icecore.dump` does."""
+        options = replace(api.dump_options(self._config), stop=stop)
+        return api.dump(pid, self._repository, options, config=self._config, emit=emit)
+
+    def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:
+        """Restore a snapshot as the job of a name, with all its memory; raises what
+        `icecore.restore` does.
+        """
+        options = replace(api.restore_options(self._config), instance=name, detach=True)
+        restored = api.restore(snapshot, self._repository, options, config=self._config, emit=emit)
+        restored.wait_resident()
+        return restored
+
+    def forget(self, policy: Policy, job: str) -> None:
+        """Forget what a policy does not keep of a job's snapshots."""
+        gone = [one.record for one in self._repository.plan_forget(policy, job=job) if not one.keep]
+        if gone:
+            self._repository.forget(gone)
