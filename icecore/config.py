@@ -210,6 +210,7 @@ TEXT: Kind[str] = Kind(
 DIRECTORY: Kind[str] = replace(TEXT, short="DIR")
 FILE: Kind[str] = replace(TEXT, short="FILE")
 COMMAND: Kind[str] = replace(TEXT, short="COMMAND")
+URL: Kind[str] = replace(TEXT, short="URL")
 PLACE: Kind[str] = replace(TEXT, short="PLACE")
 LABEL: Kind[str] = Kind(
     "a label: a text that is not empty, without control characters",
@@ -328,7 +329,7 @@ class ScheduleSettings:
     slow_down: float = _setting(0.02, SHARE)
     notice: float = _setting(0.0, SECONDS)
     notice_command: str = _setting("", COMMAND)
-    notice_url: str = _setting("", TEXT)
+    notice_url: str = _setting("", URL)
     requeue_command: str = _setting("", COMMAND)
     preempted_exit: int = _setting(85, COUNT)
 
