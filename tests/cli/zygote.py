@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 _MESSAGE = 1 << 20
 _PID, _STATUS = struct.Struct("<i"), struct.Struct("<i")
@@ -31,6 +32,7 @@ class Zygote:
         self._own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
         self._lock = threading.Lock()
         self.environment = dict(os.environ)
+        self._inherited = _inherited()
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tests.cli.zygote", str(other.fileno())],
@@ -40,7 +42,11 @@ class Zygote:
             )
 
     def fits(self, environment: dict[str, str]) -> bool:
-        """Whether nothing that an interpreter reads as it starts differs."""
+        """Whether nothing that an interpreter reads as it starts differs, and nothing that a
+        process inherits.
+        """
+        if _inherited() != self._inherited:
+            return False
 
         def read(all_: dict[str, str]) -> dict[str, str]:
             early = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OPENBLAS")
@@ -93,6 +99,26 @@ class Zygote:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _inherited() -> list[str]:
+    """Return what a child would have of this process: limits, masks, rights, namespaces, scores."""
+    kept = (
+        "Umask",
+        "Uid",
+        "Gid",
+        "Groups",
+        "SigBlk",
+        "SigIgn",
+        "Cap",
+        "Cpus_allowed",
+        "NoNewPrivs",
+    )
+    found = [
+        line for line in Path("/proc/self/status").read_text().split("\n") if line.startswith(kept)
+    ]
+    found += [Path(f"/proc/self/{name}").read_text() for name in ("limits", "oom_score_adj")]
+    return found + [os.readlink(path) for path in sorted(Path("/proc/self/ns").iterdir())]
 
 
 def _root() -> str:

@@ -97,17 +97,23 @@ class Lease:
                 pass  # `certain` tells when this has lasted for too long
             await asyncio.sleep(BEAT_SECONDS)
 
+    def _fenced(self) -> SessionFenced:
+        return SessionFenced(
+            f"the lease of job {self.name} was taken by another process",
+            cure="the job runs elsewhere; 'icecore ls' shows its snapshots",
+        )
+
     async def _require(self) -> None:
         """Raise SessionFenced if another process has ended the session; move it now and then."""
         state = (await self._repository.log.newest()).state
         if state.session(self._session.id) is None:
-            raise SessionFenced(f"the lease of job {self.name} was taken by another process")
+            raise self._fenced()
         if time.monotonic() - self._moved < _MOVE_SECONDS:
             return
 
         async def move(state: LogState, pages: Pages) -> LogState:
             if state.session(self._session.id) is None:
-                raise SessionFenced(f"the lease of job {self.name} was taken by another process")
+                raise self._fenced()
             moved = [
                 msgspec.structs.replace(one, began=state.generation)
                 if one.id == self._session.id
