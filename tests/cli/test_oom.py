@@ -15,7 +15,7 @@ import pytest
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.host.kernel import limits, oom, procfs
 from icecore.restorer.guard.client import RestoreGuard
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, until
 
 pytestmark = [
     pytest.mark.criu,
@@ -48,8 +48,8 @@ def test_a_restored_job_has_the_rank_that_it_was_dumped_with(cli: Cli, score: in
     cli.run("init")
     script = "echo 300 > /proc/self/oom_score_adj; sleep 1000 & echo 0 > /proc/self/oom_score_adj; wait; true"
     cli.run("run", "-d", "--name", "j", "--", "/bin/bash", "-c", script)
-    before = scores(cli.job("j").pid)
-    assert before == {"icecore-init": 0, "bash": 0, "sleep": 300}
+    before = {"icecore-init": 0, "bash": 0, "sleep": 300}
+    until(lambda: scores(cli.job("j").pid) == before, "the job has set its scores")
     with own_score(score):
         cli.run("dump", "j", "--stop")
         cli.run("restore", "j")
