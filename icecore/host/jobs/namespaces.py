@@ -36,7 +36,6 @@ from typing import Self
 import msgspec
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
-from icecore.host.criu.image_changes import add_external_mounts
 from icecore.host.jobs import launch
 from icecore.host.jobs.mounts import bind, in_thread, new_view
 from icecore.host.kernel import procfs
@@ -412,6 +411,8 @@ class RestoreNamespaces:
         if self._view >= 0:
             bind(self._view, self._record.files_to, self._record.copies)
         elif self._added:
+            from icecore.host.criu.image_changes import add_external_mounts  # loads numpy
+
             add_external_mounts(images, self._added)
 
     def _private_root(self, record: RunRecord, directory: Path, dumped: Sequence[str]) -> None:

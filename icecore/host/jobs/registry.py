@@ -35,9 +35,6 @@ from icecore.host.jobs.namespaces import (
 )
 from icecore.host.jobs.start import Launch, Starting
 from icecore.host.kernel import procfs
-from icecore.host.resident.client import Keeper
-from icecore.host.resident.keeper import claimed, make_place, start_keeper
-from icecore.host.resident.keeper import environment as keeper_environment
 from icecore.private import private_state, require_own
 from icecore.text import job_name
 
@@ -338,6 +335,8 @@ class Registry:
                 or not self._has_last(job)
             ):
                 return 0
+            from icecore.host.resident.client import Keeper  # starts slowly; few commands need it
+
             keeper = Keeper(place)
             tokens = [process.token for process in keeper.processes() if not process.alive]
             return sum(
@@ -464,6 +463,8 @@ def _let_go(place: Path) -> None:
     Raises:
         ResidentFailed: It does not answer. Without its directory nobody could ask it any more.
     """
+    from icecore.host.resident.client import Keeper
+
     with suppress(NotFound):  # it has ended, and let go of everything
         keeper = Keeper(place)
         for process in keeper.processes():
@@ -493,6 +494,8 @@ def _let_go_claimed(place: Path, whose: str) -> None:
         UsageError: One does.
         ResidentFailed: The keeper does not answer.
     """
+    from icecore.host.resident.keeper import claimed
+
     with claimed(place) as ours:
         if not ours:
             raise UsageError(
@@ -514,9 +517,11 @@ def _keeper_place(job: Job) -> Path:
 
 def _with_keeper(place: Path, seen: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Start a keeper; what its job's environment needs, which sees it there."""
-    make_place(place)
-    start_keeper(place)
-    return keeper_environment(str(seen), environment)
+    from icecore.host.resident import keeper
+
+    keeper.make_place(place)
+    keeper.start_keeper(place)
+    return keeper.environment(str(seen), environment)
 
 
 def _describe(

@@ -11,19 +11,29 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
-import numcodecs.blosc as _blosc
-import numcodecs.lz4 as _lz4
-import numcodecs.zstd as _zstd
 import numpy as np
 import xxhash
 import zstandard
 
-# The library's other setting shares one global context behind a lock; these functions are called
-# from many threads at once.
-_blosc.use_threads = False
+
+@cache
+def _numcodecs() -> Any:
+    """Return the library, which looks for plug-ins as it is imported: commands that decode nothing
+    do not wait for it.
+    """
+    import numcodecs.blosc
+    import numcodecs.lz4
+    import numcodecs.zstd
+
+    # The library's other setting shares one global context behind a lock; these functions are
+    # called from many threads at once.
+    numcodecs.blosc.use_threads = False
+    return numcodecs
+
 
 Buffer = bytes | bytearray | memoryview
 
@@ -161,7 +171,7 @@ class Encoder:
         if choice.codec == RAW:
             return data
         if choice.codec == LZ4:
-            compressed: bytes = _lz4.compress(data, 1)
+            compressed: bytes = _numcodecs().lz4.compress(data, 1)
             return compressed
         if choice.codec == ZSTD:
             compressor = self._zstd.get(choice.level)
@@ -174,7 +184,7 @@ class Encoder:
         if len(data) % form.item:
             raise ValueError(f"{len(data)} bytes are not items of {form.item}")
         items = np.frombuffer(data, f"<u{form.item}")
-        compressed = _blosc.compress(
+        compressed = _numcodecs().blosc.compress(
             items, form.compressor.encode(), max(1, choice.level), form.shuffle, _BLOSC_BLOCK
         )
         return compressed
@@ -226,14 +236,14 @@ def decode_body(codec: int, body: memoryview, out: memoryview) -> None:
         decode(RAW, body, out)
         return
     if codec == LZ4:
-        decompress = _lz4.decompress
+        decompress = _numcodecs().lz4.decompress
         if len(body) < _LZ4_LENGTH.size or _LZ4_LENGTH.unpack_from(body)[0] != len(out):
             raise ValueError(f"its lz4 length is not {len(out)}")
     elif codec == ZSTD:
-        decompress = _zstd.decompress
+        decompress = _numcodecs().zstd.decompress
         _check_zstd(body, len(out))
     elif codec in BLOSC:
-        decompress = _blosc.decompress
+        decompress = _numcodecs().blosc.decompress
         _check_blosc(BLOSC[codec], body, len(out))
     else:
         raise ValueError(f"unknown codec {codec}")
