@@ -31,7 +31,7 @@ from icecore.errors import NotFound, PreflightRefused
 from icecore.host.criu.program import find_criu
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import limits, procfs
-from icecore.restorer.guard.client import Guard as RestoreGuard
+from icecore.restorer.guard.client import RestoreGuard
 from tests.programs import driving
 
 from .conftest import Start

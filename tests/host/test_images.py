@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,6 +142,7 @@ def test_pycriu_agrees(criu):
         code = f"""
         import sys, numpy as np
         from pathlib import Path
+        sys.path.append({str(Path(__file__).parents[2])!r})
         from icecore.host.criu.program import Criu
         from icecore.host.criu import images as im, pagemap_image as pi
         from tests.host.pycriu_images import image_as_dict, write_dict

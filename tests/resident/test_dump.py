@@ -245,7 +245,7 @@ def test_two_dumps_whose_windows_meet(store: Store, launch: Launch, joined: Mach
     other = ResidentTree(joined.directory, {job.pid: job.pid})
 
     def meanwhile(event: Event) -> None:
-        with pytest.raises(DumpFailed, match="somebody else"):
+        with pytest.raises(DumpFailed, match="another dump holds process"):
             Claim([job.pid], 0.2)
         with pytest.raises(client.ResidentFailed):
             other.take_away(lambda pids, seconds: None, lambda pids: None, seconds=0.2)
@@ -270,7 +270,7 @@ def test_nobody_else_dumps_any_of_its_gpu_processes(store: Store, launch: Launch
 
     def meanwhile(event: Event) -> None:
         for pid in job.pids:
-            with pytest.raises(DumpFailed, match="somebody else"):
+            with pytest.raises(DumpFailed, match="another dump holds process"):
                 Claim([pid], 0.2)
             refused.append((event.name, pid))
 

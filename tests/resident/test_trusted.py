@@ -180,7 +180,7 @@ def test_nothing_of_a_keepers_is_done_in_a_directory_of_somebody_elses(
     victim.mkdir(mode=0o700)
     (victim / "keeper").write_text("precious")
     (place / "keeper").write_text("its own")
-    with pytest.raises(PreflightRefused, match="others can write to"):
+    with pytest.raises(PreflightRefused, match="other users can write to"):
         look(process)
     with pytest.raises(ResidentFailed, match="others could have put there"):
         Keeper(seen_through(process, place)).processes()

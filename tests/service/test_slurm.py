@@ -119,13 +119,14 @@ def test_preempted_jobs_go_on_on_another_node(cluster: Cluster) -> None:
     first = cluster.submit("-p", "low", "--signal=B:USR1@15", lines=lines, out="first")
     until(lambda: len(cluster.lines("first")) > 20, "20 lines")
     node = cluster.about(first)["NodeList"]
-    words = ("--parsable", "-p", "high", "-w", node, "-o", "/dev/null", "--wrap", "sleep 60")
-    cluster.slurm("sbatch", *words)
+    words = ("--parsable", "-p", "high", "-w", node, "-o", "/dev/null", "--wrap", "sleep 900")
+    other = cluster.slurm("sbatch", *words).strip()
     second = cluster.submit("-p", "low", "--signal=B:USR1@15", lines=40, out="second")
     for job, out, count in ((first, "first", lines), (second, "second", 40)):
         until(lambda: cluster.lines(out)[-1:] == [f"line {count - 1}"], "whole", 180)  # noqa: B023
         assert cluster.lines(out) == [f"line {number}" for number in range(count)]
         until(lambda: cluster.about(job)["JobState"] == "COMPLETED", "completed", 30)  # noqa: B023
+    cluster.slurm("scancel", other)
     about = cluster.about(first)
     assert about["Restarts"] == "1" and about["NodeList"] != node
     said = (cluster.folder / "first.err").read_text()
