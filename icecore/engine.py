@@ -33,10 +33,10 @@ class RepositoryEngine:
         """Return the snapshots of a job in order of their commits."""
         return self._repository.snapshots(job=job)
 
-    def dump(self, pid: int, *, stop: bool, emit: Sink) -> DumpResult:
+    def dump(self, instance: str, *, stop: bool, emit: Sink) -> DumpResult:
         """Take a snapshot of a job, and end it if ``stop``; raises what `icecore.dump` does."""
         options = replace(api.dump_options(self._config), stop=stop)
-        return api.dump(pid, self._repository, options, config=self._config, emit=emit)
+        return api.dump(instance, self._repository, options, config=self._config, emit=emit)
 
     def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:
         """Restore a snapshot as the job of a name, with all its memory; raises what

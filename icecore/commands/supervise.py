@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from icecore import units
 from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import SECONDS, ForgetSettings, ScheduleSettings
+from icecore.config import COUNT, SECONDS, ForgetSettings, ScheduleSettings
 from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Value
 
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--fall-back",
-        type=int,
+        type=COUNT,
         default=0,
         metavar="N",
         help="with --resume: try so many older snapshots if the newest cannot be restored",
@@ -118,6 +118,7 @@ def run(
         writer: Makes what shows the output of an instance.
     """
     from icecore.engine import RepositoryEngine
+    from icecore.host.jobs.registry import require_name
     from icecore.service.interval import Bounds
     from icecore.service.supervisor import Plan, Supervisor
 
@@ -126,6 +127,7 @@ def run(
             "a supervised job needs a name, under which its snapshots are found",
             cure="add --name NAME",
         )
+    require_name(arguments.name)
     if arguments.detach or arguments.rm:
         raise UsageError(
             "a supervised job runs in the foreground and is remembered",
@@ -239,10 +241,12 @@ def _policy(arguments: argparse.Namespace, context: Context) -> Policy | None:
 def schedule(arguments: argparse.Namespace, context: Context) -> int:
     """icecore schedule explain."""
     from icecore.api import registry
+    from icecore.host.jobs.registry import require_name
     from icecore.service.interval import Bounds, choose, curve
     from icecore.service.record import read
 
     own = context.config.schedule
+    require_name(arguments.job)
     known = read(registry(context.config).state, arguments.job)
     cost = known.cost(own.slow_down)
     if cost is None:

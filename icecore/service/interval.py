@@ -36,7 +36,7 @@ class FailureRate:
     @property
     def mean_seconds(self) -> float:
         """Mean time between failures, in seconds."""
-        return (self.prior_seconds + self.seconds) / (1 + self.failures)
+        return max(1.0, (self.prior_seconds + self.seconds) / (1 + self.failures))
 
 
 @dataclass(frozen=True)

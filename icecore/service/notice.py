@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 
 from icecore.host.jobs.shell import run_shell
 
@@ -62,7 +63,7 @@ class Notices:
                     seconds=_ANSWER_SECONDS,
                     output=2,
                 )
-            except TimeoutError:
+            except OSError:  # also TimeoutError
                 status = 1
             if status == 0:
                 return f"{self._command!r} ended with status 0"
@@ -71,6 +72,6 @@ class Notices:
                 with urllib.request.urlopen(self._url, timeout=_ANSWER_SECONDS) as answer:
                     if answer.status == 200:
                         return f"{self._url} answers"
-            except (OSError, ValueError):  # HTTPError is an OSError: 404 means that nothing is due
+            except (OSError, ValueError, HTTPException):  # as 404, which means that nothing is due
                 pass
         return ""

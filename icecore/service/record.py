@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,7 @@ FOLDER = "schedules"
 #: Weight of the newest measurement in a moving average.
 _NEWEST = 0.3
 _KEPT = 64
+_LOCK_SECONDS = 1.0
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -87,31 +90,47 @@ class Record:
     """
 
     def __init__(self, state: Path, name: str) -> None:
+        self._state = state
         self._folder = state / FOLDER
+        self._name = name
         self._path = self._folder / f"{name}.json"
         self._lock = -1
         self.measured = read(state, name)
 
     def lock(self) -> bool:
         """Take the lock for as long as this process lives; False: another supervisor has it."""
-        private_state(self._folder)
+        private_state(self._state, FOLDER)
         self._lock = os.open(
-            self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            self._folder / f"{self._name}.lock",
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
         )
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            return False
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    self.close()
+                    return False
+                time.sleep(0.05)  # a watchdog may just be looking
+        os.ftruncate(self._lock, 0)
         return True
 
+    def watches(self, instance: str) -> None:
+        """Write down which instance has a watchdog of this supervisor's."""
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, instance.encode(), 0)
+
     def save(self, measured: Measured) -> None:
-        """Keep what is known."""
+        """Keep what is known; where it cannot be written, for this process only: it is advice."""
         self.measured = measured
-        new = self._path.with_suffix(".new")
-        with open(create_private(new), "wb") as file:
-            file.write(msgspec.json.encode(measured))
-        os.replace(new, self._path)
+        new = self._folder / f"{self._name}.new"
+        with suppress(OSError):
+            with open(create_private(new), "wb") as file:
+                file.write(msgspec.json.encode(measured))
+            os.replace(new, self._path)
 
     def close(self) -> None:
         """Release the lock."""
@@ -129,8 +148,10 @@ def read(state: Path, name: str) -> Measured:
         return Measured()
 
 
-def is_supervised(state: Path, name: str) -> bool:
-    """Return whether a supervisor on this node holds the lock of a job."""
+def is_watched(state: Path, name: str, instance: str) -> bool:
+    """Return whether a supervisor on this node holds the lock of a job, and has a watchdog of its
+    own beside the instance.
+    """
     try:
         descriptor = os.open(state / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -138,7 +159,7 @@ def is_supervised(state: Path, name: str) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return os.pread(descriptor, 256, 0) == instance.encode()
     else:
         return False
     finally:

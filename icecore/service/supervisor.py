@@ -25,6 +25,7 @@ from icecore.config import without_secrets
 from icecore.dumper.dump import DumpResult
 from icecore.errors import (
     Damaged,
+    HookFailed,
     IcecoreError,
     JobHeld,
     NotFound,
@@ -32,22 +33,24 @@ from icecore.errors import (
     RestoreFailed,
     RestoreRefused,
     ResumeFailed,
+    StoreError,
+    UsageError,
 )
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
 from icecore.host.jobs.registry import Registry
 from icecore.host.jobs.shell import run_shell
-from icecore.host.kernel import procfs
 from icecore.restorer.restored import Restored
 from icecore.service.interval import Bounds, choose
 from icecore.service.notice import Notices
 from icecore.service.record import FOLDER, Record, Taken
-from icecore.service.watchdog import Watchdog
+from icecore.service.watchdog import Watchdog, end, signal_tree
 from icecore.store.format.state import SessionRecord, SnapshotRecord
 from icecore.store.log import lease
 from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.forget import Policy
 from icecore.store.runtime.loop import LoopThread
+from icecore.text import host_name
 
 #: Signals on which the job is stopped with a snapshot, or to which it is told.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -60,6 +63,11 @@ _BACK_OFF_SECONDS = (1.0, 60.0)
 _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 _DRAIN_SECONDS = 30.0
+_MOST_DOUBLINGS = 10
+#: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
+_REPEATED_SECONDS = 2.0
+#: Errors after which an older snapshot may still be restored.
+_NOT_THIS_ONE = (RestoreRefused, RestoreFailed, Damaged, ObjectMissing, NotFound, UsageError)
 #: Snapshots take part of the notice; the rest is for what was not measured.
 _OF_NOTICE = 0.7
 
@@ -110,6 +118,7 @@ class Plan:
 @dataclass(frozen=True)
 class _Signalled:
     number: int
+    at: float
 
 
 @dataclass(frozen=True)
@@ -126,9 +135,8 @@ class _Ended:
 @dataclass(frozen=True)
 class _Dumped:
     stop: bool
-    result: DumpResult | None
+    taken: Taken | None
     error: IcecoreError | None
-    committing: float
 
 
 _Message = _Signalled | _Noticed | _Ended | _Dumped
@@ -150,8 +158,8 @@ class Engine(Protocol):
     def snapshots(self, job: str) -> list[SnapshotRecord]:
         """Return the snapshots of a job in order of their commits."""
 
-    def dump(self, pid: int, *, stop: bool, emit: Sink) -> DumpResult:
-        """Take a snapshot of a job, and end it if ``stop``."""
+    def dump(self, instance: str, *, stop: bool, emit: Sink) -> DumpResult:
+        """Take a snapshot of an instance, and end it if ``stop``."""
 
     def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:
         """Restore a snapshot as the job of a name, with all its memory."""
@@ -181,7 +189,7 @@ class Supervisor:
         self._plan = plan
         self._engine = engine
         self._write = write
-        self._emit = emit
+        self._sink = emit
         self._registry = engine.registry
         self._record = Record(self._registry.state, plan.name)
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -192,7 +200,9 @@ class Supervisor:
         self._dumping = False
         self._stopping = ""
         self._asked = 0
-        self._stopped: DumpResult | None = None
+        self._stopped: Taken | None = None
+        self._passed = 0
+        self._asked_at = 0.0
         self._ended: ExitStatus | None = None
         self._paused = False
         self._began = 0.0
@@ -223,6 +233,11 @@ class Supervisor:
         finally:
             self._record.close()
 
+    def _emit(self, event: Event) -> None:
+        """Pass an event on. What shows it may be gone (a terminal, a pipe); the job is not."""
+        with suppress(Exception):
+            self._sink(event)
+
     # -- what is held meanwhile
 
     @contextmanager
@@ -230,7 +245,7 @@ class Supervisor:
         """Turn signals into messages."""
 
         def told(number: int, frame: FrameType | None) -> None:
-            self._messages.put(_Signalled(number))
+            self._messages.put(_Signalled(number, time.monotonic()))
 
         before = {number: signal.signal(number, told) for number in SIGNALS}
         try:
@@ -246,19 +261,31 @@ class Supervisor:
         def waits(held: SessionRecord) -> None:
             self._tell("run.lease", host=held.host, since=held.created_ns / 1e9)
 
+        where = f"{host_name()}:{self._registry.state}"
         self._lease = self._engine.loop.run(
-            lease.take(self._engine.core, self._plan.name, told=waits)
+            lease.take(self._engine.core, self._plan.name, where=where, told=waits)
         )
+        self._lease.renewed = self._renewed
         try:
             yield
         except BaseException:
             self._end_job()  # nobody looks after it any more
             raise
         finally:
-            if self._watchdog is not None:
-                self._watchdog.disarm()
-            with suppress(IcecoreError):
-                self._engine.loop.run(self._lease.release())
+            job = self._found()
+            if job is not None and job.alive:  # it did not end: the lease must not outlive that
+                if self._watchdog is not None:
+                    self._watchdog.leave()
+            else:
+                if self._watchdog is not None:
+                    self._watchdog.disarm()
+                with suppress(IcecoreError):
+                    self._engine.loop.run(self._lease.release())
+
+    def _renewed(self) -> None:
+        """The lease was renewed; called in the repository's event loop."""
+        if self._watchdog is not None:
+            self._watchdog.renewed()
 
     @contextmanager
     def _notices(self) -> Iterator[None]:
@@ -279,7 +306,8 @@ class Supervisor:
         """Take over the job if it runs, else restore it, else start it."""
         with suppress(NotFound):
             job = self._registry.find(self._plan.name)
-            if job.state == "running":
+            if job.state == "running" and job.name == self._plan.name:
+                signal_tree(job, signal.SIGCONT)  # it may have been paused
                 self._tell("run.adopted", instance=job.instance, pid=job.pid)
                 return job, job.log_sizes()
         candidates = self._candidates() if self._plan.resume else []
@@ -292,11 +320,11 @@ class Supervisor:
                 raise
             return self._plan.start(), {}
 
-    def _candidates(self) -> list[SnapshotRecord]:
-        """Return the whole snapshots of the newest lineage of this name, newest first."""
+    def _candidates(self, lineage: str = "") -> list[SnapshotRecord]:
+        """Return the snapshots of a lineage, newest first. Empty: of this name's newest."""
         found = self._engine.snapshots(self._plan.name)[::-1]
-        whole = [one for one in found if not one.quarantined]
-        return [one for one in whole if one.lineage == whole[0].lineage]
+        lineage = lineage or (found[0].lineage if found else "")
+        return [one for one in found if one.lineage == lineage]
 
     def _restore(self, candidates: list[SnapshotRecord]) -> tuple[Job, Mapping[Stream, int]]:
         """Bring the job back from the first of some snapshots that can be restored.
@@ -313,12 +341,16 @@ class Supervisor:
                         f"snapshot {record.snapshot[:12]} is not of a job that 'icecore run' started",
                         cure="restore it by itself: 'icecore restore'",
                     )
-            except (RestoreRefused, RestoreFailed, Damaged, ObjectMissing) as error:
+            except HookFailed as error:
+                self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
+                job = self._registry.find(self._plan.name)  # it runs
+                return job, job.log_sizes()
+            except _NOT_THIS_ONE as error:
                 last = error
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
                 continue
             job = restored.job
-            self._signal_tree(job, signal.SIGCONT)  # it may have been paused when it was taken
+            signal_tree(job, signal.SIGCONT)  # it may have been paused when it was taken
             self._newest = record.snapshot
             self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
             return job, restored.log_sizes
@@ -334,9 +366,8 @@ class Supervisor:
         self._ended = None
         self._began = time.monotonic()
         self._due = self._began + self._first_delay()
-        if self._watchdog is not None:
-            self._watchdog.disarm()
-        self._watchdog = Watchdog(self._registry.state, self._job)
+        self._paused = False
+        self._watch_over(self._job)
         job = self._job
         self._follower = threading.Thread(
             target=self._follow, args=(job, dict(seen)), name="follow", daemon=True
@@ -344,13 +375,22 @@ class Supervisor:
         self._follower.start()
         threading.Thread(target=self._await_end, args=(job,), name="wait", daemon=True).start()
 
+    def _watch_over(self, job: Job) -> None:
+        """Have a watchdog beside an instance."""
+        before = self._watchdog
+        self._watchdog = Watchdog(self._registry.state, job)
+        self._record.watches(job.instance)
+        if before is not None:
+            before.disarm()
+
     def _follow(self, job: Job, skip: dict[Stream, int]) -> None:
         for piece in job.logs(follow=True):
             skipped = min(skip.get(piece.stream, 0), len(piece.data))
             if skipped:
                 skip[piece.stream] -= skipped
             if piece.data[skipped:]:
-                self._write(job, replace(piece, data=piece.data[skipped:]))
+                with suppress(OSError):  # nobody reads it; it is in the job's logs
+                    self._write(job, replace(piece, data=piece.data[skipped:]))
 
     def _await_end(self, job: Job) -> None:
         self._messages.put(_Ended(job.instance, job.wait()))
@@ -368,8 +408,8 @@ class Supervisor:
             except queue.Empty:
                 continue
             match message:
-                case _Signalled(number):
-                    status = self._on_signal(number)
+                case _Signalled(number, at):
+                    status = self._on_signal(number, at)
                 case _Noticed(why):
                     self._stop(why)
                 case _Ended(instance, ended) if self._job and instance == self._job.instance:
@@ -383,16 +423,19 @@ class Supervisor:
 
     def _tick(self) -> int | None:
         """Do what is due by time."""
+        self._require_lease()
         assert self._lease is not None
-        if self._lease.lost:
-            self._tell("run.lease_lost", error=self._lease.lost)
-            self._end_job()
-            raise JobHeld(
-                f"job {self._plan.name}: {self._lease.lost}; it was ended here",
-                cure="one instance runs; 'icecore ls' shows its snapshots",
-            )
-        if self._lease.certain == self._paused:
-            self._pause(not self._paused)
+        if self._lease.certain == self._paused:  # the watchdog stops and continues it
+            self._paused = not self._paused
+            if self._paused:
+                self._tell("run.paused")
+            else:
+                self._tell("run.unpaused")
+        if self._job is not None and self._ended is None:
+            if not self._job.alive:
+                self._messages.put(_Ended(self._job.instance, self._job.wait()))
+            elif self._watchdog is not None and not self._watchdog.alive:
+                self._watch_over(self._job)
         now = time.monotonic()
         if (
             self._plan.every is not None
@@ -403,24 +446,33 @@ class Supervisor:
             self._dump(stop=False)
         return None
 
-    def _pause(self, pause: bool) -> None:
-        """Keep the job from running while another node may take the lease."""
-        if self._job is None:
-            return
-        self._paused = pause
-        self._signal_tree(self._job, signal.SIGSTOP if pause else signal.SIGCONT)
-        if pause:
-            self._tell("run.paused")
-        else:
-            self._tell("run.unpaused")
+    def _require_lease(self) -> None:
+        """End the job if another process has its name.
 
-    def _on_signal(self, number: int) -> int | None:
+        Raises:
+            JobHeld: Another process has.
+        """
+        assert self._lease is not None
+        if not self._lease.lost:
+            return
+        self._tell("run.lease_lost", error=self._lease.lost)
+        self._end_job()
+        raise JobHeld(
+            f"job {self._plan.name}: {self._lease.lost}; it was ended here",
+            cure="one instance runs; 'icecore ls' shows its snapshots",
+        )
+
+    def _on_signal(self, number: int, at: float) -> int | None:
         if self._plan.on_term == "pass":
+            self._passed = number
             if self._job is not None:
                 with suppress(NotFound):
                     self._job.kill(number)
             return None
+        if self._asked and at - self._asked_at < _REPEATED_SECONDS:
+            return None  # one cause may send several signals
         self._asked += 1
+        self._asked_at = at
         if self._asked > 1:
             self._end_job()
             return 128 + number
@@ -431,7 +483,6 @@ class Supervisor:
         if self._stopping or self._ended is not None:
             return
         self._stopping = why
-        self._asked = max(self._asked, 1)
         self._tell("run.stopping", why=why)
         if not self._dumping:
             self._dump(stop=True)
@@ -454,60 +505,72 @@ class Supervisor:
                 ended_window = time.monotonic()
             self._emit(event)
 
-        result: DumpResult | None = None
+        taken: Taken | None = None
         failed: IcecoreError | None = None
+        began = time.monotonic()
+
+        def made(snapshot: str, window: float, stored: int) -> Taken:
+            ended = time.monotonic()
+            committing = ended - ended_window if ended_window else 0.0
+            return Taken(time.time(), window, ended - began, committing, stored, snapshot)
+
         try:
-            with self._turn(stop):
-                result = self._engine.dump(job.pid, stop=stop, emit=heard)
+            with self._turn(stop) as mine:
+                if mine:
+                    done = self._engine.dump(job.instance, stop=stop, emit=heard)
+                    taken = made(done.snapshot, done.window_seconds, done.sizes.stored)
+                    if not stop:
+                        self._forget()
+        except HookFailed as error:  # the snapshot is committed
+            newest = self._engine.snapshots(self._plan.name)[-1]
+            taken = made(newest.snapshot, newest.window_seconds, newest.stored)
+            self._tell("run.snapshot_failed", error=str(error), next_seconds=0.0)
         except IcecoreError as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
             failed = IcecoreError(f"{type(error).__name__}: {error}")
-        committing = time.monotonic() - ended_window if ended_window else 0.0
-        self._messages.put(_Dumped(stop, result, failed, committing))
+        self._messages.put(_Dumped(stop, taken, failed))
 
     @contextmanager
-    def _turn(self, stop: bool) -> Iterator[None]:
-        """Let the jobs of a node take their periodic snapshots one after the other."""
-        path = self._registry.state / FOLDER / "turn.lock"
+    def _turn(self, stop: bool) -> Iterator[bool]:
+        """Let the jobs of a node take their periodic snapshots one after the other; False: there is
+        no need any more.
+        """
+        path = self._registry.state / FOLDER / ".turn"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not (stop or self._stopping):
+            while not stop:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
+                    if self._stopping or self._ended is not None:
+                        yield False
+                        return
                     time.sleep(0.1)
-            yield
+            yield True
         finally:
             os.close(descriptor)
 
     def _on_dumped(self, done: _Dumped) -> None:
         self._dumping = False
-        if done.result is None:
+        taken = done.taken
+        if taken is None:
             self._on_failed_snapshot(done)
             return
-        result = done.result
-        self._newest, self._since_snapshot, self._retries = result.snapshot, 0, 0
-        taken = Taken(
-            time.time(),
-            result.window_seconds,
-            result.seconds,
-            done.committing,
-            result.sizes.stored,
-            result.snapshot,
-        )
+        self._newest, self._since_snapshot, self._retries = taken.snapshot, 0, 0
+        if done.stop:
+            self._stopped = taken
         self._record.save(self._record.measured.after(taken))
         if done.stop:
-            self._stopped = result
             return
         delay = self._delay()
         self._due = time.monotonic() + delay
         self._tell(
             "run.snapshot",
-            snapshot=result.snapshot,
-            window_seconds=result.window_seconds,
-            seconds=result.seconds,
+            snapshot=taken.snapshot,
+            window_seconds=taken.window,
+            seconds=taken.seconds,
             next_seconds=delay,
             stop_seconds=self._record.measured.stop_seconds,
         )
@@ -516,17 +579,16 @@ class Supervisor:
             self._tell("run.notice_short", stop_seconds=needed, notice_seconds=self._plan.notice)
         if self._stopping:
             self._dump(stop=True)
-        else:
-            self._forget()
 
     def _on_failed_snapshot(self, done: _Dumped) -> None:
         """Try again, later and later; a job that has to leave, at once."""
         least, most = _BACK_OFF_SECONDS
-        pause = min(most, least * 2**self._retries)
+        pause = min(most, least * 2 ** min(self._retries, _MOST_DOUBLINGS))
         self._retries += 1
         if self._ended is not None:
             return  # it ended meanwhile
-        self._tell("run.snapshot_failed", error=str(done.error), next_seconds=pause)
+        if done.error is not None:
+            self._tell("run.snapshot_failed", error=str(done.error), next_seconds=pause)
         if self._stopping:
             time.sleep(min(pause, 2.0))
             self._dump(stop=True)
@@ -539,7 +601,7 @@ class Supervisor:
             return
         try:
             self._engine.forget(self._plan.keep, self._plan.name)
-        except IcecoreError as error:
+        except (IcecoreError, OSError) as error:
             self._tell("run.forget_failed", error=str(error))
 
     def _first_delay(self) -> float:
@@ -572,7 +634,7 @@ class Supervisor:
         if self._stopped is not None:
             self._add(ran, failed=False)
             return self._leave(self._stopped)
-        if status.exit_code == 0 or self._stopping:
+        if status.exit_code == 0 or self._stopping or self._passed:
             self._add(ran, failed=False)
             return status.exit_code
         self._add(ran, failed=True)
@@ -585,18 +647,50 @@ class Supervisor:
         )
         if self._plan.restarts >= 0 and self._since_snapshot > self._plan.restarts:
             return status.exit_code
-        candidates = self._candidates()
-        back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
-        if candidates and back >= len(candidates):
-            self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
-            return status.exit_code
+        assert self._job is not None
+        lineage = self._lineage(self._job)
         least, most = _BACK_OFF_SECONDS
-        time.sleep(min(most, least * 2 ** (self._since_snapshot - 1)))
-        if candidates:
-            self._begin(self._restore(candidates[back : back + 1 + self._plan.fall_back]))
-        else:
-            self._begin((self._plan.start(), {}))
-        return None
+        waits = min(most, least * 2 ** min(self._since_snapshot - 1, _MOST_DOUBLINGS))
+        while True:
+            asked = self._wait(waits)
+            if asked:
+                return 128 + asked
+            try:
+                candidates = self._candidates(lineage) if lineage else []
+                back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
+                if candidates and back >= len(candidates):
+                    self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
+                    return status.exit_code
+                if candidates:
+                    begun = self._restore(candidates[back : back + 1 + self._plan.fall_back])
+                else:
+                    begun = (self._plan.start(), {})
+            except StoreError as error:  # the repository cannot be reached
+                self._tell("run.resume_failed", snapshot="", error=str(error))
+                waits = most
+                continue
+            self._begin(begun)
+            return None
+
+    def _lineage(self, job: Job) -> str:
+        """Return the lineage of an instance; empty: it was never snapshotted."""
+        with suppress(IcecoreError):
+            return Job.load(job.directory).description.lineage
+        return ""
+
+    def _wait(self, seconds: float) -> int:
+        """Wait, and until nobody else can have the lease; return the signal that came meanwhile."""
+        assert self._lease is not None
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or not self._lease.certain:
+            self._require_lease()
+            with suppress(queue.Empty):
+                message = self._messages.get(timeout=_TICK_SECONDS / 4)
+                if isinstance(message, _Signalled):
+                    return message.number
+                if isinstance(message, _Noticed):
+                    return signal.SIGTERM
+        return 0
 
     def _add(self, ran: float, *, failed: bool) -> None:
         """Count a run."""
@@ -607,31 +701,41 @@ class Supervisor:
             )
         )
 
-    def _leave(self, stopped: DumpResult) -> int:
+    def _leave(self, stopped: Taken) -> int:
         """The job was stopped with a snapshot."""
         self._tell("run.preempted", snapshot=stopped.snapshot, seconds=stopped.seconds)
         if self._plan.requeue:
             variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": stopped.snapshot}
             environment = {**without_secrets(os.environ), **variables}
             assert self._lease is not None
-            self._engine.loop.run(self._lease.release())  # whoever comes next need not wait
+            with suppress(IcecoreError):
+                self._engine.loop.run(self._lease.release())  # whoever comes next need not wait
+            self._record.close()
             try:
                 status = run_shell(
                     self._plan.requeue, environment, seconds=_REQUEUE_SECONDS, output=2
                 )
-            except TimeoutError as error:
+            except OSError as error:  # also TimeoutError
                 self._tell("run.requeue_failed", error=str(error))
             else:
                 if status:
                     self._tell("run.requeue_failed", error=f"it ended with status {status}")
         return self._plan.preempted_exit
 
+    def _found(self) -> Job | None:
+        """Return the instance; also one that was started, but is not followed yet."""
+        if self._job is not None:
+            return self._job
+        with suppress(IcecoreError):
+            job = self._registry.find(self._plan.name)
+            return job if job.name == self._plan.name else None
+        return None
+
     def _end_job(self) -> None:
-        job = self._job
+        job = self._found()
         if job is None:
             return
-        with suppress(NotFound):
-            job.kill(signal.SIGKILL)
+        end(job)
         with suppress(TimeoutError):
             job.wait(_DRAIN_SECONDS)
         self._drain()
@@ -640,12 +744,6 @@ class Supervisor:
         """Wait until all that the job has written is shown."""
         if self._follower is not None:
             self._follower.join(_DRAIN_SECONDS)
-
-    def _signal_tree(self, job: Job, number: int) -> None:
-        with suppress(NotFound):
-            for pid in procfs.tree(job.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
 
     def _tell(self, name: str, **fields: Value) -> None:
         self._emit(Event(name, {"job": self._plan.name, **fields}))

@@ -139,21 +139,62 @@ def test_a_holder_that_the_store_forgets_for_a_moment_keeps_it() -> None:
     asyncio.run(asyncio.wait_for(body(), 30))
 
 
-def test_a_long_lease_keeps_no_collector_from_deleting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_MOVE_SECONDS", 0.1)
-
+def test_a_lease_keeps_no_collector_from_deleting_and_is_not_fenced_by_one() -> None:
     async def body() -> None:
         backend, first, second = await two()
         held = await lease.take(first, NAME)
+        await elsewhere(second)
         snapshot = await take(second, {0: 1, 1: 2})
         await second.forget([snapshot])
         assert await listed(second) == []
-        end = time.monotonic() + 20
-        while [name for name in backend.objects if name.startswith("shards/")]:
-            assert time.monotonic() < end, "the shard stays"
-            await collect(second)
-            await asyncio.sleep(0.1)
+        for _ in range(3):
+            await collect(second, fence_seconds=0.0)
+        assert not [name for name in backend.objects if name.startswith("shards/")]
+        await asyncio.sleep(0.3)
         assert held.certain
         await held.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_taker_does_not_end_a_holder_that_has_come_back() -> None:
+    """It saw the silence; the holder renewed before the taker's transaction."""
+
+    async def body() -> None:
+        _, first, second = await two()
+        held = await lease.take(first, NAME)
+        seen = await lease.holder(second, NAME)
+        assert seen is not None
+        held._renewed -= 10.0  # it could not renew for long
+        await held._require()
+        with pytest.raises(JobHeld):
+            await lease._fence(second, NAME, seen)
+        assert not held.lost and await lease.holder(second, NAME) != seen
+        await held.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_who_has_ended_is_not_waited_for_where_its_job_can_be_seen() -> None:
+    async def body() -> None:
+        _, first, second = await two()
+        held = await lease.take(first, NAME, where="here:/state")
+        held._task.cancel()
+
+        async def change(state: LogState, pages: Pages) -> LogState:
+            gone = [
+                msgspec.structs.replace(
+                    one, process=msgspec.structs.replace(one.process, pid=(1 << 22) - 1)
+                )
+                for one in state.sessions
+                if one.process is not None
+            ]
+            return msgspec.structs.replace(state, sessions=gone)
+
+        await second.log.transact(change, "its process has ended")
+        began = time.monotonic()
+        taken = await lease.take(second, NAME, where="here:/state")
+        assert time.monotonic() - began < lease.SILENCE_SECONDS
+        await taken.release()
 
     asyncio.run(asyncio.wait_for(body(), 30))

@@ -169,25 +169,32 @@ def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
     status, _, said = ended(found)
     assert status == 16 and "is run by" in said
     first.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(30) in (85, 128 + signal.SIGTERM)
+    assert ended(first)[0] == 85
     until(lambda: not any(job.alive for job in cli.registry.instances()), "ended")
 
 
 def test_a_second_signal_leaves_at_once(cli: Cli) -> None:
     counter = Counter(cli, lines=1000)
-    process = counter.start("--every", "1s")
-    until(lambda: counter.snapshots() > 0, "a snapshot")
+    process = counter.start()
+    until(written(cli, 3), "3 lines")
     process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGUSR1)
-    process.send_signal(signal.SIGINT)
+    status, before, _ = ended(process)
+    assert status == 85
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 30"})
+    process = counter.start()
+    until(written(cli, len(before) + 3), "it goes on")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)  # as service managers do: not a second one
+    time.sleep(2.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
     status, lines, _ = ended(process)
-    assert status in (128 + signal.SIGUSR1, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert lines == counter.whole()[: len(lines)]
+    assert status == 128 + signal.SIGTERM
+    assert before + lines == counter.whole()[: len(before) + len(lines)]
     assert not any(job.alive for job in cli.registry.instances())
+    counter.cli = cli
     process = counter.start()  # the last committed snapshot stands
-    until(written(cli, len(lines)), "it goes on")
+    until(written(cli, len(before) + 1), "it goes on")
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 85
 
@@ -207,16 +214,55 @@ def test_a_killed_supervisor_is_followed_by_another(cli: Cli) -> None:
     ] == counter.whole()
 
 
-def test_the_watchdog_ends_a_job_that_nobody_looks_after(cli: Cli) -> None:
+@pytest.mark.parametrize("pid", ["private", "host"])
+def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -> None:
     job_command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    cli.run("run", "-d", "--name", "left", "--", *job_command)
+    cli.run("run", "-d", "--pid", pid, "--name", "left", "--", *job_command)
     job = cli.job("left")
-    code = "from icecore.service import watchdog; watchdog.PATIENCE_SECONDS = 1.0; watchdog.main()"
-    words = [sys.executable, "-P", "-c", code, str(cli.folder / "state"), job.name, job.instance]
-    for disarmed in (True, False):
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
-        process.communicate("disarm\n" if disarmed else "", timeout=SECONDS)
-        assert process.returncode == 0 and job.alive == disarmed
+    words = [sys.executable, "-P", "-m", "icecore.service.watchdog", str(cli.folder / "state")]
+    words += [job.name, job.instance, "1.0"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    try:
+        for _ in range(2):
+            until(lambda: procfs.status(job.main_process()).state == "T", "stopped")
+            process.stdin.write(b".")
+            process.stdin.flush()
+            until(lambda: procfs.status(job.main_process()).state != "T", "it goes on")
+        process.stdin.write(b"d")
+        process.stdin.close()
+        assert process.wait(20) == 0 and job.alive
+        process = subprocess.Popen(words, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        until(lambda: procfs.status(job.main_process()).state == "T", "stopped")
+        process.stdin.close()
+        assert process.wait(20) == 0
+        until(lambda: not job.alive, "ended")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.torture
+def test_a_stopped_supervisor_does_not_keep_its_job_running_for_ever(cli: Cli) -> None:
+    """As after Ctrl-Z: nobody renews the lease, so the watchdog stops the job after a minute."""
+    counter = Counter(cli, lines=100_000)
+    first = counter.start()
+    until(written(cli, 3), "3 lines")
+    (job,) = [job for job in cli.registry.instances() if job.alive]
+    first.send_signal(signal.SIGSTOP)
+    until(lambda: procfs.status(job.main_process()).state == "T", "stopped", 100)
+    first.send_signal(signal.SIGCONT)
+    until(lambda: procfs.status(job.main_process()).state != "T", "it goes on")
+    first.send_signal(signal.SIGTERM)
+    assert ended(first)[0] == 85
+
+
+def test_names_that_are_no_names(cli: Cli) -> None:
+    cli.run("init")
+    for name in ("../x", "a/b", ""):
+        assert ended(cli.start("run", "--name", name, "--resume", "--", "true"))[0] == 2
+    assert cli.run("schedule", "explain", "../x", status=2)
 
 
 def test_a_notice_that_a_command_gives(cli: Cli) -> None:

@@ -19,6 +19,7 @@ PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
 NAMES_KIND = ObjectKind("name list", b"ICENAME", 1, 17 << 22)
 
 #: Generations whose transaction ids an entry repeats.
+LEASE = "run "
 REMEMBERED = 32
 NAME_BYTES = 17
 

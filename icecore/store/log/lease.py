@@ -2,11 +2,13 @@
 
 A lease is a session of its own purpose: BEGIN is refused while another session of that purpose is
 open, and the log decides between two that begin at once. The holder gives signs of life. Whoever
-wants the lease and sees none for `SILENCE_SECONDS`, by its own clock, ends the holder's session.
+wants the lease and sees none for `SILENCE_SECONDS`, by its own clock, ends the holder's session,
+unless the holder has renewed it meanwhile. No one else ends it: a collector leaves leases alone,
+and waits for none, because a lease pins nothing.
 
 A holder that could not renew for `PAUSE_SECONDS` cannot know whether it still holds the lease, so
-it has to keep its job from running until it can; that is less than `SILENCE_SECONDS`, so a job
-never runs twice.
+it has to keep its job from running until it can. Both times count on clocks that also run in
+suspend on the holder's side; a machine whose clocks all stand still knows nothing of that time.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from icecore.errors import JobHeld, SessionFenced, StoreError
+from icecore.errors import IcecoreError, JobHeld, SessionFenced, StoreError
 from icecore.store.format.names import SESSIONS, heartbeat_session
-from icecore.store.format.state import LogState, SessionRecord
+from icecore.store.format.state import LEASE, LogState, SessionRecord
 from icecore.store.log.catalog import Pages
 from icecore.store.log.presence import has_ended
 from icecore.store.log.repository import StoredRepository
@@ -28,15 +30,18 @@ from icecore.store.log.session import Session
 BEAT_SECONDS = 15.0
 PAUSE_SECONDS = 60.0
 SILENCE_SECONDS = 90.0
-#: How often the session moves to the newest generation: an open session keeps a collector from
-#: deleting what was condemned since it began, and this one needs nothing.
-_MOVE_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
+_RELEASE_SECONDS = 20.0
+
+
+def now() -> float:
+    """Return seconds on a clock that also runs in suspend."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def purpose_of(name: str) -> str:
     """Return the purpose of the sessions that are leases of a job."""
-    return f"run {name}"
+    return f"{LEASE}{name}"
 
 
 async def holder(repository: StoredRepository, name: str) -> SessionRecord | None:
@@ -52,14 +57,20 @@ class Lease:
         repository: Where.
         name: The job's name.
         session: The open session.
+        began: When it was asked for, by `now`.
+
+    Attributes:
+        renewed: Called after each renewal, in the event loop.
     """
 
-    def __init__(self, repository: StoredRepository, name: str, session: Session) -> None:
+    def __init__(
+        self, repository: StoredRepository, name: str, session: Session, began: float
+    ) -> None:
         self.name = name
+        self.renewed: Callable[[], None] = lambda: None
         self._repository = repository
         self._session = session
-        self._renewed = time.monotonic()
-        self._moved = time.monotonic()
+        self._renewed = began
         self._lost: str = ""
         self._task = asyncio.create_task(self._renew())
 
@@ -71,7 +82,7 @@ class Lease:
     @property
     def certain(self) -> bool:
         """Whether nobody else can hold the lease now."""
-        return not self._lost and time.monotonic() - self._renewed < PAUSE_SECONDS
+        return not self._lost and now() - self._renewed < PAUSE_SECONDS
 
     async def release(self) -> None:
         """Give the lease back.
@@ -82,18 +93,22 @@ class Lease:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if not self._lost:
-            await self._session.abort()
+            try:
+                await asyncio.wait_for(self._session.abort(), _RELEASE_SECONDS)
+            except TimeoutError as error:
+                raise StoreError(f"the lease of job {self.name} could not be given back") from error
 
     async def _renew(self) -> None:
         while not self._lost:
-            began = time.monotonic()
+            began = now()
             try:
                 await self._session.heartbeat()
                 await self._require()
                 self._renewed = began
+                self.renewed()
             except SessionFenced as error:
                 self._lost = error.message
-            except (StoreError, OSError):
+            except (IcecoreError, OSError):
                 pass  # `certain` tells when this has lasted for too long
             await asyncio.sleep(BEAT_SECONDS)
 
@@ -104,36 +119,42 @@ class Lease:
         )
 
     async def _require(self) -> None:
-        """Raise SessionFenced if another process has ended the session; move it now and then."""
-        state = (await self._repository.log.newest()).state
-        if state.session(self._session.id) is None:
-            raise self._fenced()
-        if time.monotonic() - self._moved < _MOVE_SECONDS:
+        """Raise SessionFenced if another process has ended the session. After a time of uncertainty
+        the record is changed, which keeps a taker that has seen the silence from ending it.
+        """
+        if self.certain:
+            if (await self._repository.log.newest()).state.session(self._session.id) is None:
+                raise self._fenced()
             return
 
-        async def move(state: LogState, pages: Pages) -> LogState:
+        async def touch(state: LogState, pages: Pages) -> LogState:
             if state.session(self._session.id) is None:
                 raise self._fenced()
-            moved = [
-                msgspec.structs.replace(one, began=state.generation)
+            touched = [
+                msgspec.structs.replace(one, created_ns=max(one.created_ns + 1, time.time_ns()))
                 if one.id == self._session.id
                 else one
                 for one in state.sessions
             ]
-            return msgspec.structs.replace(state, sessions=moved)
+            return msgspec.structs.replace(state, sessions=touched)
 
-        await self._repository.log.transact(move, f"move {self._session.id}", leave=0)
-        self._moved = time.monotonic()
+        await self._repository.log.transact(touch, f"renew {self._session.id}", leave=0)
 
 
 async def take(
-    repository: StoredRepository, name: str, *, told: Callable[[SessionRecord], None] | None = None
+    repository: StoredRepository,
+    name: str,
+    *,
+    where: str = "",
+    told: Callable[[SessionRecord], None] | None = None,
 ) -> Lease:
     """Take the lease of a job; wait for the silence of a holder that gives no sign of life.
 
     Args:
         repository: Where.
         name: The job's name.
+        where: This node and its state directory. A holder of the same ``where`` whose process has
+            ended is not waited for: its job can be seen from here. Empty: every holder is.
         told: Gets the holder's session once, before it is waited for.
 
     Raises:
@@ -141,24 +162,36 @@ async def take(
         StoreError: The store failed.
     """
     while True:
+        began = now()
         try:
             session = await repository.begin(
-                None, purpose_of(name), load_index=False, beat_seconds=None, alone=True
+                None,
+                purpose_of(name),
+                load_index=False,
+                beat_seconds=None,
+                alone=True,
+                host=where,
             )
         except JobHeld:
             held = await holder(repository, name)
             if held is None:
                 continue
-            if not has_ended(held.process):
+            if not _is_gone(held, where):
                 if told is not None:
                     told(held)
-                await _require_silence(repository, name, held)
-            await _fence(repository, held.id)
+                await _require_silence(repository, name, held, where)
+            await _fence(repository, name, held)
         else:
-            return Lease(repository, name, session)
+            return Lease(repository, name, session, began)
 
 
-async def _require_silence(repository: StoredRepository, name: str, held: SessionRecord) -> None:
+def _is_gone(held: SessionRecord, where: str) -> bool:
+    return bool(where) and held.host == where and has_ended(held.process)
+
+
+async def _require_silence(
+    repository: StoredRepository, name: str, held: SessionRecord, where: str
+) -> None:
     """Return once the holder has been silent for `SILENCE_SECONDS`, or has ended.
 
     Raises:
@@ -166,13 +199,15 @@ async def _require_silence(repository: StoredRepository, name: str, held: Sessio
     """
     first = await _signs(repository, held.id)
     end = time.monotonic() + SILENCE_SECONDS
-    while time.monotonic() < end:
+    while True:
         await asyncio.sleep(_LOOK_SECONDS)
-        if await holder(repository, name) is None:
+        began = time.monotonic()
+        current = await holder(repository, name)
+        if current is None or current.id != held.id:
             return
-        if await _signs(repository, held.id) != first:
+        if current != held or await _signs(repository, held.id) - first:
             raise held_by(name, held)
-        if has_ended(held.process):
+        if began > end or _is_gone(held, where):
             return
 
 
@@ -180,7 +215,7 @@ def held_by(name: str, held: SessionRecord) -> JobHeld:
     """Return the error that says who runs a job."""
     return JobHeld(
         f"job {name} is run by {held.host} since {_moment(held.created_ns)}",
-        cure="wait for its end, or stop it there: 'icecore kill' or SIGTERM to its 'icecore run'",
+        cure="wait for its end, or stop it there: send SIGTERM to its 'icecore run'",
     )
 
 
@@ -199,11 +234,16 @@ async def _signs(repository: StoredRepository, session: str) -> frozenset[str]:
     )
 
 
-async def _fence(repository: StoredRepository, session: str) -> None:
+async def _fence(repository: StoredRepository, name: str, held: SessionRecord) -> None:
+    """End a holder's session, unless it has changed since it was seen."""
+
     async def change(state: LogState, pages: Pages) -> LogState:
-        if state.session(session) is None:
+        current = state.session(held.id)
+        if current is None:
             return state
-        left = [one for one in state.sessions if one.id != session]
+        if current != held:
+            raise held_by(name, held)
+        left = [one for one in state.sessions if one.id != held.id]
         return msgspec.structs.replace(state, sessions=left)
 
-    await repository.log.transact(change, f"fence {session}", leave=0)
+    await repository.log.transact(change, f"fence {held.id}", leave=0)

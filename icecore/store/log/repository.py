@@ -359,6 +359,7 @@ class StoredRepository:
         prove: bool = True,
         leave: int | None = None,
         alone: bool = False,
+        host: str = "",
     ) -> Session:
         """Begin a writer's session.
 
@@ -374,6 +375,7 @@ class StoredRepository:
             leave: For a session that frees space, or only reads: it begins even if there is no
                 room, as in ``Log.transact``.
             alone: Refuse if another session with this purpose is open.
+            host: Who holds it, for people. Empty: this host's name.
 
         Raises:
             NotFound: ``base`` is not listed.
@@ -383,7 +385,7 @@ class StoredRepository:
         await (
             self.backend.keep_reserve()
         )  # a repository of an earlier version has none, or others have used it
-        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave, alone)
+        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave, alone, host)
 
     async def read_session(
         self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
@@ -405,6 +407,7 @@ class StoredRepository:
         prove: bool,
         leave: int | None,
         alone: bool = False,
+        host: str = "",
     ) -> Session:
         return await sessions.begin(
             self.backend,
@@ -419,6 +422,7 @@ class StoredRepository:
             prove=prove,
             leave=leave,
             alone=alone,
+            host=host,
         )
 
     async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:

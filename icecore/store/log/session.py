@@ -457,19 +457,21 @@ async def begin(
     prove: bool = True,
     leave: int | None = None,
     alone: bool = False,
+    host: str = "",
 ) -> Session:
     """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base;
     ``prove`` and ``leave`` as in ``Log.transact``.
 
     Args:
         alone: Only if no other session has this purpose.
+        host: Who holds it, for people. Empty: this host's name.
 
     Raises:
         JobHeld: Another session has this purpose.
         NotFound: A snapshot is not in the repository.
     """
     identity = secrets.token_hex(16)
-    host = host_name()
+    host = host or host_name()
     record: SessionRecord | None = None
 
     async def change(state: LogState, pages: Pages) -> LogState:

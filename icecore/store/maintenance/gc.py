@@ -42,7 +42,7 @@ from icecore.store.format.names import (
     object_name,
     parse_name,
 )
-from icecore.store.format.state import LogState, SessionRecord
+from icecore.store.format.state import LEASE, LogState, SessionRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import KEPT_ENTRIES, Entry
@@ -392,6 +392,8 @@ class Collector:
                 latest[session] = info.name
         silent = []
         for record in state.sessions:
+            if record.purpose.startswith(LEASE):
+                continue  # only another taker ends it, because a job may run under it
             ended = has_ended(record.process)
             if ended and record.purpose != COLLECT:
                 silent.append(record)
@@ -525,6 +527,10 @@ class Collector:
 
 def _keeping(state: LogState) -> list[SessionRecord]:
     """Return the open sessions that may use what is condemned after they began: all except
-    collectors'.
+    collectors', and leases, which use nothing.
     """
-    return [record for record in state.sessions if record.purpose != COLLECT]
+    return [
+        record
+        for record in state.sessions
+        if record.purpose != COLLECT and not record.purpose.startswith(LEASE)
+    ]
