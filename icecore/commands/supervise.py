@@ -181,7 +181,7 @@ def words(event: Event) -> list[str]:
 
     match event.name:
         case "run.lease":
-            return [f"job {job}: {known['host']} has it; waiting for a sign of life from there"]
+            return [f"job {job}: {known['host']} has it; waiting for a heartbeat from there"]
         case "run.adopted":
             return [f"job {job} runs already, as process {known['pid']}; taking over"]
         case "run.resumed":

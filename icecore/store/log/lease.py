@@ -148,7 +148,7 @@ async def take(
     where: str = "",
     told: Callable[[SessionRecord], None] | None = None,
 ) -> Lease:
-    """Take the lease of a job; wait for the silence of a holder that gives no sign of life.
+    """Take the lease of a job; wait for the silence of a holder that stores no heartbeat.
 
     Args:
         repository: Where.
@@ -195,7 +195,7 @@ async def _require_silence(
     """Return once the holder has been silent for `SILENCE_SECONDS`, or has ended.
 
     Raises:
-        JobHeld: It has given a sign of life.
+        JobHeld: It has stored a heartbeat.
     """
     first = await _signs(repository, held.id)
     end = time.monotonic() + SILENCE_SECONDS

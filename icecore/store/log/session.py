@@ -58,7 +58,7 @@ _PUT_BACKOFF_SECONDS = 0.05
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """A session's periodic sign of life; advice for whoever considers fencing it."""
+    """A session's periodic heartbeat; advice for whoever considers fencing it."""
 
     session: str
     sequence: int
