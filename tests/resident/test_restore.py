@@ -60,7 +60,9 @@ def listeners(job: Job) -> int:
     """Sockets of agents that listen: those of the job's processes, and such as nobody looks at any
     more.
     """
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    lines = [
+        line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
+    ]
     return sum(
         words[3] == "00010000" and words[-1].startswith(f"{job.machine.directory}/agent-")
         for words in lines
