@@ -24,7 +24,12 @@ from icecore.restorer.phases.planning import (
     require_places,
     run_record,
 )
-from icecore.restorer.phases.releasing import let_run, release, run_while_loading
+from icecore.restorer.phases.releasing import (
+    let_run,
+    release,
+    remove_replaced,
+    run_while_loading,
+)
 from icecore.restorer.phases.resources import start_resources
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements import Requirements
@@ -105,6 +110,7 @@ def _run(attempt: Attempt) -> Restored:
             return run_while_loading(attempt, undo, workspace, plan, resources, prepared, built)
         load_all(attempt, plan, resources, prepared, built)
         restored = let_run(attempt, workspace, resources, prepared, built)
+        remove_replaced(attempt, prepared)
         release(attempt, undo, resources, built.tree, restored)
         return restored
     except BaseException as error:

@@ -49,8 +49,12 @@ def let_run(
         "instance": job.instance if job is not None else "",
     }
     attempt.emit(Event("restore.running", fields))
-    attempt.tell_left(prepared.put_back.finish())
     return Restored(attempt.snapshot, pid, job, seconds, log_sizes=prepared.log_sizes)
+
+
+def remove_replaced(attempt: Attempt, prepared: Prepared) -> None:
+    """Remove what the job's files replaced."""
+    attempt.tell_left(prepared.put_back.finish())
 
 
 def run_while_loading(
@@ -71,6 +75,8 @@ def run_while_loading(
     def finish() -> None:
         try:
             load_memory(attempt, plan, tree)
+            # Not before: it waits for the disk, and the job waits for its memory.
+            remove_replaced(attempt, prepared)
             _remember(attempt, plan, built)
             release(attempt, undo, resources, tree, restored)
         except BaseException as error:  # noqa: BLE001 - raised by `Restored.wait_resident`
