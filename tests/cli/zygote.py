@@ -20,6 +20,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import icecore
+
 _MESSAGE = 1 << 20
 _PID, _STATUS = struct.Struct("<i"), struct.Struct("<i")
 
@@ -35,10 +37,9 @@ class Zygote:
         self._inherited = _inherited()
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.cli.zygote", str(other.fileno())],
+                [sys.executable, "-P", __file__, str(other.fileno()), icecore.__file__],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": _root()},
             )
 
     def fits(self, environment: dict[str, str]) -> bool:
@@ -121,10 +122,6 @@ def _inherited() -> list[str]:
     return found + [os.readlink(path) for path in sorted(Path("/proc/self/ns").iterdir())]
 
 
-def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-
 def _imported() -> None:
     """Import what commands import, without starting a thread."""
     from icecore.commands.context import load_numpy
@@ -139,7 +136,9 @@ def _imported() -> None:
     import icecore.store.maintenance.gc
     import icecore.store.maintenance.repair
     import icecore.store.replication.replicas
-    import icecore.store.snapshot.reader  # noqa: F401
+    import icecore.store.snapshot.reader
+
+    assert icecore.__file__ == sys.argv[2], "commands have to be of the package that is tested"
 
 
 def serve(control: socket.socket) -> None:
