@@ -33,9 +33,13 @@ class RepositoryEngine:
         """Return the snapshots of a job in order of their commits."""
         return self._repository.snapshots(job=job)
 
-    def dump(self, instance: str, *, stop: bool, emit: Sink) -> DumpResult:
-        """Take a snapshot of a job, and end it if ``stop``; raises what `icecore.dump` does."""
-        options = replace(api.dump_options(self._config), stop=stop)
+    def dump(self, instance: str, *, stop: bool, under: str, emit: Sink) -> DumpResult:
+        """Take a snapshot of a job, and end it if ``stop``; raises what `icecore.dump` does.
+
+        Args:
+            under: Session without which the snapshot is not committed.
+        """
+        options = replace(api.dump_options(self._config), stop=stop, under=under)
         return api.dump(instance, self._repository, options, config=self._config, emit=emit)
 
     def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:

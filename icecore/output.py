@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -159,14 +160,31 @@ class Output:
                 self._stdout, "\n".join(line.rstrip() for line in captured.get().split("\n"))
             )
 
-    def raw(self, data: bytes, *, error: bool = False) -> None:
-        """Write bytes of a job's output unchanged, as cat(1) does."""
-        with self._lock:
-            self._pause()
-            stream = self._stderr if error else self._stdout
-            stream.flush()
-            stream.buffer.write(data)
-            stream.buffer.flush()
+    def raw(
+        self,
+        data: bytes,
+        *,
+        error: bool = False,
+        again: Callable[[OSError], bool] = lambda error: False,
+    ) -> None:
+        """Write bytes of a job's output unchanged, as cat(1) does.
+
+        Args:
+            again: Says whether to try again what could not be written; may wait.
+        """
+        stream = self._stderr if error else self._stdout
+        left = memoryview(data)
+        while left:
+            try:
+                with self._lock:
+                    self._pause()
+                    stream.flush()
+                    written = os.write(stream.fileno(), left)
+            except OSError as failed:
+                if not again(failed):
+                    raise
+            else:
+                left = left[written:]
 
     def _say(self, stream: TextIO, *lines: str) -> None:
         """Print lines for people, each of them escaped."""

@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -239,7 +239,10 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
     if supervise.is_wanted(arguments):
         return supervise.run(
-            arguments, context, start, lambda job: _Writer(job, context, "both").write
+            arguments,
+            context,
+            start,
+            lambda job, again: _Writer(job, context, "both", again).write,
         )
     job = start()
     if arguments.detach:
@@ -405,8 +408,15 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
 class _Writer:
     """Writes a job's output unchanged, or as ``job.output`` events."""
 
-    def __init__(self, job: Job, context: Context, stream: str) -> None:
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        stream: str,
+        again: Callable[[OSError], bool] = lambda error: False,
+    ) -> None:
         self._job = job
+        self._again = again
         self._output = context.output
         self._stream = stream
         make = codecs.getincrementaldecoder("utf-8")
@@ -422,7 +432,7 @@ class _Writer:
                 "job.output", {"job": self._job.name, "stream": piece.stream, "text": text}
             )
         else:
-            self._output.raw(piece.data, error=piece.stream == "stderr")
+            self._output.raw(piece.data, error=piece.stream == "stderr", again=self._again)
 
 
 def wait(arguments: argparse.Namespace, context: Context) -> int:

@@ -109,13 +109,14 @@ def run(
     arguments: argparse.Namespace,
     context: Context,
     start: Callable[[], Job],
-    writer: Callable[[Job], Callable[[LogPiece], None]],
+    writer: Callable[[Job, Callable[[OSError], bool]], Callable[[LogPiece], None]],
 ) -> int:
     """Run a supervised job.
 
     Args:
         start: Starts it anew.
-        writer: Makes what shows the output of an instance.
+        writer: Makes what shows the output of an instance; its second argument says whether to try
+            again what could not be written.
     """
     from icecore.engine import RepositoryEngine
     from icecore.host.jobs.registry import require_name
@@ -157,7 +158,7 @@ def run(
 
     def write(job: Job, piece: LogPiece) -> None:
         if job.instance not in writers:
-            writers[job.instance] = writer(job)
+            writers[job.instance] = writer(job, supervisor.is_patient)
         writers[job.instance](piece)
 
     def emit(event: Event) -> None:
@@ -167,7 +168,8 @@ def run(
                 context.output.note(line)
 
     engine = RepositoryEngine(context.repository(), context.config)
-    return Supervisor(plan, engine, write=write, emit=emit).run()
+    supervisor = Supervisor(plan, engine, write=write, emit=emit)
+    return supervisor.run()
 
 
 def words(event: Event) -> list[str]:
@@ -188,6 +190,8 @@ def words(event: Event) -> list[str]:
             return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
         case "run.stopping":
             return [f"job {job}: {known['why']}; stopping it with a snapshot"]
+        case "run.output_failed":
+            return [f"warning: output of job {job} cannot be written, it waits: {known['error']}"]
         case "run.preempted":
             return [f"job {job} was stopped with snapshot {str(known['snapshot'])[:12]}"]
         case "run.failed":

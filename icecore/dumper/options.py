@@ -53,6 +53,8 @@ class DumpOptions:
         criu_plugins: Directory of CRIU's plugins (``--libdir``), for AMD GPUs. Empty: none.
         link_rate: Bytes per second assumed between this machine and where the snapshot will be read,
             which codec trial optimises for. 0: the back end's default.
+        under: Session of the repository without which the snapshot is not committed, such as the
+            lease of the job's name. Empty: none.
     """
 
     job: str = ""
@@ -79,3 +81,4 @@ class DumpOptions:
     keep_resident: bool = False
     criu_plugins: str = ""
     link_rate: float = 0.0
+    under: str = ""

@@ -50,6 +50,7 @@ class Storing:
         threads: Number of scan threads.
         encoders: Number of encoding threads.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
+        under: Session without which the snapshot is not committed; empty: none.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Storing:
         encoders: int,
         link_rate: float,
         emit: Sink,
+        under: str = "",
     ) -> None:
         self.stop = threading.Event()
         record = loop.run(choose_parent(repository, job, parent))
         session = loop.run(
             repository.begin(record.snapshot if record else None, purpose, prove=False)
         )
+        session.under = under
         objective = Objective(link_rate) if link_rate else None
         self.writer = stack.enter_context(
             SnapshotWriter(

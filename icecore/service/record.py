@@ -9,11 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from icecore.host.jobs.job import Stream
 from icecore.private import create_private, private_state
 from icecore.service.interval import Cost, FailureRate
 
@@ -94,7 +96,8 @@ class Record:
         self._folder = state / FOLDER
         self._name = name
         self._path = self._folder / f"{name}.json"
-        self._lock = -1
+        self._shown = self._folder / f"{name}.shown"
+        self._lock = self._showing = -1
         self.measured = read(state, name)
 
     def lock(self) -> bool:
@@ -123,6 +126,23 @@ class Record:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, instance.encode(), 0)
 
+    def shown(self, instance: str) -> dict[Stream, int] | None:
+        """Return how much of an instance's output was shown, in bytes; None: it is not known."""
+        try:
+            named, *counts = self._shown.read_text().split()
+            out, err = map(int, counts)
+        except (OSError, ValueError):
+            return None
+        return {"stdout": out, "stderr": err} if named == instance else None
+
+    def show(self, instance: str, shown: Mapping[Stream, int]) -> None:
+        """Write down how much of an instance's output was shown, for the next supervisor."""
+        with suppress(OSError):
+            if self._showing < 0:
+                self._showing = create_private(self._shown)
+            counts = " ".join(f"{shown.get(stream, 0):020}" for stream in ("stdout", "stderr"))
+            os.pwrite(self._showing, f"{instance} {counts}\n".encode(), 0)
+
     def save(self, measured: Measured) -> None:
         """Keep what is known; where it cannot be written, for this process only: it is advice."""
         self.measured = measured
@@ -134,9 +154,10 @@ class Record:
 
     def close(self) -> None:
         """Release the lock."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        for descriptor in (self._lock, self._showing):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lock = self._showing = -1
 
 
 def read(state: Path, name: str) -> Measured:

@@ -6,6 +6,7 @@ outcome of a snapshot) and acts on them one by one. All other threads only wait 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import queue
@@ -14,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -44,7 +46,7 @@ from icecore.restorer.restored import Restored
 from icecore.service.interval import Bounds, choose
 from icecore.service.notice import Notices
 from icecore.service.record import FOLDER, Record, Taken
-from icecore.service.watchdog import Watchdog, end, signal_tree
+from icecore.service.watchdog import Watchdog, end, resume_all
 from icecore.store.format.state import SessionRecord, SnapshotRecord
 from icecore.store.log import lease
 from icecore.store.log.repository import StoredRepository
@@ -66,6 +68,11 @@ _DRAIN_SECONDS = 30.0
 _MOST_DOUBLINGS = 10
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
+_OUTPUT_SECONDS = 0.5
+#: Nobody will ever read what is written.
+_GONE = frozenset({errno.EPIPE, errno.EBADF})
+#: Ended instances of the job that are remembered.
+_REMEMBERED = 8
 #: Errors after which an older snapshot may still be restored.
 _NOT_THIS_ONE = (RestoreRefused, RestoreFailed, Damaged, ObjectMissing, NotFound, UsageError)
 #: Snapshots take part of the notice; the rest is for what was not measured.
@@ -158,14 +165,23 @@ class Engine(Protocol):
     def snapshots(self, job: str) -> list[SnapshotRecord]:
         """Return the snapshots of a job in order of their commits."""
 
-    def dump(self, instance: str, *, stop: bool, emit: Sink) -> DumpResult:
-        """Take a snapshot of an instance, and end it if ``stop``."""
+    def dump(self, instance: str, *, stop: bool, under: str, emit: Sink) -> DumpResult:
+        """Take a snapshot of an instance, and end it if ``stop``. It is not committed once the
+        session ``under`` has ended.
+        """
 
     def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:
         """Restore a snapshot as the job of a name, with all its memory."""
 
     def forget(self, policy: Policy, job: str) -> None:
         """Forget what a policy does not keep of a job's snapshots."""
+
+
+class _Asked(Exception):
+    """A signal came before there was a job."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class Supervisor:
@@ -208,9 +224,8 @@ class Supervisor:
         self._began = 0.0
         self._due = 0.0
         self._retries = 0
-        self._restarted = 0
         self._since_snapshot = 0
-        self._newest = ""
+        self._blocked = False
 
     def run(self) -> int:
         """Run the job until it ends, or until it has to leave; return the exit status.
@@ -230,6 +245,8 @@ class Supervisor:
                 self._begin(self._first())
                 with self._notices():
                     return self._watch()
+        except _Asked as asked:
+            return 128 + asked.number
         finally:
             self._record.close()
 
@@ -247,7 +264,13 @@ class Supervisor:
         def told(number: int, frame: FrameType | None) -> None:
             self._messages.put(_Signalled(number, time.monotonic()))
 
-        before = {number: signal.signal(number, told) for number in SIGNALS}
+        heeded = [
+            number
+            for number in SIGNALS
+            # nohup(1) ignores it for what it starts.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        before = {number: signal.signal(number, told) for number in heeded}
         try:
             yield
         finally:
@@ -262,9 +285,12 @@ class Supervisor:
             self._tell("run.lease", host=held.host, since=held.created_ns / 1e9)
 
         where = f"{host_name()}:{self._registry.state}"
-        self._lease = self._engine.loop.run(
+        taking = self._engine.loop.submit(
             lease.take(self._engine.core, self._plan.name, where=where, told=waits)
         )
+        while not taking.done():
+            self._heed(taking)
+        self._lease = taking.result()
         self._lease.renewed = self._renewed
         try:
             yield
@@ -282,10 +308,24 @@ class Supervisor:
                 with suppress(IcecoreError):
                     self._engine.loop.run(self._lease.release())
 
+    def _heed(self, taking: Future[lease.Lease]) -> None:
+        """Wait a moment for the lease, or for a signal, after which nobody needs it.
+
+        Raises:
+            _Asked: A signal came.
+        """
+        wait([taking], _TICK_SECONDS / 4)
+        with suppress(queue.Empty):
+            message = self._messages.get_nowait()
+            assert isinstance(message, _Signalled), "there is no job yet"
+            taking.cancel()
+            raise _Asked(message.number)
+
     def _renewed(self) -> None:
         """The lease was renewed; called in the repository's event loop."""
         if self._watchdog is not None:
-            self._watchdog.renewed()
+            assert self._lease is not None
+            self._watchdog.renewed(self._lease.renewed_at)
 
     @contextmanager
     def _notices(self) -> Iterator[None]:
@@ -307,9 +347,9 @@ class Supervisor:
         with suppress(NotFound):
             job = self._registry.find(self._plan.name)
             if job.state == "running" and job.name == self._plan.name:
-                signal_tree(job, signal.SIGCONT)  # it may have been paused
                 self._tell("run.adopted", instance=job.instance, pid=job.pid)
-                return job, job.log_sizes()
+                shown = self._record.shown(job.instance)
+                return job, job.log_sizes() if shown is None else shown
         candidates = self._candidates() if self._plan.resume else []
         if not candidates:
             return self._plan.start(), {}
@@ -350,8 +390,7 @@ class Supervisor:
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
                 continue
             job = restored.job
-            signal_tree(job, signal.SIGCONT)  # it may have been paused when it was taken
-            self._newest = record.snapshot
+            resume_all(job)  # it may have been paused when it was taken
             self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
             return job, restored.log_sizes
         raise ResumeFailed(
@@ -374,16 +413,27 @@ class Supervisor:
         )
         self._follower.start()
         threading.Thread(target=self._await_end, args=(job,), name="wait", daemon=True).start()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget the oldest ended instances of this name."""
+        with suppress(IcecoreError, OSError):
+            own = [one for one in self._registry.instances() if one.name == self._plan.name]
+            for job in [one for one in own if not one.alive][:-_REMEMBERED]:
+                with suppress(IcecoreError):
+                    self._registry.remove(job)
 
     def _watch_over(self, job: Job) -> None:
         """Have a watchdog beside an instance."""
         before = self._watchdog
-        self._watchdog = Watchdog(self._registry.state, job)
+        assert self._lease is not None
+        self._watchdog = Watchdog(self._registry.state, job, self._lease.renewed_at)
         self._record.watches(job.instance)
         if before is not None:
             before.disarm()
 
     def _follow(self, job: Job, skip: dict[Stream, int]) -> None:
+        shown: dict[Stream, int] = {"stdout": 0, "stderr": 0}
         for piece in job.logs(follow=True):
             skipped = min(skip.get(piece.stream, 0), len(piece.data))
             if skipped:
@@ -391,6 +441,18 @@ class Supervisor:
             if piece.data[skipped:]:
                 with suppress(OSError):  # nobody reads it; it is in the job's logs
                     self._write(job, replace(piece, data=piece.data[skipped:]))
+            shown[piece.stream] += len(piece.data)
+            self._record.show(job.instance, shown)
+
+    def is_patient(self, error: OSError) -> bool:
+        """Wait before output that could not be written is tried again; False: nobody reads it."""
+        if error.errno in _GONE:
+            return False
+        if not self._blocked:
+            self._blocked = True
+            self._tell("run.output_failed", error=str(error))
+        time.sleep(_OUTPUT_SECONDS)
+        return True
 
     def _await_end(self, job: Job) -> None:
         self._messages.put(_Ended(job.instance, job.wait()))
@@ -517,7 +579,10 @@ class Supervisor:
         try:
             with self._turn(stop) as mine:
                 if mine:
-                    done = self._engine.dump(job.instance, stop=stop, emit=heard)
+                    assert self._lease is not None
+                    done = self._engine.dump(
+                        job.instance, stop=stop, under=self._lease.session, emit=heard
+                    )
                     taken = made(done.snapshot, done.window_seconds, done.sizes.stored)
                     if not stop:
                         self._forget()
@@ -558,7 +623,7 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        self._newest, self._since_snapshot, self._retries = taken.snapshot, 0, 0
+        self._since_snapshot = self._retries = 0
         if done.stop:
             self._stopped = taken
         self._record.save(self._record.measured.after(taken))

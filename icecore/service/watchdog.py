@@ -6,8 +6,12 @@ continues them at the next. If the supervisor is killed, the watchdog ends the j
 unless another supervisor of this node has taken the job over. So the job does not run once another
 node can have the lease.
 
-Run as ``python -m icecore.service.watchdog STATE NAME INSTANCE SECONDS``; standard input is a pipe
-whose other end the supervisor holds.
+Which processes it has stopped stands in a file, so that the next watchdog of the job, and no other,
+continues them: that one knows when the lease was renewed.
+
+Run as ``python -m icecore.service.watchdog STATE NAME INSTANCE SECONDS RENEWED``; standard input is
+a pipe whose other end the supervisor holds. RENEWED is the time of the last renewal, by
+`icecore.store.log.lease.now`.
 """
 
 from __future__ import annotations
@@ -15,19 +19,25 @@ from __future__ import annotations
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import IcecoreError
 from icecore.host.jobs.job import Job
 from icecore.host.kernel import procfs
-from icecore.service.record import is_watched
+from icecore.private import create_private
+from icecore.service.record import FOLDER, is_watched
 from icecore.store.log import lease
 
 _LOOK_SECONDS = 0.25
-_RENEWED, _DISARMED = b".", b"d"
+_RENEWED, _DISARMED = b"r", b"d"
+_MESSAGE = struct.Struct("<cd")
 _PASSES = 50
 
 
@@ -37,13 +47,14 @@ class Watchdog:
     Args:
         state: icecore's state directory.
         job: The instance.
+        renewed: When the lease was last renewed, by `icecore.store.log.lease.now`.
     """
 
-    def __init__(self, state: Path, job: Job) -> None:
+    def __init__(self, state: Path, job: Job, renewed: float) -> None:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "icecore.service.watchdog"),
-                *(str(state), job.name, job.instance, str(lease.PAUSE_SECONDS)),
+                *(str(state), job.name, job.instance, str(lease.PAUSE_SECONDS), str(renewed)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -59,9 +70,9 @@ class Watchdog:
         """Whether it runs."""
         return self._process.poll() is None
 
-    def renewed(self) -> None:
-        """Tell it of a renewal of the lease."""
-        self._say(_RENEWED)
+    def renewed(self, at: float) -> None:
+        """Tell it when the lease was renewed."""
+        self._say(_RENEWED, at)
 
     def disarm(self) -> None:
         """Let the job live without a supervisor, or end the watchdog of one that has ended."""
@@ -79,38 +90,78 @@ class Watchdog:
         with suppress(OSError):
             self._process.stdin.close()
 
-    def _say(self, word: bytes) -> None:
+    def _say(self, word: bytes, at: float = 0.0) -> None:
         with suppress(OSError, ValueError):
-            os.write(self._pipe, word)
+            os.write(self._pipe, _MESSAGE.pack(word, at))
 
 
-def signal_tree(job: Job, number: int, *, only: set[int] | None = None) -> set[int]:
-    """Send a signal to all processes of a job, parents first, until there are no more.
+class Stopped:
+    """The processes of a job that were stopped and are to be continued, kept in a file.
 
     Args:
-        only: Of these alone.
-
-    Returns:
-        Whom it was sent to. With SIGSTOP: those that did not stand still before.
+        path: The file. One that cannot be read counts as empty.
     """
-    sent: set[int] = set()
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._known = msgspec.json.decode(path.read_bytes(), type=dict[int, int])
+        except (OSError, msgspec.DecodeError):
+            self._known = {}
+
+    def stop(self, job: Job) -> None:
+        """Stop what runs of a job, parents first, until there is no more."""
+        for pid in _each(job):
+            try:
+                about = procfs.status(pid)
+                if about.state == "T":
+                    continue
+                self._keep({**self._known, pid: about.start_time})  # before: this may be killed
+                os.kill(pid, signal.SIGSTOP)
+            except (IcecoreError, ProcessLookupError):  # it has ended
+                continue
+
+    def go_on(self) -> None:
+        """Continue them."""
+        for pid, start in self._known.items():
+            with suppress(IcecoreError, ProcessLookupError):
+                if procfs.start_time(pid) == start:
+                    os.kill(pid, signal.SIGCONT)
+        if self._known:
+            self._keep({})
+
+    def _keep(self, known: dict[int, int]) -> None:
+        self._known = known
+        new = self._path.with_suffix(".new")
+        with suppress(OSError):
+            with open(create_private(new), "wb") as file:
+                file.write(msgspec.json.encode(known))
+            os.replace(new, self._path)
+
+
+def _each(job: Job) -> Iterator[int]:
+    """Yield each process of a job but its init once, also those that are forked meanwhile. The init
+    passes signals on, SIGCONT too.
+    """
+    seen = {job.pid}
     for _ in range(_PASSES):
         if not job.alive:
-            break
+            return
         try:
-            fresh = [pid for pid in procfs.tree(job.pid) if pid not in sent]
+            fresh = [pid for pid in procfs.tree(job.pid) if pid not in seen]
         except IcecoreError:  # it forks as we look
             continue
-        fresh = [pid for pid in fresh if only is None or pid in only]
         if not fresh:
-            break
-        for pid in fresh:
-            sent.add(pid)
-            with suppress(IcecoreError, ProcessLookupError):
-                if number == signal.SIGSTOP and procfs.status(pid).state == "T":
-                    continue
-                os.kill(pid, number)
-    return sent
+            return
+        seen.update(fresh)
+        yield from fresh
+
+
+def resume_all(job: Job) -> None:
+    """Continue all processes of a job."""
+    for pid in _each(job):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def end(job: Job) -> None:
@@ -125,31 +176,37 @@ def end(job: Job) -> None:
 class _Watch:
     """What the watchdog's process does."""
 
-    def __init__(self, state: Path, name: str, instance: str, seconds: float) -> None:
+    def __init__(
+        self, state: Path, name: str, instance: str, seconds: float, renewed: float
+    ) -> None:
         self._state = state
         self._name = name
         self._instance = instance
         self._seconds = seconds
         self._job = Job.load(state / "jobs" / instance)
-        self._renewed = lease.now()
-        self._stopped: set[int] = set()
+        self._renewed = renewed
+        self._stopped = Stopped(state / FOLDER / f"{name}.stopped")
         self._orphaned = False
 
     def run(self) -> None:
         """Watch until the job ends, or until nobody needs it."""
+        if lease.now() - self._renewed < self._seconds:
+            self._stopped.go_on()
         poll = select.poll()
         poll.register(0, select.POLLIN)
         while self._job.alive:
             for _ in [] if self._orphaned else poll.poll(_LOOK_SECONDS * 1000):
-                said = os.read(0, 4096)
-                if _DISARMED in said:
-                    self._go_on()
-                    return
+                said = os.read(0, _MESSAGE.size)
                 if not said:
                     self._orphaned = True
-                elif _RENEWED in said:
-                    self._renewed = lease.now()
-                    self._go_on()
+                    break
+                word, at = _MESSAGE.unpack(said)
+                if word == _DISARMED:
+                    self._stopped.go_on()
+                    return
+                self._renewed = at
+                if lease.now() - at < self._seconds:
+                    self._stopped.go_on()
             if self._orphaned:
                 if is_watched(self._state, self._name, self._instance):
                     return
@@ -159,12 +216,7 @@ class _Watch:
             if self._orphaned:
                 end(self._job)
                 return
-            self._stopped |= signal_tree(self._job, signal.SIGSTOP)
-
-    def _go_on(self) -> None:
-        if self._stopped:
-            signal_tree(self._job, signal.SIGCONT, only=self._stopped)
-            self._stopped = set()
+            self._stopped.stop(self._job)
 
 
 def main() -> None:
@@ -172,7 +224,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # sent to all processes of a node or of a batch job
     with suppress(IcecoreError):
-        _Watch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])).run()
+        _Watch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], *map(float, sys.argv[4:6])).run()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import time
 import msgspec
 import pytest
 
-from icecore.errors import JobHeld
+from icecore.errors import JobHeld, SessionFenced
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.state import LogState, SessionRecord
 from icecore.store.log import lease
 from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import StoredRepository
-from tests.store.miniature import collect, listed, take
+from tests.store.miniature import collect, listed, put, take
 
 NAME = "trainer"
 
@@ -196,5 +196,25 @@ def test_who_has_ended_is_not_waited_for_where_its_job_can_be_seen() -> None:
         taken = await lease.take(second, NAME, where="here:/state")
         assert time.monotonic() - began < lease.SILENCE_SECONDS
         await taken.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_nothing_is_committed_under_a_lease_that_was_taken() -> None:
+    async def body() -> None:
+        _, first, second = await two()
+        held = await lease.take(first, NAME)
+        async with await first.begin(None, "dump", load_index=False) as session:
+            session.under = held.session
+            await session.commit(*await put(first, session, {1: 1}))
+        session = await first.begin(None, "dump", load_index=False)
+        session.under = held.session
+        seen = await lease.holder(second, NAME)
+        assert seen is not None
+        await lease._fence(second, NAME, seen)
+        with pytest.raises(SessionFenced, match="under which"):
+            await session.commit(*await put(first, session, {1: 2}))
+        assert await session.abort()
+        assert len(await listed(second)) == 1
 
     asyncio.run(asyncio.wait_for(body(), 30))

@@ -108,6 +108,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         encoders=options.scan_threads or limits.threads_for(ENCODE_THREADS),
         link_rate=options.link_rate,
         emit=request.emit,
+        under=options.under,
     )
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)

@@ -80,6 +80,16 @@ class Lease:
         return self._lost
 
     @property
+    def session(self) -> str:
+        """The id of the session that is the lease."""
+        return self._session.id
+
+    @property
+    def renewed_at(self) -> float:
+        """When it was asked for or last renewed, by `now`."""
+        return self._renewed
+
+    @property
     def certain(self) -> bool:
         """Whether nobody else can hold the lease now."""
         return not self._lost and now() - self._renewed < PAUSE_SECONDS

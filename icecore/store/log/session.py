@@ -110,6 +110,8 @@ class Session:
         entry: Entry,
     ) -> None:
         self.id = record.id
+        #: Another session: nothing is committed once that one has ended. Empty: none.
+        self.under = ""
         self.generation = entry.generation
         self.base: SnapshotRecord | None = record.pins[0] if record.pins else None
         self.state = entry.state
@@ -317,6 +319,11 @@ class Session:
                 f"session {self.id} was ended by another process; its work is void",
                 cure="a session that is silent for long is fenced; run it again",
             )
+        if self.under and state.session(self.under) is None:
+            raise SessionFenced(
+                f"session {self.under}, under which this one works, has ended; its work is void",
+                cure="another process runs the job; 'icecore ls' shows its snapshots",
+            )
         return msgspec.structs.replace(
             state, sessions=[session for session in state.sessions if session.id != self.id]
         )
@@ -399,7 +406,8 @@ class Session:
         async def change(state: LogState, pages: Pages) -> LogState:
             nonlocal was_open
             was_open = state.session(self.id) is not None
-            return self._without(state) if was_open else state
+            left = [session for session in state.sessions if session.id != self.id]
+            return msgspec.structs.replace(state, sessions=left)
 
         # An open session prevents a collector from freeing anything.
         await self._log.transact(change, f"end {self.id}", leave=0)
