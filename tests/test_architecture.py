@@ -167,7 +167,7 @@ def test_the_floor_test_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "icecore.dumper.freeze.guard",
+        "icecore.dumper.freeze.guard_process",
         "icecore.host.gpu.helper",
         "icecore.restorer.guard.guard_process",
     ],
