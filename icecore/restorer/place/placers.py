@@ -18,9 +18,9 @@ import msgspec
 from icecore.errors import RestoreFailed
 from icecore.host.kernel.userfaultfd import Stop
 from icecore.host.kernel.waiting import readable
+from icecore.host.rpc import packets
 from icecore.restorer.place.members import Member, Outcome
 from icecore.restorer.place.placing import (
-    MESSAGE,
     Answer,
     Deliver,
     Delivered,
@@ -99,7 +99,7 @@ class Placer:
     """
 
     def __init__(self, control: socket.socket, patience: float) -> None:
-        control.settimeout(patience)
+        control.settimeout(patience)  # for what is sent
         self._control = control
         self._patience = patience
         self._encode = msgspec.msgpack.Encoder().encode
@@ -228,9 +228,11 @@ class Placer:
 
     def _send(self, request: Request, descriptors: Sequence[int] = ()) -> None:
         try:
-            socket.send_fds(self._control, [self._encode(request)], descriptors)
-        except (ConnectionError, BrokenPipeError) as error:
+            packets.send(self._control, self._encode(request), descriptors)
+        except packets.PeerDied as error:
             raise PlacerLost("a placer process has ended") from error
+        except TimeoutError:
+            raise self._silent() from None
 
     def _ask(self, request: Request) -> Answer:
         self.wait_ready()
@@ -239,17 +241,16 @@ class Placer:
 
     def _hear(self) -> Answer:
         try:
-            data = self._control.recv(MESSAGE)
-        except TimeoutError:
-            raise RestoreFailed(
-                f"a placer process gave no answer for {self._patience:.0f} s"
-            ) from None
-        except ConnectionError as error:
+            data, _ = packets.receive(self._control, self._patience)
+        except packets.PeerDied as error:
             raise PlacerLost("a placer process has ended") from error
-        if not data:
-            raise PlacerLost("a placer process has ended")
+        except TimeoutError:
+            raise self._silent() from None
         answer: Answer = self._decode(data)
         return answer
+
+    def _silent(self) -> RestoreFailed:
+        return RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s")
 
 
 class Placers:
