@@ -164,6 +164,8 @@ class Client(ABC):
                 # The answer to a long request that is lost too stays away, until the time is up.
                 answer = {"id": json.loads(error.data)["id"]} if error.data else {"id": -1}
                 answer["error"], descriptors = Refusal(str(error))._asdict(), []
+            except TimeoutError:  # of the socket, for what is sent
+                continue
             except OSError:
                 self._end()
                 return

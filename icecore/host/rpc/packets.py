@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PACKET = 1 << 17
 #: Descriptors with one message at most: the kernel's bound (SCM_MAX_FD), less one for a memfd.
 MOST_DESCRIPTORS = 252
+_ROOM = socket.CMSG_SPACE(4 * (MOST_DESCRIPTORS + 1))
 #: Stands for a message in a memfd, which is the last descriptor. No JSON or msgpack object begins
 #: with it.
 _SPILLED = b"\0memfd"
@@ -73,21 +74,20 @@ def receive(peer: socket.socket, seconds: float | None = None) -> tuple[bytes, l
     """Return the next message and its descriptors, which the caller closes.
 
     Args:
-        seconds: To wait for it; None: without limit.
+        seconds: To wait for it; None: as long as the socket's time-out.
 
     Raises:
         PeerDied: There is none, and there will be none.
         TimeoutError: None came in time.
         DescriptorsLost: Its descriptors did not arrive.
     """
-    if not readable([peer.fileno()], seconds):
+    if seconds is not None and not readable([peer.fileno()], seconds):
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
     try:
-        data, descriptors, flags, _ = socket.recv_fds(
-            peer, PACKET, MOST_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC
-        )
+        data, ancillary, flags, _ = peer.recvmsg(PACKET, _ROOM, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
         raise PeerDied(*error.args) from error
+    descriptors = _descriptors(ancillary) if ancillary else []
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         for descriptor in descriptors:
             os.close(descriptor)
@@ -103,6 +103,14 @@ def receive(peer: socket.socket, seconds: float | None = None) -> tuple[bytes, l
         finally:
             os.close(spilled)
     return data, descriptors
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return found.tolist()
 
 
 def tell(

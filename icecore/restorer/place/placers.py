@@ -99,7 +99,7 @@ class Placer:
     """
 
     def __init__(self, control: socket.socket, patience: float) -> None:
-        control.settimeout(patience)  # for what is sent
+        control.settimeout(patience)
         self._control = control
         self._patience = patience
         self._encode = msgspec.msgpack.Encoder().encode
@@ -241,7 +241,7 @@ class Placer:
 
     def _hear(self) -> Answer:
         try:
-            data, _ = packets.receive(self._control, self._patience)
+            data, _ = packets.receive(self._control)
         except packets.PeerDied as error:
             raise PlacerLost("a placer process has ended") from error
         except TimeoutError:

@@ -40,7 +40,7 @@ class _Copies:
 
     def __init__(self, control: int) -> None:
         self._control = socket.socket(fileno=control)
-        self._control.settimeout(_COPY_SECONDS)  # for what is sent
+        self._control.settimeout(_COPY_SECONDS)
         self._number = 0
         self._under_way: tuple[set[int], set[int]] = (set(), set())
 
@@ -58,7 +58,7 @@ class _Copies:
         """Wait for the copies of a half."""
         while self._under_way[half]:
             try:
-                data, _ = packets.receive(self._control, _COPY_SECONDS)
+                data, _ = packets.receive(self._control)
             except packets.PeerDied:
                 raise CopyFailed("the GPU worker ended") from None
             except OSError as error:
