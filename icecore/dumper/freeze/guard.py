@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import Connection
+from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 
 #: How much longer than the dumper the guard waits before it ends the window.
@@ -86,6 +86,7 @@ class DumpGuard:
         try:
             packets.tell(self._socket, order, [end.fileno() for end in passed])
         except OSError as error:
+            self.hang_up()
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
 
     def _receive(self, timeout: float) -> dict[str, object]:
@@ -159,12 +160,7 @@ class DumpGuard:
             DumpFailed: The page-server connection was hung up before.
         """
         self.pages()
-        order = {"go": True, "limit": None if limit is None else limit + _GRACE_SECONDS}
-        try:
-            self._send(order)
-        except GuardLost:
-            self.hang_up()
-            raise
+        self._send({"go": True, "limit": None if limit is None else limit + _GRACE_SECONDS})
 
     def frozen(self, timeout: float, *, streamed: bool = False) -> int | None:
         """Wait, after `go`, until CRIU serves. The tree then stands still until ``thaw``.
@@ -281,13 +277,11 @@ class DumpGuard:
         if self._life < 0:
             return
         try:
-            end = select.poll()
-            end.register(self._life, select.POLLIN)
-            ready = end.poll(self.end_seconds * 1000)
+            ended = readable([self._life], self.end_seconds)
         finally:
             os.close(self._life)
             self._life = -1
-        if not ready:
+        if not ended:
             raise DumpFailed(
                 f"CRIU or the GPU helper (under guard {self._process.pid}) has not ended in time; killing it now could lose the job, so it is left alone",
                 cure="check the job's state with 'ps' and at CRIU's log",
@@ -307,10 +301,7 @@ def _wait_for_stream(pages: socket.socket, control: socket.socket, seconds: floa
     Raises:
         DumpFailed: Neither happened in time.
     """
-    poll = select.poll()
-    poll.register(pages, select.POLLIN)
-    poll.register(control, select.POLLIN)
-    ready = {number for number, _ in poll.poll(seconds * 1000)}
+    ready = readable([pages.fileno(), control.fileno()], seconds)
     if not ready:
         raise DumpFailed(f"CRIU did not begin within {seconds:.0f} s")
     return control.fileno() not in ready

@@ -36,9 +36,9 @@ _START_SECONDS = 60.0
 Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None"]
 
 
-def helper_command(word: str) -> list[str]:
-    """Return the argument vector of a helper; ``word`` shows in its command line."""
-    return [sys.executable, "-P", "-m", "icecore.host.gpu.helper", "{control}", "{life}", word]
+def program(module: str, word: str) -> list[str]:
+    """Return the argument vector of a module of this package; ``word`` shows in its command line."""
+    return [sys.executable, "-P", "-m", f"icecore.host.gpu.{module}", "{control}", "{life}", word]
 
 
 def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Popen[bytes]:
@@ -69,7 +69,7 @@ class Helper(Client):
     _patience = 60.0
 
     def __init__(self, start: Start, word: str) -> None:
-        super().__init__(partial(start, helper_command(word)), "cuda")
+        super().__init__(partial(start, program("helper", word)), "cuda")
 
     def wait_ready(self) -> int:
         """Wait until it has initialised CUDA, and return its pid.

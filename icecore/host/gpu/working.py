@@ -9,7 +9,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import IcecoreError
-from icecore.host.gpu.client import Start, start_here
+from icecore.host.gpu.client import Start, program, start_here
 from icecore.host.gpu.worker import MOST_DESCRIPTORS, as_memory, from_memory
 from icecore.host.resident.digest import BYTES, Digests
 from icecore.host.resident.fingerprint import Words
@@ -40,11 +39,6 @@ RING = 32
 
 class WorkerFailed(IcecoreError):
     """The worker failed, or is gone."""
-
-
-def worker_command(word: str) -> list[str]:
-    """Return the argument vector of a worker; ``word`` shows in its command line."""
-    return [sys.executable, "-P", "-m", "icecore.host.gpu.worker", "{control}", "{life}", word]
 
 
 class HostRegion:
@@ -94,7 +88,7 @@ class Worker(Client):
     _patience = 300.0
 
     def __init__(self, word: str, start: Start = start_here) -> None:
-        super().__init__(partial(start, worker_command(word)), "worker")
+        super().__init__(partial(start, program("worker", word)), "worker")
         self._handles = 0
         self._lingers = False
 

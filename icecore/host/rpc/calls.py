@@ -144,8 +144,9 @@ class Client(ABC):
         except packets.PeerDied:
             self._end()
         except OSError as error:
-            late = isinstance(error, TimeoutError)
-            self._fail(number, self._late(call, _SEND_SECONDS) if late else error)
+            if self._take(number) is not None:
+                late = isinstance(error, TimeoutError)
+                call.set_exception(self._late(call, _SEND_SECONDS) if late else error)
         return call
 
     def _result(self, call: Call, seconds: float | None = None) -> Answer:
@@ -180,10 +181,6 @@ class Client(ABC):
     def _take(self, number: int) -> Call | None:
         with self._lock:
             return self._waiting.pop(number, None)
-
-    def _fail(self, number: int, error: Exception) -> None:
-        if (call := self._take(number)) is not None:
-            call.set_exception(error)
 
     def _end(self) -> None:
         """Fail all pending calls: the process is gone."""

@@ -229,10 +229,8 @@ class Placer:
     def _send(self, request: Request, descriptors: Sequence[int] = ()) -> None:
         try:
             packets.send(self._control, self._encode(request), descriptors)
-        except packets.PeerDied as error:
-            raise PlacerLost("a placer process has ended") from error
-        except TimeoutError:
-            raise self._silent() from None
+        except (packets.PeerDied, TimeoutError) as error:
+            raise self._failed(error) from error
 
     def _ask(self, request: Request) -> Answer:
         self.wait_ready()
@@ -242,15 +240,15 @@ class Placer:
     def _hear(self) -> Answer:
         try:
             data, _ = packets.receive(self._control)
-        except packets.PeerDied as error:
-            raise PlacerLost("a placer process has ended") from error
-        except TimeoutError:
-            raise self._silent() from None
+        except (packets.PeerDied, TimeoutError) as error:
+            raise self._failed(error) from error
         answer: Answer = self._decode(data)
         return answer
 
-    def _silent(self) -> RestoreFailed:
-        return RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s")
+    def _failed(self, error: OSError) -> RestoreFailed:
+        if isinstance(error, TimeoutError):
+            return RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s")
+        return PlacerLost("a placer process has ended")
 
 
 class Placers:
