@@ -193,6 +193,24 @@ def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> N
     }
 
 
+def test_the_guard_of_a_restore_loads_the_standard_library_alone() -> None:
+    """It is started without the paths of packages, and as often as a restore is."""
+    spec = importlib.util.find_spec("icecore")
+    assert spec is not None and spec.origin is not None
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import icecore.restorer.guard.guard_process; "
+        "print(*sys.modules)"
+    )
+    root = str(Path(spec.origin).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, root], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "icecore.host.rpc.packets" in loaded
+    assert not loaded & {"typing", "dataclasses", "pathlib", "subprocess", "msgspec", "numpy"}
+
+
 def test_importing_icecore_loads_nothing_heavy() -> None:
     code = "import sys, icecore; print(*sorted(n for n in sys.modules if n.startswith('icecore.') or n in HEAVY))"
     heavy = "HEAVY = {'numpy', 'msgspec', 'zstandard', 'rich', 'numcodecs', 'google.protobuf', 'asyncio'}\n"
