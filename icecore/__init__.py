@@ -13,8 +13,8 @@ Public names load on first use, so importing the package is cheap::
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+#: As `typing.TYPE_CHECKING`, whose module takes longer to load than a guard needs to start.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from icecore.api import check_restore, dump, restore, run
@@ -88,6 +88,8 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'icecore' has no attribute {name!r}")
+    from importlib import import_module  # not at the start, as typing
+
     value: object = getattr(import_module(f"icecore.{home}"), name)
     globals()[name] = value  # later accesses bypass this function
     return value

@@ -167,7 +167,7 @@ def test_the_floor_test_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "icecore.dumper.freeze.guard",
+        "icecore.dumper.freeze.guard_process",
         "icecore.host.gpu.helper",
         "icecore.restorer.guard.guard_process",
     ],
@@ -191,6 +191,24 @@ def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> N
         "google.protobuf",
         "asyncio",
     }
+
+
+def test_the_guard_of_a_restore_loads_the_standard_library_alone() -> None:
+    """It is started without the paths of packages, and as often as a restore is."""
+    spec = importlib.util.find_spec("icecore")
+    assert spec is not None and spec.origin is not None
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import icecore.restorer.guard.guard_process; "
+        "print(*sys.modules)"
+    )
+    root = str(Path(spec.origin).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, root], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "icecore.host.rpc.packets" in loaded
+    assert not loaded & {"typing", "dataclasses", "pathlib", "subprocess", "msgspec", "numpy"}
 
 
 def test_importing_icecore_loads_nothing_heavy() -> None:

@@ -4,6 +4,7 @@ repository.
 Sub-packages, from the kernel upwards:
 
 - `kernel`: /proc, page maps, userfaultfd, ptrace, limits
+- `rpc`: messages to the processes that icecore starts
 - `criu`: CRIU and its images
 - `cuda`: checkpoints of GPU processes through the driver
 - `resident`: GPU memory that stays in place during a checkpoint

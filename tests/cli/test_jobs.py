@@ -316,7 +316,7 @@ def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str)
     guard = [
         int(child)
         for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split()
-        if b"icecore.dumper.freeze.guard" in words_of(child)
+        if b"icecore.dumper.freeze.guard_process" in words_of(child)
     ]
     dump.send_signal(signal.SIGSTOP)
     [left] = workdir.iterdir()

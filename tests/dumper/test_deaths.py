@@ -149,7 +149,7 @@ def test_a_dumper_that_is_stopped_in_the_window(
 
 def guard_of(workdir: Path) -> int:
     """Return the guard process. A child of it that watches CRIU has the same command line."""
-    found = members(workdir, "icecore.dumper.freeze.guard")
+    found = members(workdir, "icecore.dumper.freeze.guard_process")
     [guard] = [pid for pid in found if procfs.status(pid).parent not in found]
     return guard
 

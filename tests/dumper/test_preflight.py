@@ -193,7 +193,7 @@ def test_a_tree_with_a_part_of_icecore_in_it(tmp_path: Path, store: Store, has: 
         assert list(refused(store, restoring.pid)) == ["icecore"]
     finally:
         restoring.end(20)
-    assert "icecore" not in refusals(has("pass  # -m icecore.dumper.freeze.guard"))
+    assert "icecore" not in refusals(has("pass  # -m icecore.dumper.freeze.guard_process"))
 
 
 def test_without_capabilities(job: Job, store: Store) -> None:

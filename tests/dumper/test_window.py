@@ -213,7 +213,9 @@ def test_a_window_that_takes_too_long_while_no_other_thread_runs(
     job.is_well()
 
 
-@pytest.mark.parametrize("word", ["dump.log", "icecore.dumper.freeze.guard"], ids=["criu", "guard"])
+@pytest.mark.parametrize(
+    "word", ["dump.log", "icecore.dumper.freeze.guard_process"], ids=["criu", "guard"]
+)
 def test_criu_or_the_guard_killed_in_a_streamed_window(
     word: str, job: Job, witness: Witness
 ) -> None:

@@ -211,7 +211,7 @@ def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: L
         if who == "interrupted":
             raise KeyboardInterrupt
         for name, word in {
-            "guard": "icecore.dumper.freeze.guard",
+            "guard": "icecore.dumper.freeze.guard_process",
             "helper": "icecore.host.gpu.helper",
             "criu": "dump.log",
         }.items():

@@ -25,7 +25,7 @@ from .jobs import Lab, lines, same, wait_lines
 pytestmark = pytest.mark.timeout(900)
 
 _WORDS = {
-    "guard": "icecore.dumper.freeze.guard",
+    "guard": "icecore.dumper.freeze.guard_process",
     "helper": "icecore.host.gpu.helper",
     "worker": "icecore.host.gpu.worker",
     "CRIU": "/sbin/criu",

@@ -475,7 +475,7 @@ def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, m
             joined.kill_keeper()
             return
         word = {
-            "guard": "icecore.dumper.freeze.guard",
+            "guard": "icecore.dumper.freeze.guard_process",
             "helper": "icecore.host.gpu.helper",
             "worker": "icecore.host.gpu.worker",
         }[who]

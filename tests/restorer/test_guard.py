@@ -9,7 +9,6 @@ import resource
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.guard import guard_process
 from icecore.restorer.guard.client import Message, RestoreGuard
+from tests.host.test_rpc import without_descriptors
 
 
 @pytest.fixture
@@ -87,21 +87,6 @@ def test_what_it_starts_has_the_limit_that_it_was_given(tmp_path: Path, soft_lim
 def test_what_cannot_be_started_is_said_and_ends_nobody(tmp_path: Path, soft_limit: int) -> None:
     said = run(tmp_path / "work", ["/no/such/program"], [])
     assert (said["status"], "No such file" in str(said["why"])) == (127, True)
-
-
-@contextmanager
-def without_descriptors() -> Iterator[None]:
-    """As many files are open as may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        while True:
-            try:
-                stack.callback(os.close, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
-            except OSError:
-                break
-        yield
 
 
 def test_a_descriptor_that_the_restorer_has_no_room_for_is_an_error_with_a_name() -> None:

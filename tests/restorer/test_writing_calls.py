@@ -112,8 +112,8 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     ),
     "guard/client.py": ({"open"}, "the guard's output in icecore's work directory"),
     "guard/guard_process.py": (
-        {"open", "os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"},
-        "CRIU's output and socket in the guard's work directory; its own oom_score_adj",
+        {"os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"},
+        "CRIU's output and socket in the guard's work directory",
     ),
     "place/locks.py": ({"os.open"}, "lock files in icecore's work directory"),
     "place/file_table.py": ({"open"}, "memory (memfd), by descriptor"),

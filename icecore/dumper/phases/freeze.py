@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from icecore.dumper.capture import HIDDEN_FILE
-from icecore.dumper.freeze.guard import WINDOW_PRIORITY
+from icecore.dumper.freeze.guard_process import WINDOW_PRIORITY
 from icecore.dumper.freeze.streamed import receive
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.memory.early import Early, EarlyScan

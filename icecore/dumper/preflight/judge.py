@@ -20,7 +20,7 @@ from icecore.host.kernel import limits, procfs
 
 #: Modules and programs of icecore that hold jobs, or work for a process that does.
 _OWN_MODULES = frozenset(
-    {"icecore.dumper.freeze.guard", "icecore.host.gpu.helper", "icecore.host.gpu.worker"}
+    {"icecore.dumper.freeze.guard_process", "icecore.host.gpu.helper", "icecore.host.gpu.worker"}
 )
 _PROGRAMS = frozenset({"icecore-keeper"})
 _RESTORE_GUARD = str(Path(checks.__file__).parents[2] / "restorer" / "guard" / "guard_process.py")

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from icecore.errors import IcecoreError, MissingTool, NotFound
+from icecore.host.rpc import packets
 
 #: CRIU's plugin; not there where the build found no compiler.
 PLUGIN = Path(__file__).parents[1] / "criu" / "libicecore-devices.so"
@@ -36,7 +37,6 @@ LACK = (
 #: Lines of the record, and what the kernel adds to the name of a file that was removed.
 _MAPPING, _DELETED = "mapping ", " (deleted)"
 _ANSWER_SECONDS = 30.0
-_MESSAGE = 256
 
 
 def replaced_mappings(images: Path) -> set[str]:
@@ -227,7 +227,7 @@ class Holder:
 
     def _send(self, words: str) -> None:
         try:
-            self._peer.send(words.encode())
+            packets.send(self._peer, words.encode())
         except OSError as error:
             self._end()
             raise NotHeld(f"CRIU has ended: {error}") from error
@@ -243,10 +243,8 @@ class Holder:
     def _listen(self) -> None:
         while True:
             try:
-                word = self._peer.recv(_MESSAGE).decode()
+                word = packets.receive(self._peer)[0].decode()
             except OSError:
-                word = ""
-            if not word:
                 self._end()
                 return
             with self._change:

@@ -5,33 +5,30 @@ the worker dies.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import IcecoreError
-from icecore.host.gpu.client import Start, start_here
-from icecore.host.gpu.worker import LONG, MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
+from icecore.host.gpu.client import Start, program, start_here
+from icecore.host.gpu.worker import MOST_DESCRIPTORS, as_memory, from_memory
 from icecore.host.resident.digest import BYTES, Digests
 from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import SPARE
+from icecore.host.rpc.calls import Answer, Call, Client, Refusal
 from icecore.sizes import CELL_BYTES as CELL
 
 _START_SECONDS = 60.0
-_CALL_SECONDS = 300.0
 _END_SECONDS = 30.0
 _POPULATE_WRITE = 23
 _PREFAULT = 64 << 20
@@ -42,11 +39,6 @@ RING = 32
 
 class WorkerFailed(IcecoreError):
     """The worker failed, or is gone."""
-
-
-def worker_command(word: str) -> list[str]:
-    """Return the argument vector of a worker; ``word`` shows in its command line."""
-    return [sys.executable, "-P", "-m", "icecore.host.gpu.worker", "{control}", "{life}", word]
 
 
 class HostRegion:
@@ -85,7 +77,7 @@ class HostRegion:
             self.descriptor = -1
 
 
-class Worker:
+class Worker(Client):
     """A worker process (a context manager: on exit it ends).
 
     Args:
@@ -93,27 +85,12 @@ class Worker:
         start: How it is started.
     """
 
+    _patience = 300.0
+
     def __init__(self, word: str, start: Start = start_here) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE)
-        self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Any]] = {}
-        self._next = 1
-        self._lost = False
-        ready: Future[Any] = Future()
-        self._ready = ready
-        self._waiting[0] = ready
-        try:
-            with theirs:
-                self._process = start(worker_command(word), theirs)
-        except BaseException:
-            self._socket.close()
-            raise
+        super().__init__(partial(start, program("worker", word)), "worker")
         self._handles = 0
         self._lingers = False
-        self._thread = threading.Thread(target=self._receive, name="worker", daemon=True)
-        self._thread.start()
 
     @property
     def pid(self) -> int:
@@ -122,8 +99,7 @@ class Worker:
         Raises:
             WorkerFailed: It did not come up.
         """
-        value, _ = self._result(self._ready, "start", _START_SECONDS)
-        return int(value)
+        return int(self._result(self._ready, _START_SECONDS).value)
 
     def new_handles(self, some: int) -> list[int]:
         """Return numbers for `map` and `allocate`."""
@@ -135,15 +111,15 @@ class Worker:
 
     def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
         """Prepare these GPUs, with `fingerprints` if they will be wanted; return their free bytes."""
-        futures = {
-            device: self._send("begin", device, fingerprints=fingerprints) for device in devices
+        calls = {
+            device: self._begin("begin", device, fingerprints=fingerprints) for device in devices
         }
-        return {device: int(self._result(future, "begin")[0]) for device, future in futures.items()}
+        return {device: int(self._result(call).value) for device, call in calls.items()}
 
     def take_host(self, region: HostRegion, device: str) -> None:
         """Share and pin a region, through one GPU for all. It must outlive the worker."""
-        self._result(self._send("host", device, [region.descriptor], size=region.size), "host")
-        self._result(self._send("pin", device, size=region.size), "pin")
+        self._result(self._begin("host", device, [region.descriptor], size=region.size))
+        self._result(self._begin("pin", device, size=region.size))
 
     @contextmanager
     def connect(self, device: str) -> Iterator[socket.socket]:
@@ -152,7 +128,7 @@ class Worker:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            self._result(self._send("connect", device, [theirs.fileno()]), "connect")
+            self._result(self._begin("connect", device, [theirs.fileno()]))
             yield ours
 
     def map(
@@ -161,11 +137,11 @@ class Worker:
         handles: Sequence[int],
         sizes: Sequence[int],
         descriptors: Sequence[int],
-        seconds: float = _CALL_SECONDS,
+        seconds: float = _patience,
     ) -> None:
         """Map the memory of descriptors."""
-        futures = [
-            self._send(
+        calls = [
+            self._begin(
                 "map",
                 device,
                 descriptors[at:end],
@@ -174,20 +150,22 @@ class Worker:
             )
             for at, end in _parts(len(handles))
         ]
-        for future in futures:
-            self._result(future, "map", seconds)
+        for call in calls:
+            self._result(call, seconds)
 
     def allocate(self, device: str, handles: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Allocate zeroed memory on a GPU; return descriptors, which the caller closes."""
         found: list[int] = []
-        futures = [
-            self._send("allocate", device, handles=list(handles[at:end]), sizes=list(sizes[at:end]))
+        calls = [
+            self._begin(
+                "allocate", device, handles=list(handles[at:end]), sizes=list(sizes[at:end])
+            )
             for at, end in _parts(len(handles))
         ]
         failed: WorkerFailed | None = None
-        for future in futures:
+        for call in calls:
             try:
-                found.extend(self._result(future, "allocate")[1])
+                found.extend(self._result(call).descriptors)
             except WorkerFailed as error:
                 failed = failed or error
         if failed is not None:
@@ -197,17 +175,13 @@ class Worker:
         return found
 
     def fingerprints(
-        self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS
+        self, device: str, handles: Sequence[int], seed: int, seconds: float = _patience
     ) -> Words:
         """Return the fingerprints of all cells of these, one after the other."""
-        _, descriptors = self._result(
-            self._send("fingerprints", device, handles=list(handles), seed=seed),
-            "fingerprints",
-            seconds,
-        )
-        return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
+        call = self._begin("fingerprints", device, handles=list(handles), seed=seed)
+        return _array(self._result(call, seconds), np.dtype(np.uint64)).reshape(-1, 2)
 
-    def spare_fingerprints(self, device: str, seed: int, seconds: float = _CALL_SECONDS) -> Words:
+    def spare_fingerprints(self, device: str, seed: int, seconds: float = _patience) -> Words:
         """Return the fingerprints of all cells of the spare memory that the last `stage` took."""
         return self.fingerprints(device, [SPARE], seed, seconds)
 
@@ -220,7 +194,7 @@ class Worker:
         host_size: int,
         *,
         spare: int,
-        seconds: float = _CALL_SECONDS,
+        seconds: float = _patience,
     ) -> npt.NDArray[np.int64]:
         """Copy the masked cells of these to so many bytes of spare device memory and to that part
         of the host region; for each such cell where it is now (`icecore.host.resident.gpu.NOWHERE`,
@@ -228,7 +202,7 @@ class Worker:
         """
         given = as_memory(mask)
         try:
-            future = self._send(
+            call = self._begin(
                 "stage",
                 device,
                 [given],
@@ -239,38 +213,33 @@ class Worker:
             )
         finally:
             os.close(given)
-        return _array(self._result(future, "stage", seconds)[1], np.dtype(np.int64))
+        return _array(self._result(call, seconds), np.dtype(np.int64))
 
-    def fetch(
-        self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
-    ) -> Future[Any]:
+    def fetch(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Call:
         """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region;
         `finish` waits for it.
         """
-        return self._send("fetch", device, cells=list(cells), places=list(places))
+        return self._begin("fetch", device, cells=list(cells), places=list(places))
 
-    def place(
-        self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
-    ) -> Future[Any]:
+    def place(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Call:
         """Begin to copy cells from the host region to their places, the reverse of `fetch`."""
-        return self._send("place", device, cells=list(cells), places=list(places))
+        return self._begin("place", device, cells=list(cells), places=list(places))
 
-    def prepare_digests(self, devices: Sequence[str]) -> list[Future[Any]]:
+    def prepare_digests(self, devices: Sequence[str]) -> list[Call]:
         """Begin to prepare `digests` on GPUs that have begun; `finish` waits for each."""
-        return [self._send("prepare-digests", device) for device in devices]
+        return [self._begin("prepare-digests", device) for device in devices]
 
     def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
         """Return the digests of cells, (number, offset) each (`icecore.host.resident.digest`): at
         most 1024, while other cells are placed.
         """
-        value, _ = self._result(
-            self._send("digests", device, cells=list(cells), key=key.hex()), "digests"
-        )
+        call = self._begin("digests", device, cells=list(cells), key=key.hex())
+        value = self._result(call).value
         return np.frombuffer(bytes.fromhex(value), np.uint8).reshape(-1, BYTES)
 
-    def finish(self, future: Future[Any]) -> None:
+    def finish(self, call: Call) -> None:
         """Wait for a call that was begun."""
-        self._result(future, "copy")
+        self._result(call)
 
     def release(
         self,
@@ -278,12 +247,11 @@ class Worker:
         handles: Sequence[int] = (),
         *,
         spare: bool = False,
-        seconds: float = _CALL_SECONDS,
+        seconds: float = _patience,
     ) -> None:
         """Release what was mapped or allocated, and the spare memory."""
-        self._result(
-            self._send("release", device, handles=list(handles), spare=spare), "release", seconds
-        )
+        call = self._begin("release", device, handles=list(handles), spare=spare)
+        self._result(call, seconds)
 
     @property
     def gone(self) -> bool:
@@ -299,134 +267,46 @@ class Worker:
         """Make it end only this long after `close`, which then does not wait for it: the driver
         takes 0.15 s to release its memory, and delays all other processes' calls meanwhile (H200).
         """
-        self._result(self._send("linger", "", seconds=seconds), "linger")
+        self._result(self._begin("linger", "", seconds=seconds))
         self._lingers = True
-
-    def close(self) -> None:
-        """End it. May be called twice."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._socket.close()
-        if self._process is not None and self._lingers:
-            threading.Thread(target=self._process.wait, name="worker's end", daemon=True).start()
-        elif self._process is not None:
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:  # the driver hangs in it; nobody depends on it
-                self._process.kill()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_END_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- within
 
-    def _send(
-        self, call: str, device: str, descriptors: Sequence[int] = (), **more: object
-    ) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-            if self._lost:
-                future.set_exception(_lost())
-                return future
-            self._waiting[number] = future
-        message, given = (
-            json.dumps({"id": number, "call": call, "device": device, **more}).encode(),
-            list(descriptors),
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
+        if self._lingers:
+            threading.Thread(target=process.wait, name="worker's end", daemon=True).start()
+            return
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # the driver hangs in it; nobody depends on it
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+
+    def _refused(self, call: Call, why: Refusal) -> WorkerFailed:
+        return WorkerFailed(
+            f"the GPU worker failed: {why.text}",
+            cure="look into the kernel's log for what the driver says",
         )
-        body = -1
-        if len(message) > MESSAGE:
-            body = as_memory(np.frombuffer(message, np.uint8))
-            message, given = LONG, [*given, body]
-        try:
-            socket.send_fds(self._socket, [message], given)
-        except OSError:
-            self._end()
-        finally:
-            if body >= 0:
-                os.close(body)
-        return future
 
-    @staticmethod
-    def _result(
-        future: Future[Any], call: str, seconds: float = _CALL_SECONDS
-    ) -> tuple[Any, list[int]]:
-        try:
-            found: tuple[Any, list[int]] = future.result(seconds)
-            return found
-        except FutureTimeout:
-            future.add_done_callback(_close_unheard)
-            raise WorkerFailed(
-                f"the GPU worker did not answer {call} within {seconds:.0f} s"
-            ) from None
+    def _died(self, call: Call) -> WorkerFailed:
+        return WorkerFailed(
+            "the GPU worker ended", cure="look why it was killed (out of memory?), and try again"
+        )
 
-    def _receive(self) -> None:
-        while True:
-            try:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE, MOST_DESCRIPTORS)
-            except OSError:
-                data, descriptors = b"", []
-            if not data:
-                self._end()
-                return
-            answer: dict[str, Any] = json.loads(data)
-            with self._lock:
-                future = self._waiting.pop(answer["id"], None)
-            if future is None:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            elif "error" in answer:
-                future.set_exception(
-                    WorkerFailed(
-                        f"the GPU worker failed: {answer['error']}",
-                        cure="look into the kernel's log for what the driver says",
-                    )
-                )
-            else:
-                future.set_result((answer["value"], list(descriptors)))
-
-    def _end(self) -> None:
-        with self._lock:
-            self._lost = True
-            waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_exception(_lost())
-
-
-def _close_unheard(future: Future[Any]) -> None:
-    """Close the descriptors of an answer for which nobody waits any more."""
-    if future.exception() is None:
-        for descriptor in future.result()[1]:
-            os.close(descriptor)
-
-
-def _lost() -> WorkerFailed:
-    return WorkerFailed(
-        "the GPU worker ended", cure="look why it was killed (out of memory?), and try again"
-    )
+    def _late(self, call: Call, seconds: float) -> WorkerFailed:
+        return WorkerFailed(f"the GPU worker did not answer {call.name} within {seconds:.0f} s")
 
 
 def _parts(some: int) -> list[tuple[int, int]]:
     return [(at, min(some, at + MOST_DESCRIPTORS)) for at in range(0, some, MOST_DESCRIPTORS)]
 
 
-def _array(descriptors: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _array(answer: Answer, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        return from_memory(descriptors[0], dtype)
+        return from_memory(answer.descriptors[0], dtype)
     finally:
-        for descriptor in descriptors:
+        for descriptor in answer.descriptors:
             os.close(descriptor)
 
 

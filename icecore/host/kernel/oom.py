@@ -7,8 +7,8 @@ down to a minimum that is inherited too.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: The OOM killer never chooses such a process.
 PROTECTED = -1000
@@ -21,7 +21,8 @@ def score(pid: int | str = "self") -> int:
     Raises:
         OSError: There is no such process.
     """
-    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+    with open(f"/proc/{pid}/oom_score_adj", encoding="ascii") as file:
+        return int(file.read())
 
 
 def protect() -> int:
@@ -31,9 +32,30 @@ def protect() -> int:
         The ``oom_score_adj`` that was reached: `PROTECTED`, or where that is refused, 0 at best.
     """
     for wanted in (PROTECTED, 0):
-        if score() <= wanted:
-            break
-        with suppress(PermissionError):
-            Path("/proc/self/oom_score_adj").write_text(str(wanted))
+        if score() <= wanted or _set(wanted):
             break
     return score()
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Have what is started within the block begin with a score of 0, if the kernel permits it. It
+    inherits the score, and the minimum to which it may lower it.
+    """
+    before = score()
+    _set(0)
+    try:
+        yield
+    finally:
+        if not _set(PROTECTED):
+            _set(before)
+
+
+def _set(wanted: int) -> bool:
+    """Set the score of this process; False: the kernel refuses."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(str(wanted))
+    except PermissionError:
+        return False
+    return True

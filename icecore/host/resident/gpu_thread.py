@@ -20,21 +20,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from icecore.host.resident.gpu import Gpu
+from icecore.host.rpc import packets
+from icecore.host.rpc.calls import Refusal, Request
 
-#: Bytes of a message on such a socket at most.
-PLACE_MESSAGE = 1 << 14
 _NUMBER = 8
-
-
-class Item(NamedTuple):
-    """A request, the descriptors that came with it, and where its answer goes."""
-
-    request: dict[str, Any]
-    descriptors: list[int]
-    control: socket.socket
 
 
 class _Order(NamedTuple):
@@ -59,24 +51,21 @@ class GpuThread(threading.Thread):
 
     Args:
         answer: Carries any request out but ``place`` and ``connect``, and answers it.
-        say: Answers one: the item, an error's text or none.
     """
 
-    def __init__(
-        self, gpu: Gpu, answer: Callable[[Item], None], say: Callable[[Item, str], None]
-    ) -> None:
+    def __init__(self, gpu: Gpu, answer: Callable[[Request], None]) -> None:
         super().__init__(name="gpu", daemon=True)
-        self._gpu, self._answer, self._say = gpu, answer, say
-        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._gpu, self._answer = gpu, answer
+        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
         self._sockets: dict[int, socket.socket] = {}
         self._going: _Going | None = None
 
-    def put(self, item: Item) -> None:
+    def put(self, request: Request) -> None:
         """Called by other threads."""
-        self._inbox.put(item)
+        self._inbox.put(request)
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
@@ -98,39 +87,36 @@ class GpuThread(threading.Thread):
             if number != self._wake
             if (order := self._order(number)) is not None
         ]
-        for item in (
+        for request in (
             [self._inbox.get() for _ in range(os.eventfd_read(self._wake))]
             if self._wake in ready
             else ()
         ):
-            if item.request["call"] == "place":
-                orders.append(
-                    _Order(item.request["cells"], item.request["places"], partial(self._say, item))
-                )
+            if request.call == "place":
+                cells, places = request.about["cells"], request.about["places"]
+                orders.append(_Order(cells, places, partial(_tell, request)))
                 continue
             self._send_off(orders)
             orders = []
-            self._take(item)
+            self._take(request)
         self._send_off(orders)
 
-    def _take(self, item: Item) -> None:
-        if item.request["call"] != "connect":
+    def _take(self, request: Request) -> None:
+        if request.call != "connect":
             self._arrived()
-            self._answer(item)
+            self._answer(request)
             return
-        theirs = socket.socket(fileno=item.descriptors[0])
+        theirs = socket.socket(fileno=request.descriptors[0])
         self._sockets[theirs.fileno()] = theirs
         self._poll.register(theirs, select.POLLIN)
-        self._say(item, "")
+        request.answer()
 
     def _order(self, number: int) -> _Order | None:
         """What came on a socket."""
         theirs = self._sockets[number]
         try:
-            data = theirs.recv(PLACE_MESSAGE)
+            data, _ = packets.receive(theirs)
         except OSError:
-            data = b""
-        if not data:
             self._poll.unregister(number)
             self._sockets.pop(number).close()
             return None
@@ -138,7 +124,7 @@ class GpuThread(threading.Thread):
 
         def tell(error: str) -> None:
             with suppress(OSError):  # nobody is there any more
-                theirs.send(data[:_NUMBER] + error.encode())
+                packets.send(theirs, data[:_NUMBER] + error.encode())
 
         return _Order(list(zip(numbers[1::3], numbers[2::3], strict=True)), numbers[3::3], tell)
 
@@ -175,6 +161,13 @@ class GpuThread(threading.Thread):
             failure = _text(error)
         for order in going.orders:
             order.tell(failure)
+
+
+def _tell(request: Request, error: str) -> None:
+    if error:
+        request.refuse(Refusal(error))
+    else:
+        request.answer()
 
 
 def _text(error: Exception) -> str:

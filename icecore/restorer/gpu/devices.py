@@ -20,7 +20,7 @@ from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Sink, phase
 from icecore.host.cuda.api import DeviceError
 from icecore.host.gpu.client import CALL_SECONDS, Helper, start_here
-from icecore.host.gpu.helper import in_parallel
+from icecore.host.gpu.undo import in_parallel
 from icecore.host.kernel import procfs
 from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.gpus import GpuPlan

@@ -16,12 +16,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +41,7 @@ from icecore.host.resident.client import Agent, Keeper, ResidentFailed
 from icecore.host.resident.keeper import make_place, start_keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
+from icecore.host.rpc.calls import Call
 from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
@@ -344,7 +344,7 @@ class Resident:
 
     def _fill_of(self, by_device: Mapping[str, list[_TargetAllocation]]) -> ResidentFill:
         """Allocate or map the memory on the GPUs, and prepare its fill."""
-        devices, digests = list(by_device), list[Future[Any]]()
+        devices, digests = list(by_device), list[Call]()
         with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
             if not self._held:  # all that needs no GPU, while the worker starts
                 self._placers = self._start_placers(

@@ -21,6 +21,7 @@ from icecore.errors import RestoreFailed
 from icecore.events import Progress
 from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
 from icecore.host.kernel.memory import address_of
+from icecore.host.rpc.calls import Call
 from icecore.restorer.fetch.fetcher import Fetcher, Through
 from icecore.restorer.fetch.limits import Spent
 from icecore.restorer.fetch.sink import CellSink
@@ -92,7 +93,7 @@ class ResidentFill(CellSink):
         self._failure: BaseException | None = None
         self._ended = False
         self._bitmaps = [record.tobytes() for record in wanted.records["data"]]
-        self._digests: Sequence[Future[Any]] = ()
+        self._digests: Sequence[Call] = ()
         self._key = b""
         self._doubtful: list[int] = []
         self.placers = 0
@@ -151,7 +152,7 @@ class ResidentFill(CellSink):
         """Let the fetcher's threads end."""
         self._fetcher.stop()
 
-    def hand_out(self, placers: Placers, digests: Sequence[Future[Any]], key: bytes) -> None:
+    def hand_out(self, placers: Placers, digests: Sequence[Call], key: bytes) -> None:
         """Have placers stage cells, and the worker copy them from there; before `run`.
 
         Args:

@@ -5,9 +5,6 @@ send.
 
 from __future__ import annotations
 
-import array
-import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -18,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.errors import RestoreFailed
+from icecore.host.rpc import packets
 from icecore.restorer.guard import guard_process
 
+#: For what is sent: the guard takes its requests at once.
+_SEND_SECONDS = 300.0
 MORE_DESCRIPTORS = "raise the hard limit on open files (ulimit -Hn)"
 
 
@@ -66,6 +66,7 @@ class RestoreGuard:
 
     def __init__(self, workdir: str, temporary: str, *, lock: int = -1) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_SEND_SECONDS)
         script = str(Path(guard_process.__file__))
         with theirs, open(os.path.join(workdir, "guard.output"), "wb") as output:
             self._process = subprocess.Popen(
@@ -181,42 +182,22 @@ class RestoreGuard:
             ) from None
 
     def _send(self, request: dict[str, object], descriptors: Sequence[int] = ()) -> None:
-        ancillary = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            if descriptors
-            else []
-        )
         try:
-            self._socket.sendmsg([json.dumps(request).encode()], ancillary)
+            packets.tell(self._socket, request, descriptors)
         except OSError as error:
             raise GuardLost(f"the restore's guard process died: {error}") from error
 
     def _receive(self, seconds: float) -> Message:
-        self._socket.settimeout(seconds)
         try:
-            payload, descriptors, flags, _ = socket.recv_fds(
-                self._socket,
-                guard_process.MAX_MESSAGE,
-                guard_process.MAX_EVENTS,
-                socket.MSG_CMSG_CLOEXEC,
-            )
+            about, data, descriptors = packets.hear(self._socket, seconds)
         except TimeoutError:
             raise
-        except OSError as error:
-            raise GuardLost(f"the restore's guard process died: {error}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                self._socket.settimeout(None)
-        if not payload:
-            raise GuardLost("the restore's guard process died")
-        if flags & socket.MSG_CTRUNC:
+        except packets.DescriptorsLost:
             # Their processes are unknown now, and would never get their memory.
-            for descriptor in descriptors:
-                os.close(descriptor)
             raise RestoreFailed(
                 "this process cannot receive the userfaultfd of another process: too many open files",
                 cure=MORE_DESCRIPTORS,
-            )
-        text, _, data = payload.partition(b"\0")
-        about = json.loads(text)
+            ) from None
+        except OSError as error:
+            raise GuardLost(f"the restore's guard process died: {error}") from error
         return Message(about["say"], about, data, descriptors)

@@ -8,23 +8,21 @@ child's descriptor is created in the process that reads the fork event. The rest
 duplicates and tells the guard when to read, because it must hold its lock on the address map at
 that moment (see `icecore.restorer.fill.daemon`).
 
-It runs by its path under ``python -I -S`` and uses only the standard library: it starts in a few
-milliseconds. Arguments: the number of its end of a SOCK_SEQPACKET socket pair; CRIU's working
-directory, which becomes its own; the directory to remove if the restorer dies before the tree is
-complete; and the number of a descriptor that it only holds open, the lock of that directory (-1:
-none). The restorer names the command that undoes its changes of files (``undo``) before it makes
-them. A message is one JSON object; the answer to ``read`` is followed by a zero byte and the events
-as the kernel returned them.
+It runs by its path under ``python -I -S`` and uses the standard library and modules of icecore that
+use nothing else: it starts in a few milliseconds. Arguments: the number of its end of a
+SOCK_SEQPACKET socket pair; CRIU's working directory, which becomes its own; the directory to remove
+if the restorer dies before the tree is complete; and the number of a descriptor that it only holds
+open, the lock of that directory (-1: none). The restorer names the command that undoes its changes
+of files (``undo``) before it makes them. The answer to ``read`` carries the events as the kernel
+returned them (`icecore.host.rpc.packets`).
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import resource
 import select
@@ -33,59 +31,20 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+
+if __name__ == "__main__":  # there is no package: after the standard library, look at its root
+    sys.path.append(__file__.rpartition("/icecore/")[0])
+
+from icecore.host.kernel import oom
+from icecore.host.rpc import packets, peer
 
 LAZY_SOCKET = "lazy-pages.socket"
 RESTORE_FINISHED = 0x52535446
 EVENT_BYTES = 32
 EVENT_FORK = 0x13
 MAX_EVENTS = 64
-MAX_MESSAGE = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
-_OOM_SCORE = "/proc/self/oom_score_adj"
-#: The scores of this process (the OOM killer never chooses it) and of CRIU when it starts: CRIU
-#: sets the score of a task only if the snapshot records one other than 0.
-_PROTECTED, _ORDINARY = -1000, 0
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-@contextlib.contextmanager
-def ordinary_oom_score(before: int) -> Iterator[None]:
-    """Give this process the ``oom_score_adj`` with which CRIU starts, if the kernel permits it;
-    afterwards protect it, or restore ``before``.
-    """
-    set_oom_score(_ORDINARY)
-    try:
-        yield
-    finally:
-        protect(before)
-
-
-def protect(otherwise: int) -> int:
-    """Keep the OOM killer from choosing this process; if the kernel refuses, set ``otherwise``.
-    Return the resulting score.
-    """
-    if not set_oom_score(_PROTECTED):
-        set_oom_score(otherwise)
-    return oom_score()
-
-
-def oom_score() -> int:
-    """Return the ``oom_score_adj`` of this process."""
-    with open(_OOM_SCORE, encoding="ascii") as file:
-        return int(file.read())
-
-
-def set_oom_score(wanted: int) -> bool:
-    """Set the ``oom_score_adj`` of this process (as `icecore.host.kernel.oom`, which cannot be
-    imported here); False: the kernel refuses.
-    """
-    try:
-        with open(_OOM_SCORE, "w", encoding="ascii") as file:
-            file.write(str(wanted))
-    except PermissionError:
-        return False
-    return True
 
 
 def descendants(root: int) -> list[int]:
@@ -138,16 +97,10 @@ class GuardProcess:
             self.poll.register(descriptor, select.POLLIN)
 
     def say(
-        self, message: dict[str, object], data: bytes = b"", descriptors: list[int] | None = None
+        self, message: dict[str, object], data: bytes = b"", descriptors: Sequence[int] = ()
     ) -> None:
-        payload = json.dumps(message).encode() + (b"\0" + data if data else b"")
-        ancillary = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            if descriptors
-            else []
-        )
         try:
-            self.control.sendmsg([payload], ancillary)
+            packets.tell(self.control, message, descriptors, data)
         except OSError:
             self.alone = True
 
@@ -172,15 +125,13 @@ class GuardProcess:
     def obey(self) -> bool:
         """Carry out one request of the restorer; return False when there is nothing left to do."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(
-                self.control, MAX_MESSAGE, MAX_EVENTS, socket.MSG_CMSG_CLOEXEC
-            )
+            request, _, descriptors = packets.hear(self.control)
+        except packets.DescriptorsLost as error:  # only CRIU's come with a request
+            self.say({"say": "ended", "status": 127, "why": str(error)})
+            return True
         except OSError:
-            message, descriptors = b"", []
-        if not message:
             self.alone = True
             return False
-        request = json.loads(message)
         what = request["do"]
         if what == "read":
             self.read_events(request["keep"])
@@ -233,7 +184,7 @@ class GuardProcess:
             )
             # The tree inherits the score from CRIU, with the minimum to which it may lower it: a
             # job must not be protected.
-            with ordinary_oom_score(oom_score()):
+            with oom.ordinary():
                 self.criu = os.posix_spawn(
                     argv[0],
                     argv,
@@ -247,7 +198,7 @@ class GuardProcess:
                             for old, new in zip(moved, numbers, strict=True)
                         ),
                     ],
-                    setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
+                    setsigdef=[*peer.IGNORED, signal.SIGCHLD, signal.SIGPIPE],
                     setsigmask=[],
                 )
             self.say({"say": "started", "pid": self.criu})
@@ -368,7 +319,7 @@ class GuardProcess:
                 self.undo[0],
                 self.undo,
                 os.environ,
-                setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
+                setsigdef=[*peer.IGNORED, signal.SIGCHLD, signal.SIGPIPE],
                 setsigmask=[],
             )
             os.waitpid(pid, 0)
@@ -381,14 +332,10 @@ class GuardProcess:
 
 def main() -> None:
     """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY LOCK_FD``."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    peer.ignore_signals()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    protect(min(oom_score(), _ORDINARY))
-    control = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(control.fileno(), False)
-    if int(sys.argv[4]) >= 0:
-        os.set_inheritable(int(sys.argv[4]), False)
+    oom.protect()
+    control = peer.take_over(int(sys.argv[1]), int(sys.argv[4]))
     temporary = os.path.abspath(sys.argv[3])
     os.chdir(sys.argv[2])
     guard = GuardProcess(control)

@@ -19,13 +19,12 @@ import msgspec
 import numpy as np
 
 from icecore.errors import IcecoreError
-from icecore.host.gpu.worker import MOST_DESCRIPTORS
 from icecore.host.kernel import userfaultfd
 from icecore.host.kernel.memory import HugeBuffer, address_of
+from icecore.host.rpc import packets, peer
 from icecore.restorer.place.file_placer import FilePlacer
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.placing import (
-    MESSAGE,
     ROOM_CELLS,
     Answer,
     CellState,
@@ -56,7 +55,6 @@ from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder
 
 _PR_SET_PDEATHSIG = 1
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class PlacerServer:
@@ -189,29 +187,28 @@ class PlacerServer:
 
 
 def serve(control: socket.socket) -> None:
-    """Answer until the other end is closed."""
+    """Answer until the other end is closed.
+
+    Raises:
+        PeerDied: It is.
+    """
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
     placer: PlacerServer | None = None
-    control.sendall(encode(Ready()))
+    packets.send(control, encode(Ready()))
     while True:
-        data, descriptors, _, _ = socket.recv_fds(
-            control, MESSAGE, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        if not data:
-            return
+        data, descriptors = packets.receive(control)
         request = decode(data)
         if placer is None:
             assert isinstance(request, Open)
             placer = PlacerServer(request)
         elif (answer := placer.answer(request, descriptors)) is not None:
-            control.sendall(encode(answer))
+            packets.send(control, encode(answer))
 
 
 def main() -> None:
     """Entry: ``placer_process WORD CONTROL_FD…``."""
-    for ignored in _IGNORED:
-        signal.signal(ignored, signal.SIG_IGN)
+    peer.ignore_signals()
     numbers = [int(word) for word in sys.argv[2:]]
     children, parent = [], os.getpid()
     for number in numbers:
@@ -225,7 +222,7 @@ def main() -> None:
                     os.close(other)
             status = 1
             try:
-                with suppress(ConnectionError), socket.socket(fileno=number) as control:
+                with suppress(packets.PeerDied), socket.socket(fileno=number) as control:
                     serve(control)
                 status = 0
             finally:

@@ -18,9 +18,9 @@ import msgspec
 from icecore.errors import RestoreFailed
 from icecore.host.kernel.userfaultfd import Stop
 from icecore.host.kernel.waiting import readable
+from icecore.host.rpc import packets
 from icecore.restorer.place.members import Member, Outcome
 from icecore.restorer.place.placing import (
-    MESSAGE,
     Answer,
     Deliver,
     Delivered,
@@ -228,9 +228,9 @@ class Placer:
 
     def _send(self, request: Request, descriptors: Sequence[int] = ()) -> None:
         try:
-            socket.send_fds(self._control, [self._encode(request)], descriptors)
-        except (ConnectionError, BrokenPipeError) as error:
-            raise PlacerLost("a placer process has ended") from error
+            packets.send(self._control, self._encode(request), descriptors)
+        except (packets.PeerDied, TimeoutError) as error:
+            raise self._failed(error) from error
 
     def _ask(self, request: Request) -> Answer:
         self.wait_ready()
@@ -239,17 +239,16 @@ class Placer:
 
     def _hear(self) -> Answer:
         try:
-            data = self._control.recv(MESSAGE)
-        except TimeoutError:
-            raise RestoreFailed(
-                f"a placer process gave no answer for {self._patience:.0f} s"
-            ) from None
-        except ConnectionError as error:
-            raise PlacerLost("a placer process has ended") from error
-        if not data:
-            raise PlacerLost("a placer process has ended")
+            data, _ = packets.receive(self._control)
+        except (packets.PeerDied, TimeoutError) as error:
+            raise self._failed(error) from error
         answer: Answer = self._decode(data)
         return answer
+
+    def _failed(self, error: OSError) -> RestoreFailed:
+        if isinstance(error, TimeoutError):
+            return RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s")
+        return PlacerLost("a placer process has ended")
 
 
 class Placers:

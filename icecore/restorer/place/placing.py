@@ -1,7 +1,7 @@
 """The protocol between a restore and its placers (`icecore.restorer.place.placer_process`). Bytes
 are placed only under the lock that both share.
 
-Each packet is one message in msgpack. A placer reads, decodes and verifies cells into its own
+Each message (`icecore.host.rpc.packets`) is msgpack. A placer reads, decodes and verifies cells into its own
 memory and places them where they were in the snapshot (`Deliver`), unless their process has changed
 its address space. Then it answers where it holds them, and the restorer, which knows the address
 map and holds its own locks meanwhile, tells it where they belong now (`Place`). Who places holds
@@ -32,8 +32,6 @@ ROOM_CELLS = 16
 STAGED_CELLS = 4
 #: Parts of one `Stage` at most.
 STAGED_PARTS = 16
-#: Bytes of a message at most.
-MESSAGE = 1 << 17
 
 
 class Move(NamedTuple):

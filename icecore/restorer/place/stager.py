@@ -18,7 +18,7 @@ import numpy as np
 
 from icecore.errors import IcecoreError
 from icecore.host.kernel.memory import HugeBuffer, address_of
-from icecore.host.resident.gpu_thread import PLACE_MESSAGE
+from icecore.host.rpc import packets
 from icecore.restorer.place.placing import STAGED_CELLS, Bounds, Part, PinnedRegion, Stage, Staged
 from icecore.restorer.place.reading import Reading, in_order
 from icecore.restorer.plan.cells import FULL_CELL, page_pieces
@@ -48,7 +48,8 @@ class _Copies:
         """Have cells copied, each given as (allocation, offset, place in the region)."""
         self._number += 1
         try:
-            self._control.sendall(array("q", [self._number, *chain.from_iterable(cells)]).tobytes())
+            numbers = array("q", [self._number, *chain.from_iterable(cells)])
+            packets.send(self._control, numbers.tobytes())
         except OSError as error:
             raise CopyFailed(f"the GPU worker ended: {error}") from error
         self._under_way[half].add(self._number)
@@ -57,11 +58,11 @@ class _Copies:
         """Wait for the copies of a half."""
         while self._under_way[half]:
             try:
-                data = self._control.recv(PLACE_MESSAGE)
+                data, _ = packets.receive(self._control)
+            except packets.PeerDied:
+                raise CopyFailed("the GPU worker ended") from None
             except OSError as error:
                 raise CopyFailed(f"the GPU worker does not answer: {error}") from error
-            if not data:
-                raise CopyFailed("the GPU worker ended")
             number = int.from_bytes(data[:8], sys.byteorder)
             for numbers in self._under_way:
                 numbers.discard(number)
