@@ -7,7 +7,6 @@ if this process dies; if the helper itself is lost, another one takes over.
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import time
@@ -31,6 +30,7 @@ from icecore.host.gpu.client import Helper, start_here
 from icecore.host.kernel import procfs
 from icecore.host.resident.client import ResidentFailed
 from icecore.host.resident.copyplan import Foreseen
+from icecore.store.format import contract
 
 #: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each
 #: other (one is locked, the other's collective is under way) never come to rest. With several
@@ -423,32 +423,29 @@ class Devices:
                 )
             )
 
-    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """Return what a restore needs to know, for the manifest's ``extra``; empty if no process has
-        CUDA state.
+    def describe(self, images: Mapping[int, int]) -> contract.Gpus | None:
+        """Return what a restore needs to know; None if no process has CUDA state.
 
         Args:
             images: Host pid → image id.
         """
         if not self.pids:
-            return {}
+            return None
         inventory = self._inspection.inventory
         used = {p.pid: p for p in self._inspection.processes}
         processes = {
-            str(images[pid]): {
-                "gpus": list(used[pid].opened),
-                "contexts": dict(used[pid].contexts),
-                "temporary": self.temporary.get(pid, []),
-            }
+            images[pid]: contract.GpuProcess(
+                list(used[pid].opened), dict(used[pid].contexts), self.temporary.get(pid, [])
+            )
             for pid in self.pids
         }
-        resident = {} if self._resident is None else self._resident.describe(images)
-        return {
-            "cuda": json.dumps(
-                {"driver": inventory.driver if inventory else "", "processes": processes}
-            ),
-            **resident,
-        }
+        return contract.Gpus(inventory.driver if inventory else "", processes)
+
+    def describe_resident(self, images: Mapping[int, int]) -> contract.Resident | None:
+        """Return what a restore needs to know of resident memory; None if there is none."""
+        if not self.pids or self._resident is None:
+            return None
+        return self._resident.describe(images)
 
     def requirements(self) -> list[dict[str, str]]:
         """Return the GPUs that the processes had, for the manifest's requirements."""
@@ -456,14 +453,15 @@ class Devices:
         seen = {uuid for p in self._inspection.processes for uuid in p.opened}
         used = {uuid for p in self._inspection.processes for uuid in p.contexts}
         return [
-            {
-                "kind": "cuda",
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "memory": str(gpu.memory),
-                "used": "yes" if gpu.uuid in used or not used else "no",
-                "driver": inventory.driver,
-            }
+            contract.encode_device(
+                contract.Device(
+                    gpu.uuid,
+                    gpu.name,
+                    gpu.memory,
+                    used=gpu.uuid in used or not used,
+                    driver=inventory.driver,
+                )
+            )
             for gpu in (inventory.gpus if inventory else ())
             if inventory is not None and gpu.uuid in seen
         ]

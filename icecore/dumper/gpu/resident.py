@@ -9,7 +9,6 @@ room. Then the job runs on, and the copies go through the same pipeline as all o
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -53,6 +52,7 @@ from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
 from icecore.sizes import CELL_BYTES
+from icecore.store.format import contract
 from icecore.store.format.fingerprints import FINGERPRINT
 
 _POLL_SECONDS = 0.2
@@ -559,22 +559,29 @@ class Resident:
             )
         return [process.cells.capture for process in self._processes]
 
-    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """Return what a restore needs to know, for the manifest's ``extra`` (docs/reference/format.md)."""
+    def describe(self, images: Mapping[int, int]) -> contract.Resident:
+        """Return what a restore needs to know.
+
+        Args:
+            images: Host pid → image id.
+        """
         processes = {
-            str(images[pid]): {
-                "token": self.inspection.reports[pid].token.hex(),
-                "allocations": [
-                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal]
+            images[pid]: contract.ResidentProcess(
+                self.inspection.reports[pid].token.hex(),
+                [
+                    contract.ResidentAllocation(
+                        one.identity, one.address, one.size, one.requested, one.device, one.ordinal
+                    )
                     for one, _ in pairs
                 ],
-                "imports": [
-                    [one.allocation.identity, images[one.owner[0]], one.owner[1]]
+                [
+                    contract.ResidentImport(
+                        one.allocation.identity, images[one.owner[0]], one.owner[1]
+                    )
                     for one in self._sharing.imports[pid]
                 ],
-                "left": self.inspection.reports[pid].counts.left,
-            }
+                self.inspection.reports[pid].counts.left,
+            )
             for pid, pairs in self._sharing.owned.items()
         }
-        known: dict[str, object] = {"directory": self.inspection.directory, "processes": processes}
-        return {"resident": json.dumps({**known, "outlives": True} if self._outlives else known)}
+        return contract.Resident(self.inspection.directory, processes, self._outlives)

@@ -47,11 +47,11 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident_fill import GpuCells, ResidentFill, region_for
-from icecore.restorer.gpu.resident_record import RecordedAllocation, read_record
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL, Records
+from icecore.store.format.contract import ResidentAllocation, read_resident
 from icecore.store.format.fingerprints import (
     Fingerprints,
     decode_fingerprints,
@@ -87,7 +87,7 @@ class _TargetAllocation:
     """
 
     process: int
-    about: RecordedAllocation
+    about: ResidentAllocation
     device: str
     handle: int
     descriptor: int = -1
@@ -130,7 +130,8 @@ class Resident:
         self._held = held is not None
         self._holder = Keeper(held) if held is not None else None
         self._elsewhere = held is not None and held != place
-        _, self._processes = read_record(reader.manifest)
+        recorded = read_resident(reader.manifest)
+        self._processes = recorded.processes if recorded is not None else {}
         self._targets = self._assign(gpus)
         try:
             self._have_keeper()
@@ -202,7 +203,7 @@ class Resident:
                     # The instance's own keeper holds it now.
                     for process in self._processes.values():
                         with suppress(NotFound):  # the other has ended, and let go of everything
-                            self._holder.forget(process.token)
+                            self._holder.forget(process.token_bytes)
             except IcecoreError as error:
                 raise RestoreFailed(
                     f"cannot map resident memory: {error.message}", cure=error.cure
@@ -216,7 +217,7 @@ class Resident:
             NotFound, ResidentFailed, OSError: It will not.
         """
         for process in self._processes.values():
-            Keeper(self._place).keep(process.token, init, status)
+            Keeper(self._place).keep(process.token_bytes, init, status)
 
     # -- within
 
@@ -233,7 +234,7 @@ class Resident:
             if process == image
         }
         return own | {
-            identity: found[owner] for identity, owner in self._processes[image].imports.items()
+            one.identity: found[one.owner, one.there] for one in self._processes[image].imports
         }
 
     def _assign(self, gpus: GpuPlan) -> list[_TargetAllocation]:
@@ -254,7 +255,7 @@ class Resident:
             return
         # An agent would map what the keeper holds of these if the restore took longer than it
         # waits.
-        tokens = {process.token for process in self._processes.values()}
+        tokens = {process.token_bytes for process in self._processes.values()}
         for known in keeper.processes():
             if known.token in tokens and not known.alive:
                 keeper.forget(known.token)
@@ -276,14 +277,14 @@ class Resident:
                     for target in self._targets
                     if target.process == image
                 }
-                for one, descriptor in keeper.take(process.token):
+                for one, descriptor in keeper.take(process.token_bytes):
                     target = own.get(one.identity)
                     if target is None or (one.address, one.size) != (
                         target.about.address,
                         target.about.size,
                     ):
                         os.close(descriptor)
-                        spare.setdefault(process.token, []).append(one.identity)
+                        spare.setdefault(process.token_bytes, []).append(one.identity)
                         continue
                     target.descriptor, target.held = descriptor, True
                     found.append((target, one))
@@ -302,7 +303,7 @@ class Resident:
         with suppress(ResidentFailed):  # an older keeper: it lets go once the processes are back
             for token, identities in spare.items():
                 keeper.drop(token, identities)
-        tokens = {process.token for process in self._processes.values()}
+        tokens = {process.token_bytes for process in self._processes.values()}
         for known in keeper.processes():
             if known.token not in tokens and not known.alive:
                 keeper.forget(known.token)
