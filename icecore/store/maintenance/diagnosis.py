@@ -31,14 +31,14 @@ from icecore.store.format.state import (
     decode_page,
     leading,
 )
-from icecore.store.log.chain import PLANTED
+from icecore.store.log.entries import PLANTED
 from icecore.store.log.identity import Mend, inspect
 from icecore.store.log.index import read_segment
 from icecore.store.log.lookup import Index
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import BEAT_KIND, Session
 from icecore.store.log.tables import index_entries, read_table
-from icecore.store.maintenance.check import Damage, Report
+from icecore.store.maintenance.findings import Damage, Report
 from icecore.store.maintenance.reach import Refs, readable_nodes, space_refs
 from icecore.store.maintenance.relog import complete, record_of
 from icecore.store.maintenance.salvage import Key, Salvage, Salvager
