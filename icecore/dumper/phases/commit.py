@@ -93,7 +93,7 @@ def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
         storing.pipeline.open_gate(running.counter(sum(space.queued for space in tree.spaces)))
         result.capture.after_window(tree)
         if devices is not None:
-            tree.spaces += devices.store(storing.context)
+            tree.spaces += devices.store()
         stored = storing.finish(tree.spaces, tree.reused)
         running.bytes = stored.sizes.logical
         running.fields |= {
