@@ -330,36 +330,27 @@ def lazy_dump_command(
             still; it ends without one if the dump failed.
     """
     return [
-        *(
-            str(criu.path),
-            "dump",
-            "-t",
-            str(pid),
-            "-D",
-            str(images),
-            "-o",
-            "dump.log",
-            "--lazy-pages",
-            "--leave-running",
-        ),
-        *("--ps-socket", str(pages), "--status-fd", str(status), *arguments.arguments()),
+        *plain_dump_command(criu, pid, images, arguments),
+        "--lazy-pages",
+        "--ps-socket",
+        str(pages),
+        "--status-fd",
+        str(status),
     ]
 
 
 def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> list[str]:
     """Return the command line of a dump that also writes the memory into the images folder."""
     return [
-        *(
-            str(criu.path),
-            "dump",
-            "-t",
-            str(pid),
-            "-D",
-            str(images),
-            "-o",
-            "dump.log",
-            "--leave-running",
-        ),
+        str(criu.path),
+        "dump",
+        "-t",
+        str(pid),
+        "-D",
+        str(images),
+        "-o",
+        "dump.log",
+        "--leave-running",
         *arguments.arguments(),
     ]
 
