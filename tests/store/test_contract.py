@@ -190,6 +190,7 @@ _HOSTILE: dict[str, tuple[str, Callable[[Any], Any] | str]] = {
     "a directory with a NUL": (RUN, _at("cwd", value="/a\0b")),
     "an argument with a NUL": (RUN, _at("command", value=["a\0b"])),
     "an argument that no kernel has": (RUN, _at("command", value=["\ud800"])),
+    "arguments without number": (RUN, _at("command", value=[""] * ((1 << 20) + 1))),
     "a relative mount": (RUN, _at("binds", value=["sys"])),
     "an init that is not base64": (RUN, _at("init", value="!")),
     "an init of 16 MiB": (RUN, _at("init", value="A" * (24 << 20))),

@@ -347,16 +347,7 @@ class Devices:
             self._resident.gone(keep=keep_resident)
         except IcecoreError as error:  # the snapshot is committed, and the job has ended
             message = f"device memory of the ended job may not be free yet: {error.message}"
-            self._emit(
-                Event(
-                    "dump.warning",
-                    {
-                        "name": "resident",
-                        "message": message,
-                        "cure": "free it with 'icecore rm' of the job",
-                    },
-                )
-            )
+            self._warn("resident", message, "free it with 'icecore rm' of the job")
 
     def outlive(self, init: int, status: Path) -> None:
         """Keep resident memory beyond the job, now that the snapshot is committed; see
@@ -369,24 +360,16 @@ class Devices:
         except (IcecoreError, OSError) as error:
             message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
             cure = "the next dump tries again; a keeper that an older icecore started runs until its job ends"
-            self._emit(
-                Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure})
-            )
+            self._warn("keep-resident", message, cure)
 
     def warn(self) -> None:
         """Warn of what processes lose in a restore. The window is over."""
         for pid in self._nvml:
             message = f"process {pid} uses NVML and CUDA: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again"
-            self._emit(
-                Event(
-                    "dump.warning",
-                    {
-                        "name": "nvml",
-                        "message": message,
-                        "cure": "have it initialise NVML for each reading",
-                    },
-                )
-            )
+            self._warn("nvml", message, "have it initialise NVML for each reading")
+
+    def _warn(self, name: str, message: str, cure: str) -> None:
+        self._emit(Event("dump.warning", {"name": name, "message": message, "cure": cure}))
 
     def describe(self, images: Mapping[int, int]) -> contract.Gpus | None:
         """Return what a restore needs to know; None if no process has CUDA state.

@@ -12,8 +12,7 @@ Each record is JSON in one text of ``extra``:
 The dumper writes them with `encode_records` and `encode_device` (`icecore.dumper.phases.commit`,
 `icecore.dumper.gpu`). Every reader uses `read_run`, `read_gpus`, `read_resident` and
 `read_devices`, which raise `Damaged` for a record that breaks a rule below, no matter who wrote it
-(`icecore.store.format.contract_rules`).
-Later code does not check again.
+(`icecore.store.format.contract_rules`). Later code does not check again.
 
 JSON and not MessagePack: texts from the kernel may hold surrogate escapes (PEP 383), which
 ``json`` writes as ``\\udcXX``. Names and order of the fields are part of the format
@@ -34,7 +33,7 @@ import msgspec
 from icecore.errors import Damaged
 from icecore.store.format.contract_rules import gpu_faults, resident_faults, run_faults
 from icecore.store.format.manifest import Few, Manifest
-from icecore.store.format.manifest_rules import MAX_PROCESSES, MAX_REGIONS
+from icecore.store.format.manifest_rules import MAX_PROCESSES, MAX_REGIONS, MAX_WORDS
 
 #: CRIU's id of a process in its image names, `Process.image_id`; in JSON, the decimal key of a map.
 ImageId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -43,6 +42,7 @@ Number64 = Annotated[int, msgspec.Meta(ge=0)]
 #: Bytes, or an address in a process.
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)]
 Many = msgspec.Meta(max_length=MAX_REGIONS)
+Words = msgspec.Meta(max_length=MAX_WORDS)
 Processes = msgspec.Meta(max_length=MAX_PROCESSES)
 
 RUN, CUDA, RESIDENT, IMPORTED = "run", "cuda", "resident", "imported"
@@ -78,9 +78,10 @@ class RunFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How `icecore run` started the job. Absent for processes that it did not start.
 
-    The dump writes it from the job's `icecore.host.jobs.namespaces.RunRecord`; the restore makes
-    the new instance from it (`icecore.restorer.phases.planning.run_record`), and `icecore diff`
-    reads ``files.status`` to match the files of two instances. No text contains a NUL.
+    The dump writes it from the job's `icecore.host.jobs.namespaces.RunRecord`, a type of the host,
+    which does not know the store. The restore makes the new instance from it
+    (`icecore.restorer.phases.planning.run_record`), and `icecore diff` reads ``files.status`` to
+    match the files of two instances. No text contains a NUL.
 
     Attributes:
         name: The job's name.
@@ -96,14 +97,14 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     """
 
     name: str
-    command: list[str]
+    command: Annotated[list[str], Words]
     cwd: str
     isolation: RunIsolation
     files: RunFiles
-    binds: list[str]
+    binds: Annotated[list[str], Words]
     init: bytes
     files_to: str = ""
-    copies: list[str] = []
+    copies: Annotated[list[str], Words] = []
 
 
 # -- device memory that the driver moved
