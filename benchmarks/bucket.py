@@ -41,6 +41,7 @@ from icecore.store.format.chunk import NO_CHUNK
 from icecore.store.format.codec import RAW
 from icecore.store.format.manifest import Region
 from icecore.store.format.names import object_name
+from icecore.store.format.shard import EncodedChunk
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.loop import LoopThread
@@ -137,7 +138,9 @@ class Bench:
         self._fill(pool)
         with timed(self.rounds, "stream", self.mib * MIB):
             self._in_threads(
-                lambda n: stream.put(secrets.token_bytes(32), _FULL, NO_CHUNK, RAW, [cells[n]], MIB)
+                lambda n: stream.put(
+                    EncodedChunk(secrets.token_bytes(32), _FULL, NO_CHUNK, RAW, [cells[n]], MIB)
+                )
             )
             stream.flush()
             uploads.wait()

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from icecore.errors import Damaged
-from icecore.host.jobs.namespaces import RunRecord
 from icecore.sizes import PAGE
 from icecore.store.format.cell import CELL, Records, data_pages
+from icecore.store.format.contract import read_run
 from icecore.store.format.manifest import Manifest, OpenFile, Process, Region, Space
 
 State = Literal["added", "removed", "changed"]
@@ -92,6 +91,13 @@ class Difference:
     totals: dict[str, Total]
 
 
+class _Folders(NamedTuple):
+    """The directories of the instances of two snapshots."""
+
+    older: str
+    newer: str
+
+
 def compare(older: Reader, newer: Reader) -> Difference:
     """Compare two snapshots.
 
@@ -102,11 +108,12 @@ def compare(older: Reader, newer: Reader) -> Difference:
         Damaged: A map is damaged.
         ObjectMissing: A map is missing.
     """
+    own = _Folders(_own_folder(older.manifest), _own_folder(newer.manifest))
     before = {
-        (space.kind, _known_as(space.key, older.manifest)): space for space in older.manifest.spaces
+        (space.kind, _known_as(space.key, own.older)): space for space in older.manifest.spaces
     }
     after = {
-        (space.kind, _known_as(space.key, newer.manifest)): space for space in newer.manifest.spaces
+        (space.kind, _known_as(space.key, own.newer)): space for space in newer.manifest.spaces
     }
     known: set[bytes] = set()
     pairs: list[tuple[Space, list[Records], Space, list[Records]]] = []
@@ -134,26 +141,31 @@ def compare(older: Reader, newer: Reader) -> Difference:
     return Difference(
         older.manifest.snapshot,
         newer.manifest.snapshot,
-        _processes(older.manifest, newer.manifest),
-        _files(older.manifest, newer.manifest),
+        _processes(older.manifest, newer.manifest, own),
+        _files(older.manifest, newer.manifest, own),
         regions,
         totals,
     )
 
 
-def _known_as(path: str, manifest: Manifest) -> str:
+def _own_folder(manifest: Manifest) -> str:
+    """Return the directory of the instance, in which its own files have a different path in each
+    instance; empty if `icecore run` did not start the job.
+
+    Raises:
+        Damaged: The record of the run is damaged.
+    """
+    run = read_run(manifest)
+    return os.path.dirname(run.files.status) if run is not None else ""
+
+
+def _known_as(path: str, folder: str) -> str:
     """Return a path that names the same file in both snapshots.
 
-    Files in an instance's own directory have a different path in each instance.
+    Args:
+        folder: The directory of the snapshot's instance.
     """
-    text = manifest.extra.get("run")
-    if text is None or not path.startswith("/"):
-        return path
-    try:
-        folder = os.path.dirname(RunRecord.decode(text).files["status"])
-    except ValueError as error:
-        raise Damaged("manifest", manifest.snapshot, str(error)) from error
-    return f"INSTANCE{path[len(folder) :]}" if path.startswith(f"{folder}/") else path
+    return f"INSTANCE{path[len(folder) :]}" if folder and path.startswith(f"{folder}/") else path
 
 
 def _chunks(records: Iterable[Records]) -> Iterable[bytes]:
@@ -235,7 +247,7 @@ def _equal(records: Records, others: Records) -> np.ndarray[tuple[int], np.dtype
     return same
 
 
-def _processes(older: Manifest, newer: Manifest) -> list[tuple[State, Process]]:
+def _processes(older: Manifest, newer: Manifest, own: _Folders) -> list[tuple[State, Process]]:
     before = {process.image_id: process for process in older.processes}
     found: list[tuple[State, Process]] = []
     for process in newer.processes:
@@ -243,17 +255,17 @@ def _processes(older: Manifest, newer: Manifest) -> list[tuple[State, Process]]:
         if earlier is None:
             found.append(("added", process))
         elif (earlier.command, earlier.threads) != (process.command, process.threads) or (
-            _known_as(earlier.executable, older) != _known_as(process.executable, newer)
+            _known_as(earlier.executable, own.older) != _known_as(process.executable, own.newer)
         ):
             found.append(("changed", process))
     return found + [("removed", process) for process in before.values()]
 
 
-def _files(older: Manifest, newer: Manifest) -> list[tuple[State, OpenFile]]:
-    before = {_known_as(file.path, older): file for file in older.files}
+def _files(older: Manifest, newer: Manifest, own: _Folders) -> list[tuple[State, OpenFile]]:
+    before = {_known_as(file.path, own.older): file for file in older.files}
     found: list[tuple[State, OpenFile]] = []
     for file in newer.files:
-        earlier = before.pop(_known_as(file.path, newer), None)
+        earlier = before.pop(_known_as(file.path, own.newer), None)
         if earlier is None:
             found.append(("added", file))
         elif (earlier.size, earlier.mtime_ns) != (file.size, file.mtime_ns):

@@ -449,7 +449,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
     from icecore.output import left_words
-    from icecore.restorer.gpu.resident_record import left_to_driver
+    from icecore.store.format.contract import left_to_driver
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)

@@ -30,6 +30,7 @@ from icecore.host.criu import images as criu_images
 from icecore.host.criu.program import find_criu
 from icecore.host.kernel import limits
 from icecore.sizes import PAGE
+from icecore.store.format.contract import IMPORTED
 from icecore.store.format.manifest import (
     MANIFEST_FORMAT,
     Manifest,
@@ -313,7 +314,7 @@ class _Import:
             sizes=stored.sizes,
             hints=stored.hints,
             hints_digest=stored.hints_digest,
-            extra={"imported": str(self.folder.absolute())},
+            extra={IMPORTED: str(self.folder.absolute())},
         )
 
     def _criu_version(self) -> tuple[int, ...]:

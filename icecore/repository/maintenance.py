@@ -10,8 +10,8 @@ from icecore.places import backend_at
 from icecore.repository.opened import Opened
 
 if TYPE_CHECKING:
-    from icecore.store.maintenance.check import Report
     from icecore.store.maintenance.diagnosis import Plan as RepairPlan
+    from icecore.store.maintenance.findings import Report
     from icecore.store.maintenance.gc import Options as GcOptions
     from icecore.store.maintenance.gc import Plan as GcPlan
     from icecore.store.maintenance.gc import Result as GcResult

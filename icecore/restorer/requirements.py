@@ -28,10 +28,10 @@ from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.plan import FilePlan, plan_files
 from icecore.restorer.gpu import gpus
 from icecore.restorer.gpu.gpus import GpuPlan
-from icecore.restorer.gpu.resident_record import resident_bytes
 from icecore.restorer.options import RestoreOptions
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.cell import NODE_CELLS, Records, data_pages
+from icecore.store.format.contract import CUDA, RESIDENT, read_gpus, resident_bytes
 from icecore.store.format.manifest import NODE_REF, Manifest, Space
 from icecore.text import printable
 
@@ -185,7 +185,8 @@ def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str
 
 def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:
     """Check the driver, the type and number of GPUs, and the room on them."""
-    if "cuda" not in manifest.extra:
+    recorded = read_gpus(manifest)
+    if recorded is None:
         if options.gpu_map:
             return [
                 Requirement(
@@ -202,7 +203,7 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
         return [
             Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)
         ], None
-    driver = gpus.read_gpus(manifest)[0]
+    driver = recorded.driver
     # The job's own part of the driver (libcuda) is in its memory, and works only with a kernel
     # module of the same version.
     checks = [
@@ -281,10 +282,9 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
             f"userfaultfd is not available: {error.strerror}",
             "run as root with CAP_SYS_PTRACE; a container must allow the system call",
         )
-    unknown = {device.get("kind", "") for device in wanted.devices} - {"cuda"}
+    unknown = {device.get("kind", "") for device in wanted.devices} - {CUDA}
     if unknown or (
-        "resident" not in manifest.extra
-        and any(space.kind == "device" for space in manifest.spaces)
+        RESIDENT not in manifest.extra and any(space.kind == "device" for space in manifest.spaces)
     ):
         yield Requirement(
             "device",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from icecore.events import Event
 from icecore.host.resident.protocol import Counts
 from icecore.output import describe, left_words
-from icecore.restorer.gpu.resident_record import left_to_driver
-from icecore.store.format.manifest import Manifest
+from icecore.store.format.contract import RESIDENT, left_to_driver
+from icecore.store.format.manifest import Space
+from tests.recorded import manifest_with
 
 MIB = 1 << 20
 
@@ -40,25 +39,28 @@ def test_what_is_left_to_the_driver(counts: Counts, words: str) -> None:
 def test_what_snapshots_say_of_it() -> None:
     """The record is informative only, so invalid content is ignored."""
 
-    def left(text: str | None) -> dict[str, int]:
+    def left(text: str | None, *images: str) -> dict[str, int]:
         return left_to_driver(
-            cast(Manifest, SimpleNamespace(extra={} if text is None else {"resident": text}))
+            manifest_with(
+                {} if text is None else {RESIDENT: text},
+                spaces=[Space("device", image, 0, []) for image in images],
+            )
         )
 
-    both = {
-        "processes": {
-            "1": {"left": {"small_bytes": 2}},
-            "2": {"left": {"small_bytes": 3, "captured": 1}},
-        }
-    }
-    assert left(json.dumps(both)) == {"small_bytes": 5, "captured": 1}
-    older = {"processes": {"1": {"token": ""}}}
+    def record(*processes: dict[str, object]) -> str:
+        known = {"token": "0" * 32, "allocations": []}
+        every = {str(image): {**known, **own} for image, own in enumerate(processes, 1)}
+        return json.dumps({"directory": "/d", "processes": every})
+
+    both = record({"left": {"small_bytes": 2}}, {"left": {"small_bytes": 3, "captured": 1}})
+    assert left(both, "1", "2") == {"small_bytes": 5, "captured": 1}
+    older = record({})
     assert (
         left(None)
-        == left(json.dumps(older))
+        == left(older, "1")
         == left("[]")
         == left("{")
-        == left('{"processes": {"1": {"left": [1]}}}')
+        == left(record({"left": [1]}), "1")
         == {}
     )
 

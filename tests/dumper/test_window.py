@@ -19,9 +19,10 @@ from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, UsageError, WindowExceeded
 from icecore.host.criu.program import PREFIX, Criu, find_criu
 from icecore.host.jobs.job import Job as RunningJob
-from icecore.host.jobs.namespaces import Isolation, RunRecord
+from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.restorer.phases.planning import run_record
 from tests.host.criu_round import emptied
 from tests.programs import driving
 
@@ -112,7 +113,7 @@ def test_a_job_in_namespaces_of_its_own(
         assert (manifest.namespaces.pid, manifest.namespaces.ipc) == (isolation.pid, isolation.ipc)
         assert manifest.namespaces.mount == isolation.root
         assert manifest.namespaces.network == ("external" if isolation.network else "host")
-        assert RunRecord.decode(manifest.extra["run"]) == job.record()
+        assert run_record(manifest) == job.record()
         logs = [file for file in manifest.files if file.path.endswith("/stdout.log")]
         assert len(logs) == 1 and logs[0].policy == "content"
         assert recorded.content("file", logs[0].path).count(b"\n") >= 3

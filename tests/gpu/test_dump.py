@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from icecore.dumper.freeze.guard import GuardLost
-from icecore.dumper.gpu.devices import LOCK_ONE
+from icecore.dumper.gpu.locking import LOCK_ONE
 from icecore.dumper.options import DumpOptions
 from icecore.errors import (
     DumpFailed,

@@ -18,6 +18,7 @@ from icecore.host.criu.program import PREFIX, Criu, find_criu
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import RunRecord, dump_options
 from icecore.host.jobs.registry import Registry
+from tests.recorded import through_manifest
 
 SECONDS = 30
 
@@ -62,7 +63,7 @@ def dump(criu: Criu, job: Job, images: Path) -> RunRecord:
     ]
     done = subprocess.run([*command, *dump_options(job.pid, record)], timeout=SECONDS, cwd="/")
     assert done.returncode == 0, (images / "dump.log").read_text()
-    return RunRecord.decode(record.encode())
+    return through_manifest(record)
 
 
 def restore_tree(

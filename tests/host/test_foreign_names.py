@@ -16,6 +16,7 @@ import pytest
 from icecore.dumper.observe.inspection import mount_ids
 from icecore.dumper.preflight.judge import check_target
 from icecore.dumper.target import Target
+from icecore.errors import Damaged
 from icecore.host.criu.program import explain
 from icecore.host.cuda.inventory import read_inventory
 from icecore.host.cuda.nccl import passes_descriptors, settings_of
@@ -24,6 +25,7 @@ from icecore.host.jobs.namespaces import Isolation, RunRecord, bindable_mounts
 from icecore.host.jobs.registry import require_name
 from icecore.host.kernel import procfs
 from tests.host.target import target
+from tests.recorded import through_manifest
 
 #: With line ends that are none for the kernel, fields of /proc/PID/status, bytes that are not
 #: UTF-8; 15 bytes at most.
@@ -192,6 +194,6 @@ def test_a_log_of_criu_with_any_bytes(tmp_path: Path) -> None:
 def test_the_record_of_a_run_holds_what_a_process_can_have(wrong: str) -> None:
     files = {name: f"/{name}" for name in ("stdout.log", "stderr.log", "status", "icecore-init")}
     good = RunRecord("job", ["a\udcff"], "/\udcfe", Isolation(), files, [], b"")
-    assert RunRecord.decode(good.encode()) == good
-    with pytest.raises(ValueError):
-        RunRecord.decode(RunRecord("job", ["a", wrong], "/", Isolation(), files, [], b"").encode())
+    assert through_manifest(good) == good
+    with pytest.raises(Damaged):
+        through_manifest(RunRecord("job", ["a", wrong], "/", Isolation(), files, [], b""))

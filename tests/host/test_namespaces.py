@@ -16,14 +16,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from icecore.errors import RestoreRefused, UsageError
+from icecore.dumper.phases.commit import recorded_run
+from icecore.errors import Damaged, RestoreRefused, UsageError
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.job import ExitStatus, Job
-from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, bindable_mounts
+from icecore.host.jobs.namespaces import (
+    OWN_FILES,
+    Isolation,
+    RestoreNamespaces,
+    RunRecord,
+    bindable_mounts,
+)
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.restorer.phases.planning import run_record
+from icecore.store.format.contract import RUN, RunFiles, encode_records
+from tests.recorded import manifest_with, through_manifest
 
 from .criu_round import (
     dump,
@@ -324,15 +335,25 @@ RECORD = RunRecord(
 )
 
 
+def text_of(record: RunRecord) -> str:
+    return encode_records(run=recorded_run(record))[RUN]
+
+
 def test_records_survive_the_manifest() -> None:
-    assert RunRecord.decode(RECORD.encode()) == RECORD
-    assert RECORD.encode().isascii()
+    assert through_manifest(RECORD) == RECORD
+    assert text_of(RECORD).isascii()
 
 
 def test_records_of_instances_with_copies() -> None:
     own = replace(RECORD, files_to="/srv/own", copies=["/data/out"])
-    assert RunRecord.decode(own.encode()) == own
-    assert "copies" not in json.loads(RECORD.encode()), "an icecore that knows of none can read it"
+    assert through_manifest(own) == own
+    assert "copies" not in json.loads(text_of(RECORD)), "an icecore that knows of none can read it"
+
+
+def test_a_record_names_the_files_of_an_instance() -> None:
+    assert RECORD.files.keys() == OWN_FILES.keys()
+    files = [field.encode_name for field in msgspec.structs.fields(RunFiles)]
+    assert files == list(OWN_FILES)
 
 
 def test_which_paths_are_an_instances_own() -> None:
@@ -366,11 +387,10 @@ def test_which_paths_are_an_instances_own() -> None:
     ],
 )
 def test_what_is_no_record_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        RunRecord.decode(json.dumps({**json.loads(RECORD.encode()), **change}))
-    for text in ("", "[]", "{}", "1"):
-        with pytest.raises(ValueError):
-            RunRecord.decode(text)
+    changed = json.dumps({**json.loads(text_of(RECORD)), **change})
+    for text in (changed, "", "[]", "{}", "1"):
+        with pytest.raises(Damaged):
+            run_record(manifest_with({RUN: text}))
 
 
 def test_a_missing_mount_is_refused(registry: Registry) -> None:

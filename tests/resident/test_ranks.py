@@ -22,7 +22,7 @@ from icecore.host.cuda import nccl
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.resident.client import Agent
 from icecore.host.resident.protocol import Counts
-from icecore.restorer.gpu.resident_record import read_record
+from icecore.store.format.contract import RESIDENT, read_resident
 from tests.dumper.world import Events, Store
 from tests.programs import driving
 
@@ -80,10 +80,11 @@ def test_a_lineage(
         sum(r.length for s in manifest.spaces if s.kind == "device" for r in s.regions)
         == job.resident
     )
-    _, processes = read_record(manifest)
-    (first, one), (second, two) = sorted(processes.items())
+    recorded = read_resident(manifest)
+    assert recorded is not None
+    (first, one), (second, two) = sorted(recorded.processes.items())
     for process, other in ((one, second), (two, first)):
-        owners = [owner for owner, _ in process.imports.values()]
+        owners = [imported.owner for imported in process.imports]
         assert owners == [other] or (
             "ipc" in how and not owners
         )  # it had just closed it, to open it again
@@ -192,14 +193,12 @@ def test_through_the_driver_alone_it_would_be_lost(joined: Machine) -> None:
 def test_a_damaged_account_of_it(store: Store, launch: Launch) -> None:
     job = launch(Ring)
     manifest = store.read(store.dump(job.pid).snapshot).manifest
-    known = json.loads(manifest.extra["resident"])
+    known = json.loads(manifest.extra[RESIDENT])
     for about in known["processes"].values():
         about["imports"] = [[identity, owner, 99] for identity, owner, _ in about["imports"]]
     with pytest.raises(Damaged):
-        read_record(
-            msgspec.structs.replace(
-                manifest, extra={**manifest.extra, "resident": json.dumps(known)}
-            )
+        read_resident(
+            msgspec.structs.replace(manifest, extra={**manifest.extra, RESIDENT: json.dumps(known)})
         )
 
 
@@ -326,7 +325,9 @@ def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
     ended(job)
-    [process] = read_record(store.read(snapshot).manifest)[1].values()
+    recorded = read_resident(store.read(snapshot).manifest)
+    assert recorded is not None
+    [process] = recorded.processes.values()
     assert (
         sorted(one.size for one in process.allocations) == [2 * MIB, job.mib * MIB, job.mib * MIB]
         and not process.imports

@@ -15,7 +15,7 @@ from icecore.store.backend.base import Backend, Buffer, ObjectInfo
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.names import LOG, log_generation, log_name
 from icecore.store.format.state import decode_entry, entry_digest
-from icecore.store.log.chain import Entry
+from icecore.store.log.entries import Entry
 
 
 class Archive:

@@ -35,6 +35,24 @@ from icecore.store.format.cellmap import (
 from icecore.store.format.chunk import pages_of
 from icecore.store.format.codec import Choice, Encoder
 from icecore.store.format.container import TAIL_BYTES, Container
+from icecore.store.format.contract import (
+    CUDA,
+    RESIDENT,
+    RUN,
+    GpuProcess,
+    Gpus,
+    Resident,
+    ResidentAllocation,
+    ResidentImport,
+    ResidentProcess,
+    Run,
+    RunFiles,
+    RunIsolation,
+    encode_records,
+    read_gpus,
+    read_resident,
+    read_run,
+)
 from icecore.store.format.envelope import ObjectKind, seal
 from icecore.store.format.filters import FILTER_KIND, decode_filter, encode_filter
 from icecore.store.format.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
@@ -299,6 +317,49 @@ def _fingerprints(data: bytes) -> object:
     return decode_fingerprints(decode_hints("n", data, KEY))
 
 
+def _records() -> dict[str, Target]:
+    """Return the records in a manifest."""
+    spaces = [Space("device", "1", 0, [Region(0, 1 << 20, 0)])]
+    records = encode_records(
+        run=Run(
+            "job",
+            ["run"],
+            "/",
+            RunIsolation(root=True),
+            RunFiles(stdout="/a/1", stderr="/a/2", status="/a/3", init="/a/4"),
+            ["/sys"],
+            b"init",
+            "/own",
+            ["/data"],
+        ),
+        gpus=Gpus("580", {1: GpuProcess(["GPU-1"], {"GPU-1": 5}, [(4096, 8192)])}),
+        resident=Resident(
+            "/d",
+            {
+                1: ResidentProcess(
+                    "00" * 16,
+                    [ResidentAllocation(1, 0, 1 << 20, 9, "GPU-1", 0)],
+                    [ResidentImport(2, 1, 1)],
+                    {"captured": 1},
+                )
+            },
+            outlives=True,
+        ),
+    )
+
+    def target(name: str, read: Callable[[Manifest], object]) -> Target:
+        def parse(data: bytes) -> object:
+            text = data.decode("utf-8", "surrogateescape")
+            return read(msgspec.structs.replace(_manifest(), spaces=spaces, extra={name: text}))
+
+        return Target(records[name].encode(), parse)
+
+    return {
+        f"record {name}": target(name, read)
+        for name, read in ((RUN, read_run), (CUDA, read_gpus), (RESIDENT, read_resident))
+    }
+
+
 def targets() -> dict[str, Target]:
     """Return every parser of objects in a repository."""
     fingerprints = encode_fingerprints(
@@ -358,6 +419,7 @@ def targets() -> dict[str, Target]:
         "manifest": _sealed(
             MANIFEST_KIND, encode_manifest(manifest, KEY).data, manifest, KEY, _whole_manifest
         ),
+        **_records(),
         "fingerprints": _sealed(
             HINTS_KIND, seal(HINTS_KIND, fingerprints, KEY).data, fingerprints, KEY, _fingerprints
         ),

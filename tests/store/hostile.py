@@ -36,7 +36,6 @@ from icecore.host.criu.pagemap_image import PE_PRESENT, encode_pagemap
 from icecore.host.criu.program import Criu
 from icecore.restorer import workingset
 from icecore.restorer.files.exporter import export
-from icecore.restorer.gpu import gpus, resident_record
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.planning import run_record
 from icecore.restorer.requirements import check_requirements
@@ -46,6 +45,13 @@ from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.cell import CELL, Records
 from icecore.store.format.cellmap import NodeEncoder, decode_node, node_ids, pack_footer
 from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.contract import (
+    left_to_driver,
+    read_devices,
+    read_gpus,
+    read_resident,
+    read_run,
+)
 from icecore.store.format.envelope import ObjectKind, digest_of, seal, unseal
 from icecore.store.format.fingerprints import Fingerprints, encode_fingerprints
 from icecore.store.format.hints import HINTS_KIND
@@ -100,8 +106,8 @@ _RESIDENT = {
     "directory": "/d",
     "processes": {
         "1": {
-            "token": "00",
-            "allocations": [[1, 2, 3, 4, "GPU-1", 0]],
+            "token": "00" * 16,
+            "allocations": [[1, 1 << 40, CELL_BYTES, 4, "GPU-1", 0]],
             "imports": [[1, 1, 1]],
             "left": {"x": 1},
         }
@@ -349,10 +355,10 @@ def _restore_plan(it: Reading) -> None:
 
 
 def _recorded(it: Reading) -> None:
-    for read in (gpus.read_gpus, gpus.temporary, resident_record.read_record):
+    for read in (read_run, read_gpus, read_resident, read_devices):
         with contextlib.suppress(IcecoreError):
-            read(it.manifest)  # type: ignore[operator]
-    resident_record.left_to_driver(it.manifest)
+            read(it.manifest)
+    left_to_driver(it.manifest)
     it.loop.run(workingset.recall(it.repository, it.manifest.lineage, it.manifest.snapshot))
 
 
@@ -662,6 +668,8 @@ def _extra(world: World, dice: np.random.Generator) -> None:
         manifest["extra"][name] = json.dumps(
             mutated(json.loads(json.dumps(text)), dice), default=str
         )
+    region = [1 << 40, CELL_BYTES, 1 << 40, 0, 0, "device", "GPU-1", False]
+    manifest["spaces"].append({"kind": "device", "key": "1", "size": 0, "regions": [region]})
     world.put_manifest(manifest)
 
 

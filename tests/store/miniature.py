@@ -34,10 +34,11 @@ from icecore.store.format.shard import ShardBuilder, place_chunk
 from icecore.store.format.slots import Cost
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log import catalog
-from icecore.store.log.chain import Entry
+from icecore.store.log.entries import Entry
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
-from icecore.store.maintenance.check import Report, check
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.findings import Report
 from icecore.store.maintenance.gc import Collector, Options, Result
 from icecore.store.snapshot.packs import MapWriter
 from icecore.store.snapshot.reader import SnapshotReader

@@ -78,8 +78,8 @@ async def build(backend: MemoryBackend) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
-    monkeypatch.setattr("icecore.store.maintenance.check.KEPT_ENTRIES", 6)
+    monkeypatch.setattr("icecore.store.log.entries.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.maintenance.check_log.KEPT_ENTRIES", 6)
 
     async def body() -> None:
         backend = MemoryBackend()

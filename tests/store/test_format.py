@@ -45,8 +45,7 @@ from icecore.store.format.state import (
     SnapshotRecord,
     decode_entry,
 )
-from icecore.store.log import catalog, index
-from icecore.store.log import chain as log
+from icecore.store.log import catalog, entries, index
 from icecore.store.log.session import BEAT_KIND
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text()
@@ -126,7 +125,7 @@ def test_numbers_are_as_documented() -> None:
         and catalog.PAGE_RECORDS == 2048
     )
     assert (
-        f"The newest {log.KEPT_ENTRIES} entries are kept" in PROSE
+        f"The newest {entries.KEPT_ENTRIES} entries are kept" in PROSE
         and f"the last {REMEMBERED} generations" in PROSE
     )
     assert HEADER_BYTES == 56 and FORMAT == 1 and ENCRYPTED_FORMAT == 2

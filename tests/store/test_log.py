@@ -222,7 +222,7 @@ def test_a_writer_that_slept_does_not_believe_that_it_won(
     """Its generation was taken, and possibly trimmed again, while it slept: then its create
     succeeds, and must not count.
     """
-    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -279,8 +279,8 @@ def test_trimming_in_any_order_misleads_no_sleeper(
     """A writer wakes after each deletion of a trim: what it then believes to have done is in the
     log.
     """
-    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
-    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.entries.ANCHOR_EVERY", 4)
 
     async def run(woken_after: int) -> bool:
         deleted, task = 0, None
@@ -348,7 +348,7 @@ def test_trimming_in_any_order_misleads_no_sleeper(
 def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.log.entries.ANCHOR_EVERY", 4)
 
     async def body() -> None:
         inner = MemoryBackend()
@@ -384,7 +384,7 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
     """The jump is far more than entries repeat: nothing could tell later whether what was created
     then is part of the log.
     """
-    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -393,7 +393,8 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
         await write(log, drawn(100))
         await log.trim(keep=2)
         passed = time.clock_gettime(time.CLOCK_BOOTTIME) + 3600
-        monkeypatch.setattr("icecore.store.log.chain._now", lambda: passed)
+        for module in ("reading", "chain"):
+            monkeypatch.setattr(f"icecore.store.log.{module}.now", lambda: passed)
         await write(other, drawn(1))
         assert (await log.newest()).generation == 103
 
@@ -401,7 +402,7 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
 
 
 def test_trimming_leaves_the_newest_and_writers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 5)
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 5)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -652,7 +653,7 @@ def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatc
     """A client that has seen nothing for as many entries as are kept continues; one entry less, and
     an absent one is an error.
     """
-    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 40)
 
     async def body() -> None:
         for more, refused in ((39, True), (40, False), (41, False), (90, False)):
@@ -681,7 +682,7 @@ def test_a_trim_while_the_log_is_read_is_no_attack(
     lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two requests of a reader, others commit and trim, and its listings may be stale."""
-    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 40)
 
     class Busy(FaultyBackend):
         at = more = 0

@@ -222,7 +222,7 @@ def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.Monk
     """They only serve to follow the log, so entries that clients have seen before them or among
     them are still followed.
     """
-    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 8)
+    monkeypatch.setattr("icecore.store.log.entries.ANCHOR_EVERY", 8)
 
     async def body() -> None:
         place = await Place().build()
@@ -568,9 +568,10 @@ def test_nothing_is_written_where_no_generation_is_left(monkeypatch: pytest.Monk
             await Repairer(await place.open()).apply()
         assert place.backend.objects == before
         place = await Place().build()
-        monkeypatch.setattr(
-            "icecore.store.log.chain.LAST_GENERATION", place.watermark.load().generation
-        )
+        for module in ("reading", "chain"):
+            monkeypatch.setattr(
+                f"icecore.store.log.{module}.LAST_GENERATION", place.watermark.load().generation
+            )
         assert set(await listed(await place.open())) == set(place.contents)
         with pytest.raises(StoreError, match="last generation"):
             await (await place.open()).update(place.last, pinned=True)

@@ -32,7 +32,8 @@ from icecore.store.log.chain import Log
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.watermark import Watermark
-from icecore.store.maintenance.check import Report, check
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.findings import Report
 from tests.store.adversary import Archive, Shown
 from tests.store.miniature import collect, put, read, sound, take
 
@@ -567,12 +568,14 @@ class Deceits(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         for name, value in {
-            "KEPT_ENTRIES": KEPT,
-            "_TRIM_EVERY": 8,
-            "ANCHOR_EVERY": 8,
-            "REMEMBERED": 4,
+            "entries.KEPT_ENTRIES": KEPT,
+            "chain._TRIM_EVERY": 8,
+            "entries.ANCHOR_EVERY": 8,
+            "entries.REMEMBERED": 4,
+            "reading.REMEMBERED": 4,
+            "chain.REMEMBERED": 4,
         }.items():
-            self.patch.setattr(f"icecore.store.log.chain.{name}", value)
+            self.patch.setattr(f"icecore.store.log.{name}", value)
         self.world = Deceit()
 
     def _client(self, number: int) -> Client:

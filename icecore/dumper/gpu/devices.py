@@ -7,17 +7,16 @@ if this process dies; if the helper itself is lost, another one takes over.
 
 from __future__ import annotations
 
-import json
-import random
 import socket
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from icecore.dumper.freeze.guard import DumpGuard
+from icecore.dumper.gpu.locking import lock_all, lock_briefly, raise_failed, unlock
+from icecore.dumper.gpu.recorded import record_devices, record_gpus
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
@@ -26,19 +25,13 @@ from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.orphans import left_open, misjudged, require_no_others
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Event, Sink, phase
-from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
+from icecore.host.cuda.api import DeviceError, HelperLost, Placement, State
 from icecore.host.gpu.client import Helper, start_here
 from icecore.host.kernel import procfs
 from icecore.host.resident.client import ResidentFailed
 from icecore.host.resident.copyplan import Foreseen
+from icecore.store.format import contract
 
-#: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each
-#: other (one is locked, the other's collective is under way) never come to rest. With several
-#: processes, the first attempts are therefore short, and each begins at another point of their
-#: steps.
-LOCK_ONE = (1.0, 1.0, 1.0)
-LOCK_SEVERAL = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-_PAUSE_SECONDS = 0.2
 #: How much longer than the window the helper waits before it brings the processes back by itself.
 _GRACE_SECONDS = 2.0
 _GO_SECONDS = 60.0
@@ -190,9 +183,15 @@ class Devices:
             self._helper.deadline(None if limit is None else limit + _GRACE_SECONDS)
             if self._resident is not None:
                 self._helper.resident(self._resident.agents)
-                self._resident.take_away(self._lock_for, self._unlock, limit)
+                self._resident.take_away(
+                    lambda pids, seconds: lock_briefly(
+                        self._helper, pids, min(seconds, self._lock_seconds)
+                    ),
+                    lambda pids: unlock(self._helper, pids),
+                    limit,
+                )
                 self._resident.begin_copy(context, parent)
-            self._lock()
+            lock_all(self._helper, self.pids, self._lock_seconds, self._emit)
             self._require_taken_away()
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise _uncapturable(error) from error
@@ -228,7 +227,7 @@ class Devices:
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
                 done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
-                self._raise(failed, "checkpointed")
+                raise_failed(failed, "checkpointed")
                 after = {pid: procfs.read_maps(pid) for pid in self.pids}
                 require_no_others(self._root, self._inspection, self.pids)
                 self._nvml = left_open(after, self._inspection.backend)
@@ -257,40 +256,6 @@ class Devices:
             raise _uncapturable(error) from error
         return True
 
-    def _lock(self) -> None:
-        """Lock all processes or none. A rank that waits for a locked one never comes to rest, so on a
-        timeout all go on, and the next attempt follows.
-        """
-        with phase(self._emit, "dump.gpu.lock", processes=len(self.pids)) as running:
-            shares = LOCK_SEVERAL if len(self.pids) > 1 else LOCK_ONE
-            for attempt, share in enumerate(shares, 1):
-                running.fields["attempts"] = attempt
-                failed = self._helper.lock(self.pids, self._lock_seconds * share)
-                if not failed:
-                    return
-                timeouts = {
-                    pid: error for pid, error in failed.items() if isinstance(error, LockTimeout)
-                }
-                if len(timeouts) < len(failed) or attempt == len(shares):
-                    self._raise(failed, "locked")
-                self._raise(
-                    self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked"
-                )
-                time.sleep(random.uniform(0.1, 1.0) * _PAUSE_SECONDS)
-
-    def _lock_for(self, pids: Collection[int], seconds: float) -> None:
-        """Lock all processes or none, for at most ``seconds``."""
-        failed = self._helper.lock(pids, min(seconds, self._lock_seconds))
-        if failed:
-            self._helper.unlock([pid for pid in pids if pid not in failed])
-            raise next(
-                iter(sorted(failed.values(), key=lambda error: isinstance(error, LockTimeout)))
-            )
-
-    def _unlock(self, pids: Collection[int]) -> None:
-        for error in self._helper.unlock(pids).values():
-            raise error
-
     def wait_copied(self, check: Callable[[], None]) -> None:
         """Wait until changed resident memory is copied aside; ``check`` raises if the window is over."""
         if self._resident is not None:
@@ -301,9 +266,9 @@ class Devices:
         if self._resident is not None:
             self._resident.let_go()
 
-    def store(self, context: ScanContext) -> list[SpaceCapture]:
+    def store(self) -> list[SpaceCapture]:
         """Store what was copied aside, after the window."""
-        return [] if self._resident is None else self._resident.store(context)
+        return [] if self._resident is None else self._resident.store()
 
     def go(self) -> None:
         """Bring all processes back before CRIU, after the hang-up, lets go of them. `give_back`
@@ -333,7 +298,7 @@ class Devices:
                 failed = self._helper.unlock(self.pids)
         if failed:
             self._undo()
-            self._raise(failed, "brought back at the first attempt")
+            raise_failed(failed, "brought back at the first attempt")
         try:
             self._helper.go_on()
         except DeviceError as error:
@@ -382,16 +347,7 @@ class Devices:
             self._resident.gone(keep=keep_resident)
         except IcecoreError as error:  # the snapshot is committed, and the job has ended
             message = f"device memory of the ended job may not be free yet: {error.message}"
-            self._emit(
-                Event(
-                    "dump.warning",
-                    {
-                        "name": "resident",
-                        "message": message,
-                        "cure": "free it with 'icecore rm' of the job",
-                    },
-                )
-            )
+            self._warn("resident", message, "free it with 'icecore rm' of the job")
 
     def outlive(self, init: int, status: Path) -> None:
         """Keep resident memory beyond the job, now that the snapshot is committed; see
@@ -404,69 +360,34 @@ class Devices:
         except (IcecoreError, OSError) as error:
             message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
             cure = "the next dump tries again; a keeper that an older icecore started runs until its job ends"
-            self._emit(
-                Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure})
-            )
+            self._warn("keep-resident", message, cure)
 
     def warn(self) -> None:
         """Warn of what processes lose in a restore. The window is over."""
         for pid in self._nvml:
             message = f"process {pid} uses NVML and CUDA: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again"
-            self._emit(
-                Event(
-                    "dump.warning",
-                    {
-                        "name": "nvml",
-                        "message": message,
-                        "cure": "have it initialise NVML for each reading",
-                    },
-                )
-            )
+            self._warn("nvml", message, "have it initialise NVML for each reading")
 
-    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """Return what a restore needs to know, for the manifest's ``extra``; empty if no process has
-        CUDA state.
+    def _warn(self, name: str, message: str, cure: str) -> None:
+        self._emit(Event("dump.warning", {"name": name, "message": message, "cure": cure}))
+
+    def describe(self, images: Mapping[int, int]) -> contract.Gpus | None:
+        """Return what a restore needs to know; None if no process has CUDA state.
 
         Args:
             images: Host pid → image id.
         """
-        if not self.pids:
-            return {}
-        inventory = self._inspection.inventory
-        used = {p.pid: p for p in self._inspection.processes}
-        processes = {
-            str(images[pid]): {
-                "gpus": list(used[pid].opened),
-                "contexts": dict(used[pid].contexts),
-                "temporary": self.temporary.get(pid, []),
-            }
-            for pid in self.pids
-        }
-        resident = {} if self._resident is None else self._resident.describe(images)
-        return {
-            "cuda": json.dumps(
-                {"driver": inventory.driver if inventory else "", "processes": processes}
-            ),
-            **resident,
-        }
+        return record_gpus(self._inspection, self.pids, self.temporary, images)
+
+    def describe_resident(self, images: Mapping[int, int]) -> contract.Resident | None:
+        """Return what a restore needs to know of resident memory; None if there is none."""
+        if not self.pids or self._resident is None:
+            return None
+        return self._resident.describe(images)
 
     def requirements(self) -> list[dict[str, str]]:
         """Return the GPUs that the processes had, for the manifest's requirements."""
-        inventory = self._inspection.inventory
-        seen = {uuid for p in self._inspection.processes for uuid in p.opened}
-        used = {uuid for p in self._inspection.processes for uuid in p.contexts}
-        return [
-            {
-                "kind": "cuda",
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "memory": str(gpu.memory),
-                "used": "yes" if gpu.uuid in used or not used else "no",
-                "driver": inventory.driver,
-            }
-            for gpu in (inventory.gpus if inventory else ())
-            if inventory is not None and gpu.uuid in seen
-        ]
+        return record_devices(self._inspection)
 
     # -- undoing
 
@@ -521,13 +442,6 @@ class Devices:
                 last: IcecoreError = error
                 continue  # the guard is gone too: start the helper from this process
         return {pid: f"process {pid}: {last.message}" for pid in self.pids}
-
-    @staticmethod
-    def _raise(failed: Mapping[int, DeviceError], what: str) -> None:
-        if failed:
-            cures = dict.fromkeys(error.cure for error in failed.values() if error.cure)
-            words = "; ".join(error.message for error in failed.values())
-            raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
 
 
 def _free_of(

@@ -9,51 +9,35 @@ room. Then the job runs on, and the copies go through the same pipeline as all o
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import uuid
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from icecore.dumper.gpu.resident_ahead import find_changes
-from icecore.dumper.gpu.resident_cells import (
-    AllocationCells,
-    ProcessCells,
-    by_device,
-    fingerprint,
-    plan_process,
-)
+from icecore.dumper.gpu.resident_copy import ResidentCopy
 from icecore.dumper.gpu.resident_precopy import ResidentPreCopied, pre_copy_resident
-from icecore.dumper.memory.cells import UNKNOWN
 from icecore.dumper.memory.parent import Parent
-from icecore.dumper.memory.pipeline import SpaceSink
-from icecore.dumper.memory.scan import ScanResult
-from icecore.dumper.memory.spaces import ScanContext, Scanned, SpaceCapture
+from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.resident_inspection import ResidentInspection
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
-from icecore.host.gpu.working import RING, HostRegion, Worker, copy_cell, fetch_through
+from icecore.host.gpu.working import RING, HostRegion, Worker
 from icecore.host.kernel import limits
 from icecore.host.kernel.trusted import open_directory, require_private
 from icecore.host.resident.client import Agent, Keeper
-from icecore.host.resident.copyplan import Foreseen, divide, foresee, pinned_bytes
-from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
+from icecore.host.resident.copyplan import Foreseen, foresee, pinned_bytes
+from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.keeper import start_keeper
-from icecore.host.resident.sharing import Shares, Taken, find_shares
+from icecore.host.resident.sharing import Shares, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
 from icecore.sizes import CELL_BYTES
-from icecore.store.format.fingerprints import FINGERPRINT
+from icecore.store.format import contract
 
 _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
@@ -65,18 +49,6 @@ _LET_GO_SECONDS = 10.0
 _LIKELY_ZEROS = 1 << 30
 #: Device of imported memory whose process does not know it.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
-
-
-@dataclass
-class _Process:
-    """The resident memory of one process on its way into the snapshot. ``place`` i64[n]: where the
-    copies of changed cells are.
-    """
-
-    cells: ProcessCells
-    sink: SpaceSink
-    place: npt.NDArray[np.int64]
-    device: list[str]
 
 
 class Resident:
@@ -116,7 +88,7 @@ class Resident:
         self._region: HostRegion | None = None
         self._copying: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._processes: list[_Process] = []
+        self._copy: ResidentCopy | None = None
         self._sharing = Shares({}, {})
         #: Where copies will probably go, once `prepare` knows.
         self.foreseen: Foreseen | None = None
@@ -299,10 +271,27 @@ class Resident:
 
     def begin_copy(self, context: ScanContext, parent: Parent | None) -> None:
         """Begin to copy what changed; `wait_copied` waits for it."""
+        self._copy = ResidentCopy(
+            self._worker,
+            self._region,
+            self._spare,
+            self._sharing,
+            self.inspection.pids,
+            self._pre_copied,
+            context,
+            parent,
+            self._emit,
+        )
         self._copying = threading.Thread(
-            target=self._copy, args=(context, parent), name="resident", daemon=True
+            target=self._run_copy, args=(self._copy,), name="resident", daemon=True
         )
         self._copying.start()
+
+    def _run_copy(self, copy: ResidentCopy) -> None:
+        try:
+            copy.run()
+        except BaseException as error:  # noqa: BLE001 - raised by `wait_copied`
+            self._failure = error
 
     def wait_copied(self, check: Callable[[], None]) -> None:
         """Wait until everything is copied.
@@ -351,155 +340,6 @@ class Resident:
         for report in self.inspection.reports.values():
             Keeper(self._place).keep(report.token, init, status)
 
-    # -- copying
-
-    def _copy(self, context: ScanContext, parent: Parent | None) -> None:
-        try:
-            assert self._tree is not None
-            pairs = self._sharing.owned  # shared memory is stored once
-            self._processes = [
-                self._plan(pid, number, pairs[pid], context, parent)
-                for number, pid in enumerate(sorted(pairs))
-            ]
-            devices = by_device([process.cells for process in self._processes])
-            if not devices:
-                return
-            with ThreadPoolExecutor(len(devices), "gpu") as pool:
-                with phase(self._emit, "dump.resident.fingerprint") as running:
-                    for future in [
-                        pool.submit(fingerprint, self._worker, device, pieces, context.seed)
-                        for device, pieces in devices.items()
-                    ]:
-                        running.bytes += future.result()
-                for process in self._processes:
-                    process.cells.compare()
-                with phase(self._emit, "dump.resident.copy") as running:
-                    shares = self._shares(devices)
-                    futures = [
-                        pool.submit(self._stage, device, pieces, shares[device])
-                        for device, pieces in devices.items()
-                    ]
-                    counts = [future.result() for future in futures]
-                    running.bytes = sum(changed for changed, _ in counts)
-                    running.fields["in_window"] = sum(left for _, left in counts)
-            for process in self._processes:
-                self._keep(process, context, in_window=True)
-        except BaseException as error:  # noqa: BLE001 - raised by `wait_copied`
-            self._failure = error
-
-    def _plan(
-        self,
-        pid: int,
-        number: int,
-        pairs: Sequence[Taken],
-        context: ScanContext,
-        parent: Parent | None,
-    ) -> _Process:
-        stream = number % context.streams
-        cells = plan_process(
-            pid,
-            str(self.inspection.pids[pid]),
-            pairs,
-            self._worker,
-            parent,
-            context.seed,
-            stream=stream,
-        )
-        if (ahead := self._pre_copied.get(pid)) is not None:
-            cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
-        sink = context.pipeline.space(
-            stream, cells.plan, cells.capture.regions, cells.capture.known
-        )
-        devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
-        return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
-
-    def _shares(
-        self, devices: Mapping[str, Sequence[tuple[ProcessCells, AllocationCells]]]
-    ) -> dict[str, tuple[int, int]]:
-        """Divide the host region among the GPUs: offset and size of each part.
-
-        Device memory that was not free before the window must not be used for copies either: the
-        driver has freed it for the checkpoint and needs it back.
-        """
-        if self._region is None:
-            raise DumpFailed(
-                "the job has resident memory now that it did not have when the dump began",
-                cure="dump it again",
-            )
-        free = self._worker.begin(list(devices))
-        short = {}
-        for device, pieces in devices.items():
-            changed = sum(int(process.changed(piece).sum()) for process, piece in pieces)
-            self._spare[device] = min(self._spare.get(device, 0), spare_room(free[device]))
-            short[device] = max(0, changed - self._spare[device] // CELL_BYTES)
-        at, shares = RING, {}
-        for device, cells in divide(self._region.size // CELL_BYTES - RING, short).items():
-            shares[device] = (at * CELL_BYTES, cells * CELL_BYTES)
-            at += cells
-        return shares
-
-    def _stage(
-        self,
-        device: str,
-        pieces: Sequence[tuple[ProcessCells, AllocationCells]],
-        share: tuple[int, int],
-    ) -> tuple[int, int]:
-        masks = [process.changed(piece) for process, piece in pieces]
-        mask = np.concatenate(masks)
-        if not mask.any():
-            return 0, 0
-        places = self._worker.stage(
-            device, [piece.handle for _, piece in pieces], mask, *share, spare=self._spare[device]
-        )
-        by_pid = {process.cells.pid: process for process in self._processes}
-        at = 0
-        for (cells, piece), own in zip(pieces, masks, strict=True):
-            some = int(own.sum())
-            by_pid[cells.pid].place[piece.rows][own] = places[at : at + some]
-            at += some
-        return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
-
-    def _keep(self, process: _Process, context: ScanContext, *, in_window: bool) -> None:
-        """Hand changed cells to the pipeline: in the window those without room for a copy, after it
-        those that were copied aside.
-        """
-        changed = process.cells.row == UNKNOWN
-        rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
-        if not len(rows):
-            return
-        assert self._region is not None  # or there would be no copies
-        aside = process.place[rows]
-        through = rows[in_window | (aside >= ON_DEVICE)]
-        for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
-            self._hand_on(process, row, int(process.place[row]), context)
-        pieces = process.cells.pieces
-        firsts = [piece.first for piece in pieces]
-        for device in dict.fromkeys(process.device):
-            rows_there = [row for row in through.tolist() if process.device[row] == device]
-            if in_window:
-                owners = [pieces[bisect_right(firsts, row) - 1] for row in rows_there]
-                cells = [
-                    (own.handle, (row - own.first) * CELL_BYTES)
-                    for own, row in zip(owners, rows_there, strict=True)
-                ]
-            else:
-                cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
-            hand_on = partial(self._hand_on_of, process, rows_there, context)
-            fetch_through(self._worker, self._region, device, cells, hand_on)
-
-    def _hand_on_of(
-        self, process: _Process, rows: Sequence[int], context: ScanContext, number: int, place: int
-    ) -> None:
-        self._hand_on(process, rows[number], place, context)
-
-    def _hand_on(self, process: _Process, row: int, place: int, context: ScanContext) -> None:
-        assert self._region is not None
-        if context.stop.is_set():
-            raise DumpFailed("the dump was abandoned")
-        slot = context.staging.acquire()
-        copy_cell(self._region, place, slot.address)
-        process.sink.keep(row, slot)
-
     # -- afterwards
 
     def let_go(self) -> None:
@@ -508,7 +348,7 @@ class Resident:
         Raises:
             DumpFailed: The worker failed to, and was ended instead.
         """
-        devices = by_device([process.cells for process in self._processes])
+        devices = self._copy.devices if self._copy is not None else {}
         if devices:
             if self._told:
                 self._announce()
@@ -542,39 +382,37 @@ class Resident:
         # An older preload does not support it.
         self._told = [agent for agent, future in futures if future.exception() is None]
 
-    def store(self, context: ScanContext) -> list[SpaceCapture]:
+    def store(self) -> list[SpaceCapture]:
         """Hand everything that was copied aside to the pipeline and return the spaces.
 
         Raises:
             WorkerFailed: The worker ended while copies were on a GPU.
         """
-        for process in self._processes:
-            self._keep(process, context, in_window=False)
-            cells = process.cells
-            process.sink.unchanged(cells.row)
-            process.sink.zeros(cells.row)
-            fingerprints = np.ascontiguousarray(cells.words).view(FINGERPRINT).reshape(-1)
-            cells.capture.add(
-                Scanned(cells.plan, process.sink, ScanResult(fingerprints, cells.row))
-            )
-        return [process.cells.capture for process in self._processes]
+        return self._copy.store() if self._copy is not None else []
 
-    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """Return what a restore needs to know, for the manifest's ``extra`` (docs/reference/format.md)."""
+    def describe(self, images: Mapping[int, int]) -> contract.Resident:
+        """Return what a restore needs to know.
+
+        Args:
+            images: Host pid → image id.
+        """
         processes = {
-            str(images[pid]): {
-                "token": self.inspection.reports[pid].token.hex(),
-                "allocations": [
-                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal]
+            images[pid]: contract.ResidentProcess(
+                self.inspection.reports[pid].token.hex(),
+                [
+                    contract.ResidentAllocation(
+                        one.identity, one.address, one.size, one.requested, one.device, one.ordinal
+                    )
                     for one, _ in pairs
                 ],
-                "imports": [
-                    [one.allocation.identity, images[one.owner[0]], one.owner[1]]
+                [
+                    contract.ResidentImport(
+                        one.allocation.identity, images[one.owner[0]], one.owner[1]
+                    )
                     for one in self._sharing.imports[pid]
                 ],
-                "left": self.inspection.reports[pid].counts.left,
-            }
+                self.inspection.reports[pid].counts.left,
+            )
             for pid, pairs in self._sharing.owned.items()
         }
-        known: dict[str, object] = {"directory": self.inspection.directory, "processes": processes}
-        return {"resident": json.dumps({**known, "outlives": True} if self._outlives else known)}
+        return contract.Resident(self.inspection.directory, processes, self._outlives)

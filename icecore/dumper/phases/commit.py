@@ -16,6 +16,8 @@ from icecore.dumper.phases.request import Request
 from icecore.dumper.storing import Stored
 from icecore.errors import DumpFailed
 from icecore.events import phase
+from icecore.host.jobs.namespaces import RunRecord
+from icecore.store.format.contract import Run, RunFiles, RunIsolation, encode_records
 from icecore.store.format.manifest import MANIFEST_FORMAT, Manifest
 from icecore.store.format.names import new_snapshot_id
 from icecore.text import host_name
@@ -91,7 +93,7 @@ def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
         storing.pipeline.open_gate(running.counter(sum(space.queued for space in tree.spaces)))
         result.capture.after_window(tree)
         if devices is not None:
-            tree.spaces += devices.store(storing.context)
+            tree.spaces += devices.store()
         stored = storing.finish(tree.spaces, tree.reused)
         running.bytes = stored.sizes.logical
         running.fields |= {
@@ -134,10 +136,34 @@ def _manifest(
         window_seconds=result.window_seconds,
         hints=stored.hints,
         hints_digest=stored.hints_digest,
-        extra={
-            **({"run": target.record.encode()} if target.record else {}),
-            **(devices.describe(tree.pids) if devices else {}),
-        },
+        extra=encode_records(
+            run=recorded_run(target.record) if target.record else None,
+            gpus=devices.describe(tree.pids) if devices else None,
+            resident=devices.describe_resident(tree.pids) if devices else None,
+        ),
+    )
+
+
+def recorded_run(record: RunRecord) -> Run:
+    """Return how a job was started, as its snapshot records it."""
+    isolation, files = record.isolation, record.files
+    return Run(
+        name=record.name,
+        command=record.command,
+        cwd=record.cwd,
+        isolation=RunIsolation(
+            pid=isolation.pid, ipc=isolation.ipc, network=isolation.network, root=isolation.root
+        ),
+        files=RunFiles(
+            stdout=files["stdout.log"],
+            stderr=files["stderr.log"],
+            status=files["status"],
+            init=files["icecore-init"],
+        ),
+        binds=record.binds,
+        init=record.init,
+        files_to=record.files_to,
+        copies=record.copies,
     )
 
 

@@ -22,16 +22,11 @@
 #include <unistd.h>
 
 #include "device_files.h"
+#include "say.h"
 
 #define RECORD "icecore-device-files.img"
 
 extern int criu_get_image_dir(void) __attribute__((weak));
-extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
-#define SAY(...) \
-	do { \
-		if (print_on_level) \
-			print_on_level(1, "icecore: " __VA_ARGS__); \
-	} while (0)
 
 enum { MOST_MAJORS = 64, MOST_RECORD = 1 << 24 };
 static struct {

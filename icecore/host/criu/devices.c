@@ -29,6 +29,7 @@
 #include <unistd.h>
 
 #include "device_files.h"
+#include "say.h"
 
 /* criu-plugin.h of version 0.2.0: CRIU 4.0 is the first to have all of these. */
 enum { STAGE_DUMP, STAGE_PRE_DUMP, STAGE_RESTORE };
@@ -68,14 +69,6 @@ __attribute__((visibility("default"))) struct {
 	    [CHECKPOINT_DEVICES] = hold,
 	},
 };
-
-/* CRIU's own, into its log; 1 is an error. */
-extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
-#define SAY(...) \
-	do { \
-		if (print_on_level) \
-			print_on_level(1, "icecore: " __VA_ARGS__); \
-	} while (0)
 
 enum { MOST = 4096, MESSAGE = 1 << 16 };
 static struct {

@@ -177,19 +177,19 @@ def has_plugin(folder: str, name: str) -> bool:
     return bool(folder) and (Path(folder) / f"{name}_plugin.so").is_file()
 
 
-@dataclass(frozen=True)
-class DumpArguments:
-    """The options of a dump.
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """The options that a dump and a restore have in common.
 
     Attributes:
-        external: Resources that the restore will provide ("net[4026531840]:job").
+        external: Resources outside the tree ("net[4026531840]:job"): the dump leaves them out, and
+            the restore provides them.
         connections: Established TCP connections: refuse the dump, keep them, or have them closed at
             restore.
         network_lock: How to keep packets out meanwhile; None: CRIU's default.
         file_locks: Dump held file locks.
         shell_job: Allow a terminal that belongs to somebody else.
         external_unix: Allow unix sockets whose peer is outside.
-        ghost_limit: Largest deleted-but-open file, in bytes, that CRIU copies into its images.
         cgroups: Whether CRIU records and recreates cgroups.
         verbosity: 1 errors, 2 warnings, 3 information (default), 4 everything: costs time in the
             window.
@@ -202,16 +202,16 @@ class DumpArguments:
     file_locks: bool = True
     shell_job: bool = False
     external_unix: bool = False
-    ghost_limit: int = 1 << 20
     cgroups: bool = False
     verbosity: int = 3
     extra: tuple[str, ...] = ()
 
-    def arguments(self) -> list[str]:
-        """Return the command-line arguments."""
+    def _with(self, *own: str) -> list[str]:
+        """Return the command-line arguments, with those that only one of the two has."""
         return [
             f"-v{self.verbosity}",
             *(word for name in self.external for word in ("--external", name)),
+            *own,
             *(
                 {"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[
                     self.connections
@@ -221,15 +221,29 @@ class DumpArguments:
             *(["--file-locks"] if self.file_locks else []),
             *(["--shell-job"] if self.shell_job else []),
             *(["--ext-unix-sk"] if self.external_unix else []),
-            *(["--ghost-limit", str(self.ghost_limit)] if self.ghost_limit else []),
             *([] if self.cgroups else ["--manage-cgroups=ignore"]),
             *self.extra,
         ]
 
 
-@dataclass(frozen=True)
-class RestoreArguments:
-    """The options of a restore: those of `DumpArguments`, and:
+@dataclass(frozen=True, kw_only=True)
+class DumpArguments(_Arguments):
+    """The options of a dump.
+
+    Attributes:
+        ghost_limit: Largest deleted-but-open file, in bytes, that CRIU copies into its images.
+    """
+
+    ghost_limit: int = 1 << 20
+
+    def arguments(self) -> list[str]:
+        """Return the command-line arguments."""
+        return self._with(*(["--ghost-limit", str(self.ghost_limit)] if self.ghost_limit else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreArguments(_Arguments):
+    """The options of a restore.
 
     Attributes:
         lazy: Leave lazy pages to the daemon that listens on ``lazy-pages.socket`` in the work
@@ -243,44 +257,22 @@ class RestoreArguments:
     """
 
     lazy: bool = True
-    external: tuple[str, ...] = ()
     inherit: tuple[tuple[int, str], ...] = ()
     root: Path | None = None
     action_script: Path | None = None
     sibling: bool = True
     stopped: bool = False
-    connections: Connections = "refuse"
-    network_lock: NetworkLock | None = None
-    file_locks: bool = True
-    shell_job: bool = False
-    external_unix: bool = False
-    cgroups: bool = False
-    verbosity: int = 3
-    extra: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments."""
-        return [
-            f"-v{self.verbosity}",
+        return self._with(
             *(["--lazy-pages"] if self.lazy else []),
-            *(word for name in self.external for word in ("--external", name)),
             *(word for fd, name in self.inherit for word in ("--inherit-fd", f"fd[{fd}]:{name}")),
             *(["--root", str(self.root)] if self.root else []),
             *(["--action-script", str(self.action_script)] if self.action_script else []),
             *(["--restore-sibling"] if self.sibling else []),
             *(["--leave-stopped"] if self.stopped else []),
-            *(
-                {"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[
-                    self.connections
-                ]
-            ),
-            *(["--network-lock", self.network_lock] if self.network_lock else []),
-            *(["--file-locks"] if self.file_locks else []),
-            *(["--shell-job"] if self.shell_job else []),
-            *(["--ext-unix-sk"] if self.external_unix else []),
-            *([] if self.cgroups else ["--manage-cgroups=ignore"]),
-            *self.extra,
-        ]
+        )
 
 
 def dump_environment(hidden: str | None) -> dict[str, str]:
@@ -338,36 +330,27 @@ def lazy_dump_command(
             still; it ends without one if the dump failed.
     """
     return [
-        *(
-            str(criu.path),
-            "dump",
-            "-t",
-            str(pid),
-            "-D",
-            str(images),
-            "-o",
-            "dump.log",
-            "--lazy-pages",
-            "--leave-running",
-        ),
-        *("--ps-socket", str(pages), "--status-fd", str(status), *arguments.arguments()),
+        *plain_dump_command(criu, pid, images, arguments),
+        "--lazy-pages",
+        "--ps-socket",
+        str(pages),
+        "--status-fd",
+        str(status),
     ]
 
 
 def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> list[str]:
     """Return the command line of a dump that also writes the memory into the images folder."""
     return [
-        *(
-            str(criu.path),
-            "dump",
-            "-t",
-            str(pid),
-            "-D",
-            str(images),
-            "-o",
-            "dump.log",
-            "--leave-running",
-        ),
+        str(criu.path),
+        "dump",
+        "-t",
+        str(pid),
+        "-D",
+        str(images),
+        "-o",
+        "dump.log",
+        "--leave-running",
         *arguments.arguments(),
     ]
 

@@ -22,18 +22,14 @@ flags: they must be opened as the job had them.
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-
-import msgspec
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host.jobs import launch
@@ -51,8 +47,6 @@ OWN_FILES = {
     "icecore-init": os.O_RDONLY,
 }
 
-#: Bytes of an init's program; ours has 20 KiB.
-_MOST_INIT = 16 << 20
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
 _COPY_NAME = "icecore-copy-{}"
@@ -119,8 +113,8 @@ class Isolation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How a job was started, as a snapshot records it: all that a restore needs besides CRIU's
-    images.
+    """How a job was started: all that a restore needs besides CRIU's images. A snapshot records it as
+    `icecore.store.format.contract.Run`, which has the same fields and says which values are valid.
 
     Attributes:
         name: The job's name.
@@ -158,71 +152,12 @@ class RunRecord:
         own = _OWN_MOUNTS if self.isolation.root else ()
         return any(path == point or path.startswith(f"{point}/") for point in own)
 
-    def encode(self) -> str:
-        """Encode as text, for the manifest."""
-        fields = {**asdict(self), "init": base64.b64encode(self.init).decode()}
-        if not self.copies:  # as it was before there were any, for an icecore that knows of none
-            del fields["files_to"], fields["copies"]
-        return json.dumps(fields)
-
-    @classmethod
-    def decode(cls, text: str) -> RunRecord:
-        """Decode what `encode` returned.
-
-        Raises:
-            ValueError: It is none.
-        """
-        try:
-            fields = json.loads(text)
-            record = msgspec.convert(fields, type=cls)
-            if not set(fields) <= set(asdict(record)) or not set(fields["isolation"]) <= set(
-                asdict(record.isolation)
-            ):
-                raise ValueError("it has fields that are not known")
-            texts = [
-                record.name,
-                record.cwd,
-                *record.command,
-                *record.files,
-                *record.files.values(),
-                *record.binds,
-                record.files_to,
-                *record.copies,
-            ]
-            if any(b"\0" in os.fsencode(text) for text in texts):
-                raise ValueError("a text holds a NUL")
-        except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
-            raise ValueError(f"not the record of a run: {error}") from error
-        if len(record.init) > _MOST_INIT or not _sound(
-            [record.cwd, *record.binds, *record.files.values()]
-        ):
-            raise ValueError("not the record of a run: its init is too long, or a path is none")
-        if set(record.files) != set(OWN_FILES) or not all(
-            path.startswith("/") for path in record.files.values()
-        ):
-            raise ValueError("not the record of a run: its files are not an instance's")
-        if not all(map(_is_plain, (record.files_to or "/", *record.copies))):
-            raise ValueError("not the record of a run: the paths of its copies are not absolute")
-        return record
-
-
-def _sound(paths: Iterable[str]) -> bool:
-    """Return whether all are absolute paths without ".."."""
-    return all(
-        path.startswith("/") and "\0" not in path and ".." not in path.split("/") for path in paths
-    )
-
 
 def can_cover(path: str, isolation: Isolation) -> bool:
     """Return whether a job with this isolation can see a copy at a path: CRIU must be able to name
     it.
     """
     return not isolation.root or not _UNSPEAKABLE.search(path)
-
-
-def _is_plain(path: str) -> bool:
-    """Return whether a path is absolute and in its shortest form."""
-    return path.startswith("/") and "\0" not in path and os.path.normpath(path) == path
 
 
 def init_program() -> Path:

@@ -30,25 +30,9 @@ def create(size: int) -> int:
     context = _call("fsopen", _FSOPEN, ctypes.c_char_p(b"tmpfs"), _CLOEXEC)
     try:
         # No limit: what bounds other memory bounds this.
-        _call(
-            "fsconfig",
-            _FSCONFIG,
-            context,
-            _SET_STRING,
-            ctypes.c_char_p(b"size"),
-            ctypes.c_char_p(b"0"),
-            0,
-        )
+        _set(context, b"size", b"0")
         try:
-            _call(
-                "fsconfig",
-                _FSCONFIG,
-                context,
-                _SET_STRING,
-                ctypes.c_char_p(b"huge"),
-                ctypes.c_char_p(b"always"),
-                0,
-            )
+            _set(context, b"huge", b"always")
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel without huge pages
                 raise
@@ -66,6 +50,12 @@ def create(size: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def _set(context: int, option: bytes, value: bytes) -> None:
+    """Set an option of a file system that is being made."""
+    words = (ctypes.c_char_p(option), ctypes.c_char_p(value))
+    _call("fsconfig", _FSCONFIG, context, _SET_STRING, *words, 0)
 
 
 def _call(name: str, number: int, *arguments: object) -> int:

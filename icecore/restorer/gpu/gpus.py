@@ -4,13 +4,13 @@ one of the same type with at least as much memory. Pure.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from icecore.errors import Damaged, RestoreRefused
+from icecore.errors import RestoreRefused
 from icecore.host.cuda.inventory import Gpu, Inventory
+from icecore.store.format.contract import Device, read_devices, read_gpus
 from icecore.store.format.manifest import Manifest
 
 #: The first driver that restores onto other GPUs.
@@ -28,93 +28,7 @@ class GpuPlan:
     processes: Mapping[int, Mapping[str, str]]
 
 
-@dataclass(frozen=True)
-class RecordedGpu:
-    """A GPU that the job had, as its snapshot records it."""
-
-    uuid: str
-    name: str
-    memory: int
-    used: bool
-
-
-def read_gpus(
-    manifest: Manifest,
-) -> tuple[str, list[RecordedGpu], dict[int, list[str]], dict[str, int]]:
-    """Read what a snapshot records of GPUs.
-
-    Returns:
-        The driver's version, the GPUs, those that each process (by image id) had open, and the
-        bytes used on each.
-
-    Raises:
-        Damaged: It makes no sense.
-    """
-    text = manifest.extra.get("cuda")
-    if text is None:
-        return "", [], {}, {}
-    try:
-        known = json.loads(text)
-        used: dict[str, int] = {}
-        for process in known["processes"].values():
-            for uuid, size in process["contexts"].items():
-                used[str(uuid)] = used.get(uuid, 0) + _bytes(size)
-        devices = [
-            RecordedGpu(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
-            for d in manifest.requirements.devices
-            if d.get("kind") == "cuda"
-        ]
-        processes = {
-            int(number): [str(uuid) for uuid in process["gpus"]]
-            for number, process in known["processes"].items()
-        }
-        return str(known["driver"]), devices, processes, used
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(
-            "manifest", manifest.snapshot, f"its record of GPUs: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _bytes(value: object) -> int:
-    """Return a number of bytes.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    if not isinstance(value, int) or not 0 <= value < 1 << 56:
-        raise ValueError(f"{str(value)[:40]!r} is not a number of bytes")
-    return value
-
-
-def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
-    """Return image id of a process → where the driver had put device memory in it that it will
-    unmap again, (start, end) in address order.
-
-    Raises:
-        Damaged: It makes no sense.
-    """
-    try:
-        processes = json.loads(manifest.extra.get("cuda", '{"processes": {}}'))["processes"]
-        found = {
-            int(image): [(_bytes(start), _bytes(end)) for start, end in one.get("temporary", ())]
-            for image, one in processes.items()
-        }
-        for ranges in found.values():
-            bounds = [bound for both in ranges for bound in both]
-            if any(after < before for before, after in pairwise(bounds)):
-                raise ValueError("its ranges overlap or are out of order")
-        return found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(
-            "manifest",
-            manifest.snapshot,
-            f"its record of device memory: {type(error).__name__}: {error}",
-        ) from error
-
-
-def assign(
-    old: Sequence[RecordedGpu], here: Sequence[Gpu], wanted: Mapping[str, str]
-) -> dict[str, str]:
+def assign(old: Sequence[Device], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
     """Return old UUID → new UUID for every GPU that the job had open; the driver requires all of
     them, also unused ones.
 
@@ -182,7 +96,7 @@ def _named(text: str, uuids: Sequence[str], where: str) -> str:
     return found[0]
 
 
-def _unfit(old: Gpu | RecordedGpu, new: Gpu) -> str:
+def _unfit(old: Gpu | Device, new: Gpu) -> str:
     """Return why the new GPU cannot replace the old one; empty: it can."""
     if new.name != old.name:
         return f"{new.uuid} is a {new.name}, {old.name} is needed"
@@ -191,7 +105,7 @@ def _unfit(old: Gpu | RecordedGpu, new: Gpu) -> str:
     return "it is divided (MIG)" if new.mig else ""
 
 
-def _fitting(uuid: str, old: Sequence[RecordedGpu], here: Sequence[Gpu]) -> str:
+def _fitting(uuid: str, old: Sequence[Device], here: Sequence[Gpu]) -> str:
     source = next(gpu for gpu in old if gpu.uuid == uuid)
     fitting = [gpu.uuid for gpu in here if not _unfit(source, gpu)]
     return f"{', '.join(fitting)} would do" if fitting else "no GPU of this machine would do"
@@ -204,8 +118,10 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
         RestoreRefused: There is no such choice.
         Damaged: The manifest makes no sense.
     """
-    _, old, processes, _ = read_gpus(manifest)
-    chosen = assign(old, here.gpus, wanted)
+    recorded = read_gpus(manifest)
+    if recorded is None:
+        return GpuPlan({})
+    chosen = assign(read_devices(manifest), here.gpus, wanted)
     moved = any(source != target for source, target in chosen.items())
     if moved and here.branch < _PAIRS_DRIVER:
         raise RestoreRefused(
@@ -213,15 +129,18 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
             cure=f"install driver {_PAIRS_DRIVER} or newer",
         )
     pairs = {
-        number: {uuid: chosen[uuid] for uuid in gpus if uuid in chosen} if moved else {}
-        for number, gpus in processes.items()
+        image: {uuid: chosen[uuid] for uuid in process.gpus if uuid in chosen} if moved else {}
+        for image, process in recorded.processes.items()
     }
     return GpuPlan(pairs)
 
 
 def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:
     """Yield each GPU of this machine, and the bytes that the job will use on it."""
-    _, _, _, used = read_gpus(manifest)
+    recorded = read_gpus(manifest)
+    used: Counter[str] = Counter()
+    for process in recorded.processes.values() if recorded is not None else ():
+        used.update(process.contexts)
     pairs: dict[str, str] = {}
     for own in chosen.processes.values():
         pairs |= own

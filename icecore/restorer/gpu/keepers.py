@@ -12,11 +12,11 @@ from icecore.errors import IcecoreError, RestoreRefused
 from icecore.host.jobs.registry import Registry
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
-from icecore.restorer.gpu.resident_record import RecordedProcess
+from icecore.store.format.contract import ResidentProcess
 
 
 def claim_keeper(
-    places: Iterable[Path], processes: Mapping[int, RecordedProcess], stack: ExitStack
+    places: Iterable[Path], processes: Mapping[int, ResidentProcess], stack: ExitStack
 ) -> Path:
     """Claim the keeper that holds the memory of these processes.
 
@@ -30,7 +30,7 @@ def claim_keeper(
     Raises:
         RestoreRefused: None holds it, or another restore has claimed the one that does.
     """
-    wanted = {process.token for process in processes.values()}
+    wanted = {process.token_bytes for process in processes.values()}
     for place in places:
         if _claim(place, wanted, stack):
             return place
@@ -53,7 +53,7 @@ def _claim(place: Path, wanted: set[bytes], stack: ExitStack) -> bool:
 
 
 def let_go(
-    registry: Registry, lineage: str, besides: str, processes: Mapping[int, RecordedProcess]
+    registry: Registry, lineage: str, besides: str, processes: Mapping[int, ResidentProcess]
 ) -> None:
     """Have keepers let go of memory that a restore fetches anew, and of what ended instances of the
     lineage left for processes that have other tokens now (workers that were started again): there
@@ -63,7 +63,7 @@ def let_go(
         besides: The instance that is being restored.
         processes: Those that are being restored.
     """
-    wanted = {process.token for process in processes.values()}
+    wanted = {process.token_bytes for process in processes.values()}
     left = registry.left_keepers(lineage, besides)
     for place in registry.keepers():
         with suppress(IcecoreError, OSError), claimed(place) as ours:

@@ -12,13 +12,11 @@ and fetched.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,27 +29,25 @@ from icecore.errors import (
     IcecoreError,
     NotFound,
     RestoreFailed,
-    RestoreRefused,
     StoreError,
 )
 from icecore.events import Sink, phase
 from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
 from icecore.host.kernel.limits import raise_descriptor_limit
-from icecore.host.resident.client import Agent, Keeper, ResidentFailed
+from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.keeper import make_place, start_keeper
-from icecore.host.resident.protocol import Allocation
-from icecore.host.resident.sharing import repeated
 from icecore.host.rpc.calls import Call
 from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.gpu.resident_fill import GpuCells, ResidentFill, region_for
-from icecore.restorer.gpu.resident_record import RecordedAllocation, read_record
+from icecore.restorer.gpu.resident_targets import TargetAllocation, Targets
 from icecore.restorer.place.placers import Placers
 from icecore.restorer.plan.cells import SpaceCells, space_cells
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL, Records
+from icecore.store.format.contract import read_resident
 from icecore.store.format.fingerprints import (
     Fingerprints,
     decode_fingerprints,
@@ -71,27 +67,6 @@ _HOLD_SECONDS = 2.0
 _LEASE_SECONDS = 60.0
 #: How long the worker lingers once its work is done.
 _LINGER_SECONDS = 0.3
-
-
-@dataclass
-class _TargetAllocation:
-    """One allocation that is filled or still holds its memory.
-
-    Attributes:
-        process: The image id of its process.
-        about: What the snapshot records of it.
-        device: The GPU that it is on now.
-        handle: The worker's number for it.
-        descriptor: A descriptor of it; -1: there is none yet.
-        held: A keeper held it.
-    """
-
-    process: int
-    about: RecordedAllocation
-    device: str
-    handle: int
-    descriptor: int = -1
-    held: bool = False
 
 
 class Resident:
@@ -130,13 +105,14 @@ class Resident:
         self._held = held is not None
         self._holder = Keeper(held) if held is not None else None
         self._elsewhere = held is not None and held != place
-        _, self._processes = read_record(reader.manifest)
-        self._targets = self._assign(gpus)
+        recorded = read_resident(reader.manifest)
+        self._processes = recorded.processes if recorded is not None else {}
+        self._targets = Targets(self._processes, gpus)
         try:
             self._have_keeper()
             self._worker = Worker(word)
         except BaseException:
-            self._close_descriptors()
+            self._targets.close()
             raise
         self._start_placers = placers
         self._placers: Placers | None = None
@@ -158,7 +134,7 @@ class Resident:
             # One may have been killed: nothing waits for what it did.
             with suppress(RestoreFailed):
                 self._placers.close()
-        self._close_descriptors()
+        self._targets.close()
         if self._region is not None:
             self._region.close()
             self._region = None
@@ -193,7 +169,7 @@ class Resident:
         with phase(self._emit, "restore.resident.map", processes=len(self._processes)):
             try:
                 for image, agent in agents.items():
-                    agent.map(self._descriptors(image))
+                    agent.map(self._targets.descriptors(image))
                 for agent in agents.values():
                     agent.go()
                 with suppress(WorkerFailed):  # its work is done: they run
@@ -202,7 +178,7 @@ class Resident:
                     # The instance's own keeper holds it now.
                     for process in self._processes.values():
                         with suppress(NotFound):  # the other has ended, and let go of everything
-                            self._holder.forget(process.token)
+                            self._holder.forget(process.token_bytes)
             except IcecoreError as error:
                 raise RestoreFailed(
                     f"cannot map resident memory: {error.message}", cure=error.cure
@@ -216,112 +192,26 @@ class Resident:
             NotFound, ResidentFailed, OSError: It will not.
         """
         for process in self._processes.values():
-            Keeper(self._place).keep(process.token, init, status)
+            Keeper(self._place).keep(process.token_bytes, init, status)
 
     # -- within
-
-    def _descriptors(self, image: int) -> dict[int, int]:
-        """Return what a process maps, by its identities. Processes that share memory get duplicates
-        of one descriptor, as before.
-        """
-        found = {
-            (target.process, target.about.identity): target.descriptor for target in self._targets
-        }
-        own = {
-            identity: descriptor
-            for (process, identity), descriptor in found.items()
-            if process == image
-        }
-        return own | {
-            identity: found[owner] for identity, owner in self._processes[image].imports.items()
-        }
-
-    def _assign(self, gpus: GpuPlan) -> list[_TargetAllocation]:
-        targets: list[_TargetAllocation] = []
-        for image, process in self._processes.items():
-            pairs = gpus.processes.get(image, {})
-            for one in process.allocations:
-                targets.append(
-                    _TargetAllocation(image, one, pairs.get(one.device, one.device), len(targets))
-                )
-        return targets
 
     def _have_keeper(self) -> None:
         make_place(self._place)
         keeper = start_keeper(self._place)
         if self._holder is not None:
-            self._take(self._holder)
+            self._targets.take(self._holder)
             return
         # An agent would map what the keeper holds of these if the restore took longer than it
         # waits.
-        tokens = {process.token for process in self._processes.values()}
+        tokens = {process.token_bytes for process in self._processes.values()}
         for known in keeper.processes():
             if known.token in tokens and not known.alive:
                 keeper.forget(known.token)
 
-    def _take(self, keeper: Keeper) -> None:
-        """Take descriptors of what the keeper holds; have it let go of everything else that it
-        holds of processes that have ended.
-
-        Raises:
-            RestoreRefused: It holds memory on another GPU.
-        """
-        found: list[tuple[_TargetAllocation, Allocation]] = []
-        spare: dict[bytes, list[int]] = {}
-        with ExitStack() as stack:
-            stack.callback(self._close_descriptors)
-            for image, process in self._processes.items():
-                own = {
-                    target.about.identity: target
-                    for target in self._targets
-                    if target.process == image
-                }
-                for one, descriptor in keeper.take(process.token):
-                    target = own.get(one.identity)
-                    if target is None or (one.address, one.size) != (
-                        target.about.address,
-                        target.about.size,
-                    ):
-                        os.close(descriptor)
-                        spare.setdefault(process.token, []).append(one.identity)
-                        continue
-                    target.descriptor, target.held = descriptor, True
-                    found.append((target, one))
-            for target, one in found:
-                if one.device != target.device:
-                    message = f"memory of process {target.process} is held on {one.device}, not on {target.device}"
-                    raise RestoreRefused(
-                        message, cure="restore without --from-resident: all is fetched then"
-                    )
-            # Since the snapshot a process may have begun to share the memory of another.
-            for number in repeated([(one, target.descriptor) for target, one in found]):
-                target = found[number][0]
-                os.close(target.descriptor)
-                target.descriptor, target.held = -1, False
-            stack.pop_all()
-        with suppress(ResidentFailed):  # an older keeper: it lets go once the processes are back
-            for token, identities in spare.items():
-                keeper.drop(token, identities)
-        tokens = {process.token for process in self._processes.values()}
-        for known in keeper.processes():
-            if known.token not in tokens and not known.alive:
-                keeper.forget(known.token)
-
-    def _close_descriptors(self) -> None:
-        for target in self._targets:
-            if target.descriptor >= 0:
-                os.close(target.descriptor)
-            target.descriptor, target.held = -1, False
-
-    def _by_device(self) -> dict[str, list[_TargetAllocation]]:
-        found: dict[str, list[_TargetAllocation]] = {}
-        for target in self._targets:
-            found.setdefault(target.device, []).append(target)
-        return found
-
     def _bring(self) -> None:
         try:
-            by_device = self._by_device()
+            by_device = self._targets.by_device()
             if not by_device:
                 return
             with phase(self._emit, "restore.resident.prepare"):
@@ -342,13 +232,13 @@ class Resident:
         except BaseException as error:  # noqa: BLE001 - raised by `map`
             self._failure = error
 
-    def _fill_of(self, by_device: Mapping[str, list[_TargetAllocation]]) -> ResidentFill:
+    def _fill_of(self, by_device: Mapping[str, list[TargetAllocation]]) -> ResidentFill:
         """Allocate or map the memory on the GPUs, and prepare its fill."""
         devices, digests = list(by_device), list[Call]()
         with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
             if not self._held:  # all that needs no GPU, while the worker starts
                 self._placers = self._start_placers(
-                    sum(target.about.size for target in self._targets)
+                    sum(target.about.size for target in self._targets.all)
                 )
                 region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
             self._worker.begin(devices, fingerprints=self._held)
@@ -387,7 +277,7 @@ class Resident:
             self._loop,
         )
 
-    def _have(self, device: str, targets: Sequence[_TargetAllocation]) -> None:
+    def _have(self, device: str, targets: Sequence[TargetAllocation]) -> None:
         there, new = (
             [target for target in targets if target.held],
             [target for target in targets if not target.held],
@@ -425,7 +315,9 @@ class Resident:
         ):
             image, cells = int(space.key), self._cells(space)
             own = {
-                target.about.address: target for target in self._targets if target.process == image
+                target.about.address: target
+                for target in self._targets.all
+                if target.process == image
             }
             starts = np.array(sorted(own), np.uint64)
             complete = len(cells) == sum(target.about.size for target in own.values()) // CELL_BYTES
@@ -478,7 +370,7 @@ class Resident:
 
     def _differing(
         self,
-        own: Mapping[int, _TargetAllocation],
+        own: Mapping[int, TargetAllocation],
         cells: SpaceCells,
         seed: int,
         known: Fingerprints | None,

@@ -9,10 +9,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from icecore.errors import Damaged, IcecoreError, UsageError
+from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
 from icecore.host.criu.program import Criu, find_criu
-from icecore.host.jobs.namespaces import RunRecord
+from icecore.host.jobs.namespaces import Isolation, RunRecord
 from icecore.host.kernel.limits import raise_descriptor_limit, require_directory, threads_for
 from icecore.host.workdir import make_work_directory
 from icecore.restorer.fetch.fetcher import PLACE_THREADS
@@ -25,6 +25,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements import Requirements, check_requirements
+from icecore.store.format.contract import read_run
 from icecore.store.format.manifest import Manifest
 from icecore.store.log.repository import UNREGISTERED
 from icecore.store.log.session import Session
@@ -140,13 +141,28 @@ def run_record(manifest: Manifest) -> RunRecord | None:
     Raises:
         Damaged: The record makes no sense.
     """
-    text = manifest.extra.get("run")
-    if text is None:
+    run = read_run(manifest)
+    if run is None:
         return None
-    try:
-        return RunRecord.decode(text)
-    except ValueError as error:
-        raise Damaged("manifest", manifest.snapshot, str(error)) from error
+    isolation, files = run.isolation, run.files
+    return RunRecord(
+        name=run.name,
+        command=run.command,
+        cwd=run.cwd,
+        isolation=Isolation(
+            pid=isolation.pid, ipc=isolation.ipc, network=isolation.network, root=isolation.root
+        ),
+        files={
+            "stdout.log": files.stdout,
+            "stderr.log": files.stderr,
+            "status": files.status,
+            "icecore-init": files.init,
+        },
+        binds=run.binds,
+        init=run.init,
+        files_to=run.files_to,
+        copies=run.copies,
+    )
 
 
 def compare(

@@ -17,16 +17,15 @@ from icecore.restorer.files.copies import make_directory, remove_empty
 from icecore.restorer.files.images import SPARE
 from icecore.restorer.files.jobfiles import JobFiles, Owner
 from icecore.restorer.gpu.devices import Devices
-from icecore.restorer.gpu.gpus import temporary
 from icecore.restorer.gpu.keepers import claim_keeper, let_go
 from icecore.restorer.gpu.resident import Resident
-from icecore.restorer.gpu.resident_record import outlives, read_record, resident_bytes
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.planning import Plan, Workspace
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.place.placers import Placers, placers_for
 from icecore.restorer.place.placing import PLACER_BYTES
 from icecore.restorer.plan.memory import room_for
+from icecore.store.format.contract import read_gpus, read_resident, resident_bytes
 
 
 @dataclass(frozen=True)
@@ -123,18 +122,19 @@ def _start_resident(
 ) -> Resident | None:
     """Start to fill resident memory: that needs neither CRIU nor the processes."""
     options, manifest = attempt.options, plan.manifest
-    directory, processes = read_record(manifest)
-    if options.from_resident and not processes:
+    recorded = read_resident(manifest)
+    if options.from_resident and (recorded is None or not recorded.processes):
         raise RestoreRefused(
             "the snapshot has no resident memory", cure="leave out --from-resident"
         )
-    if devices is None or not processes:
+    if devices is None or recorded is None or not recorded.processes:
         return None
+    directory, processes = recorded.directory, recorded.processes
     place = Path(f"{options.root}{directory}")
     if restoring is not None and record is not None:
         if record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
             place = restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
-        restoring.has_keeper(place, keep=outlives(manifest))
+        restoring.has_keeper(place, keep=recorded.outlives)
     # A path of the job's own, which no other user may redirect.
     if place == Path(f"{options.root}{directory}"):
         try:
@@ -173,9 +173,10 @@ def _plan_memory(attempt: Attempt, plan: Plan, devices: Devices | None) -> Memor
     """Decide whether device memory comes through a file."""
     resident = resident_bytes(plan.manifest)
     every = max(0, plan.manifest.sizes.logical - resident)
-    if devices is None or not attempt.device_file:
+    recorded = read_gpus(plan.manifest)
+    if devices is None or recorded is None or not attempt.device_file:
         return MemoryPlan(every, 0, {})
-    ranges = temporary(plan.manifest)
+    ranges = {image: process.temporary for image, process in recorded.processes.items()}
     mapped = sum(end - start for own in ranges.values() for start, end in own)
     device = min(mapped, max(0, plan.manifest.sizes.device - resident))
     # Both kinds of placers hold as much as the budget.

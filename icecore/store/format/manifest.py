@@ -128,7 +128,7 @@ class Requirements(msgspec.Struct, frozen=True):
     """What a restore requires of the machine.
 
     ``pids`` are process and thread ids that must be free; ``devices`` are the GPUs that the tree
-    had, one map each (docs/reference/format.md).
+    had, one map each (`icecore.store.format.contract.Device`).
     """
 
     architecture: str
@@ -171,7 +171,7 @@ class Manifest(msgspec.Struct, frozen=True):
     times ns since the epoch, durations seconds.
 
     Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383), so they stand for
-    bytes.
+    bytes. ``extra`` are the records of `icecore.store.format.contract`.
     """
 
     format: int

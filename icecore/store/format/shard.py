@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,26 @@ _ENTRY = struct.Struct("<32s32s32sQIB")
 SHARD = Container("shard", b"icshard\n", 1, ENTRY, 1 << 22)
 
 
+class EncodedChunk(NamedTuple):
+    """A chunk in its stored form, not encrypted.
+
+    Attributes:
+        chunk: Its id.
+        bitmap: Its data bitmap.
+        base: The id of its base if ``number`` is a delta's, else `NO_CHUNK`.
+        number: Its codec.
+        parts: Its bytes.
+        length: The sum of their lengths.
+    """
+
+    chunk: bytes
+    bitmap: Buffer
+    base: bytes
+    number: int
+    parts: Sequence[Buffer]
+    length: int
+
+
 class ShardTable:
     """The chunks of a shard that is being laid out, and its footer. Not thread-safe.
 
@@ -62,11 +83,7 @@ class ShardTable:
         """Append one stored chunk.
 
         Args:
-            chunk: The chunk's id.
-            data: Its data bitmap.
-            base: The id of its base if ``number`` is a delta's, else
-                :data:`icecore.store.format.chunk.NO_CHUNK`.
-            number: Its codec.
+            chunk, data, base, number: As in `EncodedChunk`; ``data`` is its bitmap.
             length: Stored bytes; check `fits` first.
 
         Returns:

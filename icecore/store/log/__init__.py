@@ -2,7 +2,8 @@
 
 In reading order:
 
-- the log: `chain`, `identity`, `recovery`, `watermark`, `known`
+- the log: `entries`, `reading` (the newest entry), `chain` (the next one), `identity`, `recovery`,
+  `watermark`, `known`
 - the snapshot list in its entries: `catalog`, `tables`, `notes`
 - who takes part: `session`, `presence`, `keychain`, `repository`, `lease`
 - writing objects: `uploads`

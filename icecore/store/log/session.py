@@ -42,7 +42,8 @@ from icecore.store.format.segment import sort_entries
 from icecore.store.format.state import LogState, SegmentRef, SessionRecord, SnapshotRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
-from icecore.store.log.chain import Entry, Log
+from icecore.store.log.chain import Log
+from icecore.store.log.entries import Entry
 from icecore.store.log.index import NewSegment, build, merge_segments, plan_merges, replaced
 from icecore.store.log.lookup import Index
 from icecore.store.log.presence import this_process

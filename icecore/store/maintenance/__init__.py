@@ -4,6 +4,6 @@
   `pieces`)
 - rewriting: `compact`, `rewrite`, `rebase`, `reindex`
 - `stats`
-- damage: `check` finds it, `diagnosis` plans, `repair` acts (with `salvage`), and `relog` rebuilds
-  a lost log
+- damage: `check` finds it (`check_log`, `check_maps`, `check_shards`) and collects `findings`,
+  `diagnosis` plans, `repair` acts (with `salvage`), and `relog` rebuilds a lost log
 """

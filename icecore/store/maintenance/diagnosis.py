@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,14 +31,14 @@ from icecore.store.format.state import (
     decode_page,
     leading,
 )
-from icecore.store.log.chain import PLANTED
+from icecore.store.log.entries import PLANTED
 from icecore.store.log.identity import Mend, inspect
 from icecore.store.log.index import read_segment
 from icecore.store.log.lookup import Index
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import BEAT_KIND, Session
 from icecore.store.log.tables import index_entries, read_table
-from icecore.store.maintenance.check import Damage, Report
+from icecore.store.maintenance.findings import Damage, Report
 from icecore.store.maintenance.reach import Refs, readable_nodes, space_refs
 from icecore.store.maintenance.relog import complete, record_of
 from icecore.store.maintenance.salvage import Key, Salvage, Salvager
@@ -222,21 +222,12 @@ class Diagnosis:
             except _UNREADABLE:
                 pass
         found: dict[str, SnapshotRecord] = {}
-        async for info in self._repository.backend.list(PREFIX["manifest"]):
-            if info.name in named or info.name in self._condemned:
-                continue
-            try:
-                data = await self._repository.backend.get(
-                    info.name, limit=MANIFEST_KIND.object_limit
-                )
-                manifest = decode_manifest(data, self._repository.keys.manifest, name=info.name)
-            except _UNREADABLE:
-                continue
+        async for place, data, manifest in self._manifests(named | self._condemned):
             if (
                 manifest.snapshot not in known
                 and ref.first <= leading(manifest.snapshot) <= ref.last
             ):
-                record = record_of(manifest, info.name, data)
+                record = record_of(manifest, place, data)
                 # Of two manifests of one snapshot, a collector replaced one: the one whose nodes
                 # exist counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
@@ -299,12 +290,10 @@ class Diagnosis:
                 pass
         return None
 
-    async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
-        """Return another complete manifest of a snapshot: one that a collector wrote and the log
-        does not know of, or one that it has not deleted yet.
-        """
+    async def _manifests(self, without: Set[str]) -> AsyncIterator[tuple[str, bytes, Manifest]]:
+        """Yield name, bytes and content of every manifest that can be read, except those named."""
         async for info in self._repository.backend.list(PREFIX["manifest"]):
-            if info.name in self._named:
+            if info.name in without:
                 continue
             try:
                 data = await self._repository.backend.get(
@@ -313,10 +302,17 @@ class Diagnosis:
                 manifest = decode_manifest(data, self._repository.keys.manifest, name=info.name)
             except _UNREADABLE:
                 continue
+            yield info.name, data, manifest
+
+    async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
+        """Return another complete manifest of a snapshot: one that a collector wrote and the log
+        does not know of, or one that it has not deleted yet.
+        """
+        async for name, _, manifest in self._manifests(self._named):
             if manifest.snapshot == snapshot and await complete(
-                self._repository, manifest, info.name, self._shard_names
+                self._repository, manifest, name, self._shard_names
             ):
-                return info.name, manifest
+                return name, manifest
         return None
 
     async def _read(self, refs: Refs) -> None:

@@ -45,7 +45,7 @@ from icecore.store.format.names import (
 from icecore.store.format.state import LEASE, LogState, SessionRecord
 from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
-from icecore.store.log.chain import KEPT_ENTRIES, Entry
+from icecore.store.log.entries import KEPT_ENTRIES, Entry
 from icecore.store.log.presence import has_ended
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import decode_heartbeat

@@ -47,7 +47,8 @@ from icecore.store.format.state import (
     Written,
     encode_entry,
 )
-from icecore.store.log.chain import FAR, KEPT_ENTRIES, PLANTED, Entry, Log
+from icecore.store.log.chain import Log
+from icecore.store.log.entries import FAR, KEPT_ENTRIES, PLANTED, Entry
 from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.reach import readable_nodes, space_refs
 from icecore.store.runtime.parallel import each

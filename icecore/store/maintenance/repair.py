@@ -28,8 +28,9 @@ from icecore.store.log.identity import inspect, mend
 from icecore.store.log.index import build
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
-from icecore.store.maintenance.check import Damage, check
+from icecore.store.maintenance.check import check
 from icecore.store.maintenance.diagnosis import Diagnosis, Fix, Plan, Survey
+from icecore.store.maintenance.findings import Damage
 from icecore.store.maintenance.reach import Refs
 from icecore.store.maintenance.relog import Relogger, Relogging, fill, lost
 from icecore.store.maintenance.rewrite import MapRewriter, NewManifest

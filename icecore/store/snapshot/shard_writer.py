@@ -17,7 +17,7 @@ from icecore.store.format.cell import Records
 from icecore.store.format.cipher import overhead
 from icecore.store.format.names import random_id
 from icecore.store.format.rows import Place
-from icecore.store.format.shard import ShardBuilder, ShardTable, place_chunk
+from icecore.store.format.shard import EncodedChunk, ShardBuilder, ShardTable, place_chunk
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.tables import index_entries
@@ -33,16 +33,8 @@ class _Filling(ABC):
     table: ShardTable
 
     @abstractmethod
-    def add(
-        self,
-        chunk: bytes,
-        bitmap: bytes,
-        base: bytes,
-        number: int,
-        parts: Sequence[codec.Buffer],
-        length: int,
-    ) -> int:
-        """Add a chunk of ``length`` stored bytes; return its offset."""
+    def add(self, one: EncodedChunk, stored: int) -> int:
+        """Add a chunk that takes ``stored`` bytes, encrypted or not; return its offset."""
 
     def due(self) -> Coroutine[Any, Any, object] | None:
         """Return work that is due before the shard is full, if any."""
@@ -66,17 +58,9 @@ class _Buffered(_Filling):
         self._keys = repository.keys
         self._session = session
 
-    def add(
-        self,
-        chunk: bytes,
-        bitmap: bytes,
-        base: bytes,
-        number: int,
-        parts: Sequence[codec.Buffer],
-        length: int,
-    ) -> int:
-        offset, room = self._builder.reserve(chunk, bitmap, base, number, length)
-        place_chunk(self._keys.chunk, self._builder.name, offset, chunk, parts, room)
+    def add(self, one: EncodedChunk, stored: int) -> int:
+        offset, room = self._builder.reserve(one.chunk, one.bitmap, one.base, one.number, stored)
+        place_chunk(self._keys.chunk, self._builder.name, offset, one.chunk, one.parts, room)
         return offset
 
     async def store(self) -> None:
@@ -94,21 +78,13 @@ class _Drafted(_Filling):
         self.table = ShardTable(random_id(), limit)
         self._keys = repository.keys
         self._draft = session.draft("shard", self.table.name)
-        self._pieces: list[tuple[int, bytes, Sequence[codec.Buffer], int]] = []
+        self._pieces: list[tuple[int, EncodedChunk, int]] = []
         self._held = 0
 
-    def add(
-        self,
-        chunk: bytes,
-        bitmap: bytes,
-        base: bytes,
-        number: int,
-        parts: Sequence[codec.Buffer],
-        length: int,
-    ) -> int:
-        offset = self.table.add(chunk, bitmap, base, number, length)
-        self._pieces.append((offset, chunk, parts, length))
-        self._held += length
+    def add(self, one: EncodedChunk, stored: int) -> int:
+        offset = self.table.add(one.chunk, one.bitmap, one.base, one.number, stored)
+        self._pieces.append((offset, one, stored))
+        self._held += stored
         return offset
 
     def due(self) -> Coroutine[Any, Any, object] | None:
@@ -118,17 +94,15 @@ class _Drafted(_Filling):
         pieces, self._pieces, self._held = self._pieces, [], 0
         await asyncio.to_thread(self._append, pieces, footer)
 
-    def _append(
-        self, pieces: Sequence[tuple[int, bytes, Sequence[codec.Buffer], int]], footer: bytes
-    ) -> None:
+    def _append(self, pieces: Sequence[tuple[int, EncodedChunk, int]], footer: bytes) -> None:
         key, written = self._keys.chunk, list[codec.Buffer]()
-        for offset, chunk, parts, length in pieces:
+        for offset, one, stored in pieces:
             if overhead(key):
-                room = memoryview(bytearray(length))
-                place_chunk(key, self.table.name, offset, chunk, parts, room)
+                room = memoryview(bytearray(stored))
+                place_chunk(key, self.table.name, offset, one.chunk, one.parts, room)
                 written.append(room)
             else:
-                written += parts
+                written += one.parts
         self._draft.append([*written, footer])
 
     async def store(self) -> None:
@@ -171,14 +145,15 @@ class ShardWriter:
             base: Its base's id, if ``number`` is a delta's codec.
             parts: Its bytes; they must not change before ``flush``.
         """
-        length = sum(len(part) for part in parts) + overhead(self._repository.keys.chunk)
+        plain = sum(len(part) for part in parts)
+        length = plain + overhead(self._repository.keys.chunk)
         if self._filling is None or not self._filling.table.fits(length):
             await self._close()
             self._filling = await self._begin(
                 max(self._repository.config.parameters.shard_bytes, length)
             )
         filling = self._filling
-        offset = filling.add(chunk, bitmap, base, number, parts, length)
+        offset = filling.add(EncodedChunk(chunk, bitmap, base, number, parts, plain), length)
         work = filling.due()
         if work is not None:
             await self._start(filling, work)

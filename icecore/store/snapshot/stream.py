@@ -19,7 +19,7 @@ from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import MAX_OVERHEAD, Buffer
 from icecore.store.format.keys import Keys
 from icecore.store.format.names import random_id
-from icecore.store.format.shard import ShardBuilder, ShardTable, place_chunk
+from icecore.store.format.shard import EncodedChunk, ShardBuilder, ShardTable, place_chunk
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.pool import BufferPool, huge_buffer
 
@@ -34,20 +34,8 @@ class ShardStream(ABC):
     """Thread-safe; the threads of one process share one stream."""
 
     @abstractmethod
-    def put(
-        self,
-        chunk: bytes,
-        data: bytes,
-        base: bytes,
-        number: int,
-        parts: Sequence[Buffer],
-        length: int,
-    ) -> tuple[bytes, int, int]:
-        """Store one chunk.
-
-        Args:
-            chunk, data, base, number: As in :meth:`ShardTable.add`.
-            parts: Its stored bytes, ``length`` in all; not used after the call.
+    def put(self, one: EncodedChunk) -> tuple[bytes, int, int]:
+        """Store one chunk. Its ``parts`` are not used after the call.
 
         Returns:
             The name of its shard, its offset, and its bytes there: more than ``length`` if it is
@@ -98,16 +86,8 @@ class DraftStream(ShardStream):
         self._shard_bytes = shard_bytes
         self._lanes = [_Lane() for _ in range(os.cpu_count() or 1)]
 
-    def put(
-        self,
-        chunk: bytes,
-        data: bytes,
-        base: bytes,
-        number: int,
-        parts: Sequence[Buffer],
-        length: int,
-    ) -> tuple[bytes, int, int]:
-        stored = length + overhead(self._keys.chunk)
+    def put(self, one: EncodedChunk) -> tuple[bytes, int, int]:
+        stored = one.length + overhead(self._keys.chunk)
         lane = self._take()
         try:
             table, draft = lane.table, lane.draft
@@ -117,10 +97,12 @@ class DraftStream(ShardStream):
             if table is None or draft is None:
                 table = lane.table = ShardTable(random_id(), max(stored, self._shard_bytes))
                 draft = lane.draft = self._uploads.draft("shard", table.name)
-            if stored != length:
-                parts = self._encrypted(lane, table, chunk, parts, stored)
+            parts = one.parts
+            if stored != one.length:
+                parts = self._encrypted(lane, table, one, stored)
             self._uploads.append(draft, parts)
-            return table.name, table.add(chunk, data, base, number, stored), stored
+            offset = table.add(one.chunk, one.bitmap, one.base, one.number, stored)
+            return table.name, offset, stored
         except BaseException:
             # Part of the chunk may have been written: nothing else may take its place, above all
             # not under the same key and nonce.
@@ -132,13 +114,13 @@ class DraftStream(ShardStream):
             lane.taken.release()
 
     def _encrypted(
-        self, lane: _Lane, table: ShardTable, chunk: bytes, parts: Sequence[Buffer], stored: int
+        self, lane: _Lane, table: ShardTable, one: EncodedChunk, stored: int
     ) -> Sequence[Buffer]:
         """Return a chunk encrypted for the end of the lane's shard, in the lane's own memory."""
         if lane.room is None:
             lane.room = huge_buffer(CELL_BYTES + MAX_OVERHEAD)
         room = lane.room[:stored]
-        place_chunk(self._keys.chunk, table.name, table.used, chunk, parts, room)
+        place_chunk(self._keys.chunk, table.name, table.used, one.chunk, one.parts, room)
         return [room]
 
     def flush(self) -> None:
@@ -212,16 +194,8 @@ class BufferedStream(ShardStream):
         self._open: _OpenShard | None = None
         self._begun = False
 
-    def put(
-        self,
-        chunk: bytes,
-        data: bytes,
-        base: bytes,
-        number: int,
-        parts: Sequence[Buffer],
-        length: int,
-    ) -> tuple[bytes, int, int]:
-        stored = length + overhead(self._keys.chunk)
+    def put(self, one: EncodedChunk) -> tuple[bytes, int, int]:
+        stored = one.length + overhead(self._keys.chunk)
         with self._order:
             shard = self._open
             if shard is not None and (not shard.builder.fits(stored) or self._due(shard)):
@@ -231,11 +205,13 @@ class BufferedStream(ShardStream):
             if shard is None:
                 buffer = self._pool.acquire(self._uploads.check, self._patience)
                 shard = self._open = _OpenShard(ShardBuilder(random_id(), buffer))
-            offset, room = shard.builder.reserve(chunk, data, base, number, stored)
+            offset, room = shard.builder.reserve(
+                one.chunk, one.bitmap, one.base, one.number, stored
+            )
             with self._count:
                 shard.filling += 1
         try:
-            place_chunk(self._keys.chunk, shard.builder.name, offset, chunk, parts, room)
+            place_chunk(self._keys.chunk, shard.builder.name, offset, one.chunk, one.parts, room)
         finally:
             with self._count:
                 shard.filling -= 1

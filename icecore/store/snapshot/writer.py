@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,7 +29,7 @@ from icecore.store.format.manifest import Manifest, Region, Space, SpaceKind, en
 from icecore.store.format.names import HINTS, object_name, random_id
 from icecore.store.format.rows import Place, Row, Stored, pack, unpack
 from icecore.store.format.segment import make_entries
-from icecore.store.format.shard import ShardTable
+from icecore.store.format.shard import EncodedChunk, ShardTable
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
@@ -442,19 +441,21 @@ class SnapshotWriter:
         estimate = habit.choose(
             region, data, scratch, lambda scratch: trial(sample(data), scratch, self._objective)
         )
-        put = partial(self._streams[stream].put, chunk, bitmap)
+        put = self._streams[stream].put
         if before is not None and before.chunk != NO_CHUNK:
             made = self._deltas[stream].make(
                 region, chunk, bitmap, data, before, estimate.ratio * len(data), scratch
             )
             if made is not None:
-                shard, offset, length = put(made.base, made.number, made.parts, made.length)
+                shard, offset, length = put(
+                    EncodedChunk(chunk, bitmap, made.base, made.number, made.parts, made.length)
+                )
                 return Stored(Place(shard, offset, length, made.number), made.base, made.base_place)
         number, parts = codec.encode(data, estimate.choice, scratch.encoder)
         length = sum(len(part) for part in parts)
         if surprising(estimate, len(data), length):
             habit.surprised(region)
-        shard, offset, length = put(NO_CHUNK, number, parts, length)
+        shard, offset, length = put(EncodedChunk(chunk, bitmap, NO_CHUNK, number, parts, length))
         return Stored(Place(shard, offset, length, number))
 
     def _count(self, stored: Stored) -> None:
