@@ -21,11 +21,19 @@ BUCKET = "icecore-tests"
 
 # What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print()
 # writes a line in two calls, and a job may be frozen between the two; the tests' jobs flush what
-# they print.
+# they print. With PYTHONDONTWRITEBYTECODE, every process that a test starts compiles what it imports.
 _OURS = ("ICECORE_CRIU", "ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
 for _name in [name for name in os.environ if re.match("AWS_|ICECORE_", name) and name not in _OURS]:
     del os.environ[_name]
-for _name in ("UNBUFFERED", "WARNINGS", "DEVMODE", "TRACEMALLOC", "OPTIMIZE", "MALLOC"):
+for _name in (
+    "UNBUFFERED",
+    "DONTWRITEBYTECODE",
+    "WARNINGS",
+    "DEVMODE",
+    "TRACEMALLOC",
+    "OPTIMIZE",
+    "MALLOC",
+):
     os.environ.pop(f"PYTHON{_name}", None)
 # Servers of tests are on this machine, whatever way others are to be asked.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
