@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,16 +49,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="also the cases of other turns")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are not this commit's turn, unless somebody asks for tests by name."""
+    """Put long tests first where there are several workers. Leave out the cases that are not this
+    commit's turn, unless somebody asks for tests by name.
+    """
+    _leave_out(config, items)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        order = rotation.ordered([item.nodeid.partition("[")[0] for item in items], workers)
+        items[:] = [items[at] for at in order]
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = config.getoption("every_case") or config.getoption("keyword")
     asked = asked or config.getoption("markexpr") == "torture"
     if asked or any("::" in word for word in config.args):
         return
     left, taken = [], []
+    cases: Counter[str] = Counter()
     for item in items:
-        test, _, case = item.nodeid.partition("[")
-        (taken if rotation.is_due(test, case) else left).append(item)
+        test = item.nodeid.partition("[")[0]
+        (taken if rotation.is_due(test, cases[test]) else left).append(item)
+        cases[test] += 1
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = taken
