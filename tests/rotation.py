@@ -21,7 +21,6 @@ PARTS = {
     "tests/cli/test_foreign_names.py::test_a_hostile_repository_commands_no_terminal": 2,
     "tests/cli/test_foreign_names.py::test_no_locale_is_an_error": 2,
     "tests/cli/test_snapshots.py::test_an_interrupted_hook_ends_with_all_that_it_started": 3,
-    "tests/cli/test_trust.py::test_a_record_that_is_torn_is_not_taken_for_none": 2,
     "tests/dumper/test_deaths.py::test_a_dumper_that_is_interrupted": 3,
     "tests/dumper/test_deaths.py::test_a_dumper_that_is_killed": 4,
     "tests/dumper/test_deaths.py::test_a_guard_that_is_killed": 2,
@@ -94,7 +93,6 @@ LONG = [
     "tests/store/test_processes.py::test_processes_are_killed_at_random",
     "tests/service/test_supervised.py::test_one_instance_of_a_name",
     "tests/store/test_gc_model.py::test_nothing_that_is_reached_is_ever_gone",
-    "tests/cli/test_keys.py::test_a_life_with_several_passphrases",
     "tests/service/test_supervised.py::test_a_crash_is_restored_and_a_crash_loop_is_not_for_ever",
     "tests/cli/test_bucket.py::"
     "test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else",
@@ -104,7 +102,6 @@ LONG = [
     "tests/cli/test_foreign_names.py::test_a_hostile_repository_commands_no_terminal",
     "tests/resident/test_run.py::test_ranks",
     "tests/cli/test_regions.py::test_a_job_is_restored_in_another_region",
-    "tests/cli/test_trust.py::test_a_record_that_is_torn_is_not_taken_for_none",
     "tests/gpu/test_restore.py::test_a_lineage_of_two_gpu_processes",
     "tests/resident/test_precopy.py::test_what_is_at_rest",
 ]
