@@ -1,4 +1,4 @@
-# Targets: setup demo test test-gpu lint bench bench-store torture sanitize clean. Nothing needs to be done before; run as root (CRIU needs it).
+# Targets: setup demo test test-criu test-gpu lint bench bench-store torture sanitize clean. Nothing needs to be done before; run as root (CRIU needs it).
 #   make test ARGS="-k codec -x"    arguments for pytest; ARGS="--workers 1": one test at a time
 #   make PYTHON=/path/to/python3.11 …
 
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup demo test test-gpu lint bench bench-store torture sanitize clean machine machine-tests criu criu-newer
+.PHONY: setup demo test test-criu test-gpu lint bench bench-store torture sanitize clean machine machine-tests criu criu-newer
 
 # Folders count too: their time changes when a module is removed or renamed.
 SOURCES := $(shell find icecore -name __pycache__ -prune -o -print) LICENSE README.md
@@ -24,8 +24,14 @@ demo: setup
 	.venv/bin/python tools/demo $(ARGS)
 
 # .venv-test: a normal installation, checked and tested from outside the source root.
+# Many tests wait: for CRIU, for a job's next step, for a time-out. So there are twice as many workers as a machine of 2 cores has.
 test: machine-tests criu criu-newer .stamps/installed
-	.venv-test/bin/python tools/run-tests --workers 3 $(ARGS)
+	.venv-test/bin/python tools/run-tests --workers 4 $(ARGS)
+
+# What CRIU itself does, in each version on the machine, and to each program of the tests; 'make test' runs a part of it, 'make torture' all.
+CRIU_TESTS := $(addprefix tests/,test_programs.py test_programs_criu.py host/test_criu.py host/test_criu_detach.py host/test_criu_memcpy.py)
+test-criu: machine-tests criu criu-newer .stamps/installed
+	.venv-test/bin/python tools/run-tests --only tests --every-case --workers 3 $(CRIU_TESTS) $(ARGS)
 
 lint: .stamps/installed
 	.venv-test/bin/python tools/run-tests --only lint --only types

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,19 @@ BUCKET = "icecore-tests"
 
 # What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print()
 # writes a line in two calls, and a job may be frozen between the two; the tests' jobs flush what
-# they print.
+# they print. With PYTHONDONTWRITEBYTECODE, every process that a test starts compiles what it imports.
 _OURS = ("ICECORE_CRIU", "ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
 for _name in [name for name in os.environ if re.match("AWS_|ICECORE_", name) and name not in _OURS]:
     del os.environ[_name]
-for _name in ("UNBUFFERED", "WARNINGS", "DEVMODE", "TRACEMALLOC", "OPTIMIZE", "MALLOC"):
+for _name in (
+    "UNBUFFERED",
+    "DONTWRITEBYTECODE",
+    "WARNINGS",
+    "DEVMODE",
+    "TRACEMALLOC",
+    "OPTIMIZE",
+    "MALLOC",
+):
     os.environ.pop(f"PYTHON{_name}", None)
 # Servers of tests are on this machine, whatever way others are to be asked.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
@@ -40,16 +49,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="also the cases of other turns")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are not this commit's turn, unless somebody asks for tests by name."""
+    """Put long tests first where there are several workers. Leave out the cases that are not this
+    commit's turn, unless somebody asks for tests by name.
+    """
+    _leave_out(config, items)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        order = rotation.ordered([item.nodeid.partition("[")[0] for item in items], workers)
+        items[:] = [items[at] for at in order]
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = config.getoption("every_case") or config.getoption("keyword")
     asked = asked or config.getoption("markexpr") == "torture"
     if asked or any("::" in word for word in config.args):
         return
     left, taken = [], []
+    cases: Counter[str] = Counter()
     for item in items:
-        test, _, case = item.nodeid.partition("[")
-        (taken if rotation.is_due(test, case) else left).append(item)
+        test = item.nodeid.partition("[")[0]
+        (taken if rotation.is_due(test, cases[test]) else left).append(item)
+        cases[test] += 1
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = taken

@@ -1,4 +1,6 @@
-"""The matrices whose cases take turns: all are named rightly, and no case is forgotten."""
+"""The matrices whose cases take turns: all are named rightly, and no case is forgotten. Long tests
+begin first, and none is lost.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from tests import rotation
 
 
-@pytest.mark.parametrize("test", rotation.PARTS)
+@pytest.mark.parametrize("test", [*rotation.PARTS, *rotation.LONG])
 def test_it_exists(test: str) -> None:
     path, _, name = test.partition("::")
     tree = ast.parse((rotation.ROOT / path).read_text())
@@ -18,11 +20,30 @@ def test_it_exists(test: str) -> None:
 
 def test_every_case_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     test = "tests/store/test_crash.py::test_crash_at_every_call"
-    cases = [f"case {number}" for number in range(50)]
+    cases, parts = range(50), rotation.PARTS[test]
     runs = []
-    for commit in range(100, 100 + rotation.PARTS[test]):
+    for commit in range(100, 100 + parts):
         monkeypatch.setattr(rotation, "turn", lambda commit=commit: commit)
         runs.append({case for case in cases if rotation.is_due(test, case)})
-        assert rotation.is_due("tests/other.py::test_other", "any")
+        assert all(rotation.is_due("tests/other.py::test_other", case) for case in cases)
     assert set.union(*runs) == set(cases) and sum(map(len, runs)) == len(cases)
-    assert all(runs), "each commit runs some"
+    assert {len(run) for run in runs} <= {50 // parts, 50 // parts + 1}, "parts are equal"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count", [0, 1, 5, 50, 51])
+def test_long_tests_begin_first(workers: int, count: int) -> None:
+    tests = [f"tests/other.py::test_{number}" for number in range(count)]
+    tests[count // 2 : count // 2] = rotation.LONG
+    tests[2:2] = rotation.LONG[:1]  # two cases
+    order = rotation.ordered(tests, workers)
+    assert sorted(order) == list(range(len(tests)))
+    rest = [at for at in order if tests[at] not in rotation.LONG]
+    assert rest == sorted(rest), "the others keep their order"
+    if len(tests) >= 2 * len(rotation.LONG):
+        begin = 0
+        for number in range(workers):
+            size = (len(tests) - begin) // (workers - number)
+            piece = [tests[at] in rotation.LONG for at in order[begin : begin + size]]
+            assert piece == sorted(piece, reverse=True) and piece[0], "in the piece of each worker"
+            begin += size

@@ -22,7 +22,8 @@ from icecore.errors import MissingTool
 from icecore.host.criu.program import find_criu
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
-from tests.cli.zygote import Zygote
+from icecore.store.format.slots import Cost
+from tests.cli.zygote import CHEAP, Zygote
 
 SECONDS = 60.0
 
@@ -102,6 +103,12 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < limit, f"not {what} within {seconds} s"
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _cheap_passphrases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process, too, make slots that cost little, as commands in forks do."""
+    monkeypatch.setattr(Cost.__init__, "__defaults__", CHEAP)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from icecore.store.format.slots import decode_slots
 from tests.cli.conftest import SECONDS, Cli
 
 FIRST = "the passphrase of the first"
@@ -54,6 +55,23 @@ def test_a_life_with_several_passphrases(cli: Cli, tmp_path: Path) -> None:
         cli.run("check", "--read-data", ICECORE_PASSPHRASE="the first's other one").returncode == 0
     )
     assert stat.S_IMODE(os.stat(tmp_path / "repository").st_mode) == 0o700
+
+
+def test_a_slot_costs_what_it_should(cli: Cli, tmp_path: Path) -> None:
+    """In commands of their own: those in forks make cheap ones."""
+    secrets = {"ICECORE_PASSPHRASE": FIRST, "ICECORE_NEW_PASSPHRASE": "of the second person"}
+    real = Cli(tmp_path, {**cli.environment, **secrets})
+    assert real.zygote is None
+    for words, slots in (
+        (("init", "--encrypt"), 1),
+        (("key", "add", "second"), 2),
+        (("key", "rotate", "second"), 2),
+    ):
+        real.run(*words)
+        newest = max((tmp_path / "repository" / "keys").iterdir())
+        found = decode_slots(f"keys/{newest.name}", newest.read_bytes())
+        costs = [(one.memory_kib, one.passes, one.lanes) for one in found.slots]
+        assert costs == slots * [(64 << 10, 3, 4)]
 
 
 def test_plain_repositories_have_no_slots(cli: Cli) -> None:

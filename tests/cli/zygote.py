@@ -2,7 +2,8 @@
 
 Each command is a process of its own, with its own descriptors, environment and directory; it is
 spared the time in which Python starts and imports, which is most of what a short command takes. Not
-for what depends on how an interpreter starts.
+for what depends on how an interpreter starts. A new slot of a passphrase costs little there;
+`test_keys.test_a_slot_costs_what_it_should` is about the real cost.
 """
 
 from __future__ import annotations
@@ -23,6 +24,20 @@ from pathlib import Path
 import icecore
 
 _MESSAGE = 1 << 20
+#: Of a passphrase: KiB, passes, lanes. The default takes a third of a second at each opening.
+CHEAP = (64, 1, 1)
+#: What a shell runs in place of a command: hands over its standard streams, and ends as that does.
+_CLIENT = """\
+import json, os, socket, struct, sys
+told, write = os.pipe()
+order = {"words": sys.argv[2:], "environment": dict(os.environ), "folder": os.getcwd()}
+with socket.socket(fileno=int(sys.argv[1])) as zygote:
+    socket.send_fds(zygote, [json.dumps(order).encode()], [1, 2, write, 0])
+os.close(write)
+with open(told, "rb") as told:
+    _, status = struct.unpack("<ii", told.read(8))
+sys.exit(status if status >= 0 else 128 - status)
+"""
 _PID, _STATUS = struct.Struct("<i"), struct.Struct("<i")
 
 
@@ -91,6 +106,14 @@ class Zygote:
         texts = (data.decode().replace("\r\n", "\n") for data in (found["out"], found["err"]))
         return subprocess.CompletedProcess(words, status, *texts)
 
+    def client(self) -> tuple[list[str], int]:
+        """Return a command that runs the words after it as `run` does, with its own streams,
+        environment and directory, and the descriptor that it has to inherit. It passes no signals
+        on.
+        """
+        descriptor = self._own.fileno()
+        return [sys.executable, "-ISs", "-c", _CLIENT, str(descriptor)], descriptor
+
     def close(self) -> None:
         """End the parent; commands that still run go on."""
         self._own.close()
@@ -139,6 +162,9 @@ def _imported() -> None:
     import icecore.store.snapshot.reader
 
     assert icecore.__file__ == sys.argv[2], "commands have to be of the package that is tested"
+    from icecore.store.format.slots import Cost
+
+    Cost.__init__.__defaults__ = CHEAP
 
 
 def serve(control: socket.socket) -> None:
@@ -171,12 +197,12 @@ def serve(control: socket.socket) -> None:
                 _command(json.loads(order), descriptors, [control.fileno(), ended, wake])
             os.write(descriptors[2], _PID.pack(pid))
             tellers[pid] = descriptors[2]
-            for descriptor in descriptors[:2]:
+            for descriptor in {*descriptors} - {descriptors[2]}:
                 os.close(descriptor)
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    order, descriptors, _, _ = socket.recv_fds(control, _MESSAGE, 3, socket.MSG_CMSG_CLOEXEC)
+    order, descriptors, _, _ = socket.recv_fds(control, _MESSAGE, 4, socket.MSG_CMSG_CLOEXEC)
     return order, list(array.array("i", descriptors))
 
 
@@ -199,6 +225,8 @@ def _command(order: dict[str, object], descriptors: list[int], own: list[int]) -
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(descriptors[0], 1)
         os.dup2(descriptors[1], 2)
+        if len(descriptors) > 3:
+            os.dup2(descriptors[3], 0)
         for descriptor in descriptors:
             os.close(descriptor)
         # Those of this process stand for what its descriptors were: seekable, or a terminal.

@@ -120,13 +120,14 @@ def fails(
 def members(workdir: Path, word: str) -> list[int]:
     """Return the processes whose command line or working directory names both."""
     found = []
+    own, folder, wanted = str(os.getpid()), str(workdir).encode(), word.encode()
     for entry in os.listdir("/proc"):
-        if entry.isdecimal() and int(entry) != os.getpid():
+        if entry.isdecimal() and entry != own:
             try:
                 words = words_of(entry)
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if str(workdir).encode() in words and word.encode() in words:
+            if folder in words and wanted in words:
                 found.append(int(entry))
     return found
 

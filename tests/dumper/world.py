@@ -294,9 +294,11 @@ def assert_same_memory(recorded: Recorded, still: Stillness) -> int:
 
 def words_of(pid: int | str) -> bytes:
     """Return the command line of a process and, if it may be read, its working directory."""
-    words = Path("/proc", str(pid), "cmdline").read_bytes()
+    # Tests ask this of every process again and again: no pathlib.
+    with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
+        words = file.read()
     with suppress(OSError):
-        words += os.fsencode(os.readlink(f"/proc/{pid}/cwd"))
+        words += os.readlink(b"/proc/%s/cwd" % str(pid).encode())
     return words
 
 
@@ -305,20 +307,19 @@ def leftovers(workdir: Path) -> list[str]:
     (CRIU's script), and the files in it.
     """
     found = [entry.name for entry in workdir.iterdir()]
+    own, wanted = str(os.getpid()), str(workdir).encode()
     for entry in os.listdir("/proc"):
-        if not entry.isdecimal() or int(entry) == os.getpid():
+        if not entry.isdecimal() or entry == own:
             continue
         try:
             words = words_of(entry)
-            state = (
-                Path("/proc", entry, "stat")
-                .read_text(errors="surrogateescape")
-                .rsplit(")", 1)[1]
-                .split()[0]
-            )
+            if wanted not in words or b"driver.py" in words:
+                continue
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                state = file.read().rsplit(b")", 1)[1].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if str(workdir).encode() in words and state not in "ZX" and b"driver.py" not in words:
+        if state not in b"ZX":
             found.append(words.replace(b"\0", b" ").decode())
     return found
 

@@ -337,11 +337,11 @@ def members(state_dir: Path) -> list[int]:
     whatever their parents.
     """
     found = []
-    for name in os.listdir("/proc"):
+    top = str(state_dir.resolve())
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if name.isdecimal() and Path(os.readlink(f"/proc/{name}/cwd")).is_relative_to(
-                state_dir.resolve()
-            ):
+            cwd = os.readlink(f"/proc/{name}/cwd")
+            if cwd == top or cwd.startswith(f"{top}/"):
                 found.append(int(name))
     return [pid for pid in found if alive(pid)]
 

@@ -136,12 +136,10 @@ class Machine:
 
     def keeper_pid(self) -> int:
         """The keeper's process."""
-        wanted = str(self.directory / "keeper")
-        for name in os.listdir("/proc"):
-            with suppress(OSError):
-                if name.isdecimal() and Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[
-                    1:2
-                ] == [wanted.encode()]:
+        wanted = str(self.directory / "keeper").encode()
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with suppress(OSError), open(f"/proc/{name}/cmdline", "rb", buffering=0) as file:
+                if file.read().split(b"\0")[1:2] == [wanted]:
                     return int(name)
         raise AssertionError("no keeper runs")
 
