@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from icecore.dumper.observe.facts import (
     thread_ids,
 )
 from icecore.dumper.observe.files import FoundFile, find_files, tree_pids, unchanged_since
+from icecore.dumper.observe.surroundings import find_surroundings
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
@@ -40,6 +41,7 @@ from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
+from icecore.store.format.surroundings import Surroundings, read_surroundings
 
 #: File in CRIU's image directory that lists what CRIU was kept from seeing. As a log, it is not
 #: part of the snapshot.
@@ -60,6 +62,7 @@ class Captured:
         files: What the manifest records of open files.
         lost: Paths of open files that lost this name but have others.
         scanned: Bytes read in the window.
+        surroundings: What a restore needs around open files; read after the window.
     """
 
     at_ns: int
@@ -74,6 +77,7 @@ class Captured:
     files: list[OpenFile] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     scanned: int = 0
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     @property
     def hidden(self) -> int:
@@ -89,6 +93,7 @@ class Capture:
         version: Of the CRIU that writes there.
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
+        is_own: Whether the instance has something of its own at a path of the tree.
     """
 
     def __init__(
@@ -100,7 +105,9 @@ class Capture:
         copied: Mapping[int, PreCopied],
         context: ScanContext,
         emit: Sink,
+        is_own: Callable[[str], bool] = lambda path: False,
     ) -> None:
+        self._is_own = is_own
         self._options = options
         self._images = images
         self._version = version
@@ -232,6 +239,14 @@ class Capture:
         complete(self._images, captured.images.processes, self._version)
         if captured.lost:
             _rename(captured, _linked(self._images))
+        captured.surroundings = find_surroundings(
+            self._images,
+            captured.pids,
+            captured.processes,
+            captured.files,
+            read_surroundings(self._parent.manifest) if self._parent else None,
+            self._is_own,
+        )
         for pagemap in captured.images.shared:
             key = str(pagemap.number)
             parent = self._parent.space("shared", key) if self._parent else None

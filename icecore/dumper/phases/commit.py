@@ -18,6 +18,7 @@ from icecore.errors import DumpFailed
 from icecore.events import phase
 from icecore.store.format.manifest import MANIFEST_FORMAT, Manifest
 from icecore.store.format.names import new_snapshot_id
+from icecore.store.format.surroundings import KEY, encode_surroundings
 from icecore.text import host_name
 
 _RUNNING_SECONDS = 5.0
@@ -137,6 +138,7 @@ def _manifest(
         extra={
             **({"run": target.record.encode()} if target.record else {}),
             **(devices.describe(tree.pids) if devices else {}),
+            KEY: encode_surroundings(tree.surroundings),
         },
     )
 
