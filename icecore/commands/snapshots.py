@@ -6,7 +6,6 @@ import argparse
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from icecore.text import printable, printable_command
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
-    from icecore.restorer.files.plan import Action
+    from icecore.restorer.files.plan import FilePlan
     from icecore.restorer.requirements import Requirements
     from icecore.store.format.manifest import Manifest, Region
     from icecore.store.format.state import SnapshotRecord
@@ -344,20 +343,33 @@ def _report_requirements(found: Requirements, context: Context) -> None:
         )
         if not check.met and check.cure:
             context.output.line(f"      cure: {check.cure}")
-    _report_files(found.files.actions, context)
+    _report_files(found.files, context)
     found.require()
     context.output.line("this machine meets all requirements")
 
 
-def _report_files(actions: Sequence[Action], context: Context) -> None:
-    """Print every file that the restore would change, with its present and its future state."""
+def _report_files(plan: FilePlan, context: Context) -> None:
+    """Print every file and directory that the restore would make or change, with its present and
+    its future state.
+    """
     rows = []
-    for action in actions:
+    for folder in plan.folders:
+        fields: dict[str, Value] = {
+            "path": folder.path,
+            "action": "directory",
+            "bytes_now": None,
+            "bytes_then": 0,
+            "mtime_now": None,
+            "mtime_then": folder.mtime_ns / 1e9,
+        }
+        context.output.result("restore.file", fields)
+        rows.append(["directory", "", "", "", units.moment(folder.mtime_ns / 1e9), folder.path])
+    for action in plan.actions:
         then = action.file
         now = None if action.mtime_ns is None else action.mtime_ns / 1e9
         # Truncation sets the time itself; imported snapshots record no times.
         later = None if action.kind == "truncate" or not then.mtime_ns else then.mtime_ns / 1e9
-        fields: dict[str, Value] = {
+        fields = {
             "path": then.path,
             "action": action.kind,
             "bytes_now": action.size,

@@ -263,11 +263,11 @@ def _empty_folders(
     def is_jobs(path: str, about: os.stat_result) -> bool:
         if about.st_uid not in search.users or search.skips(path):
             return False
-        return path in known or (
-            about.st_mode & 0o077 == 0 and _born(search.top + path) >= began
-        )
+        return path in known or (about.st_mode & 0o077 == 0 and _born(search.top + path) >= began)
 
-    for place in places:
+    # Those that the job has made for itself may hold some, too.
+    made = [path for path in search.folders if _born(search.top + path) >= began]
+    for place in (*places, *made):
         for path, about in islice(_skeletons(search, place, is_jobs, 0), _MOST_TEMPORARY):
             search.folder(path, about.st_uid, about.st_gid)
 

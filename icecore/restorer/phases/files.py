@@ -39,6 +39,7 @@ from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.restorer.tree import Tree
 from icecore.store.format.manifest import Space
+from icecore.store.format.surroundings import KEY
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ class ExpectedFiles:
         inodes: Those that were put back or left as they are.
         places: Paths that the instance has for itself begin with one of these.
         given: Files that CRIU is handed as descriptors.
+        surroundings: Whether ``inodes`` contains directories and FIFOs, too.
     """
 
     inodes: frozenset[Inode]
     places: tuple[str, ...]
     given: frozenset[str]
+    surroundings: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ def prepare_files(
             attempt.state,
             attempt.options.root,
             attempt.snapshot,
+            plan.requirements.files.folders,
+            plan.requirements.files.sockets,
         )
         put_back.prepare()
         logs = _logs(restoring, spaces)
@@ -153,7 +158,12 @@ def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:
     expected = prepared.expected
     if expected is not None and tree.held:
         require_files(
-            tree.root(), workspace.images, expected.inodes, expected.places, expected.given
+            tree.root(),
+            workspace.images,
+            expected.inodes,
+            expected.places,
+            expected.given,
+            surroundings=expected.surroundings,
         )
     prepared.put_back.hand_over()
 
@@ -235,7 +245,9 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
         given |= set(plan.record.files.values())
         if plan.record.isolation.root:
             places = (f"{INSTANCE_MOUNT}/", *OWN_FOLDERS)
-    return ExpectedFiles(files.untouched | put_back.inodes, places, frozenset(given))
+    return ExpectedFiles(
+        files.untouched | put_back.inodes, places, frozenset(given), KEY in plan.manifest.extra
+    )
 
 
 def _start_device_file(
