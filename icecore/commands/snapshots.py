@@ -137,7 +137,13 @@ def _add_dump(commands: Commands) -> None:
     setting("verify_files", "hash files open for reading, so that a restore can compare them")
     setting("file_budget", "maximum bytes of open files that are read")
     setting("ghost_limit", "maximum size of a deleted file that is still open")
-    setting("tcp", "connections that leave the process tree: keep them, or close them at restore")
+    setting(
+        "connections",
+        "TCP connections that leave the process tree: keep them, or close them at restore; those of"
+        " unix sockets a restored job always finds closed",
+        "--connections",
+        "--tcp",
+    )
     setting("gpu_lock", "time that submitted GPU work of a process may take before a retry")
     setting("gpu_shared", "assert that the processes share no device memory by CUDA IPC")
     setting(
@@ -223,7 +229,12 @@ def _add_restore(commands: Commands) -> None:
     setting(
         "verify_files", "compare the content of files that the job reads, where a hash is recorded"
     )
-    setting("tcp", "the job's connections: keep them, or close them")
+    setting(
+        "connections",
+        "the job's TCP connections: keep them, or close them",
+        "--connections",
+        "--tcp",
+    )
     setting(
         "budget_bytes",
         "maximum memory for data that is fetched and not yet placed",

@@ -37,6 +37,7 @@ from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden
 from icecore.host.criu.images import LINKED, load_files, load_remaps, load_rseq
+from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
@@ -237,6 +238,7 @@ class Capture:
     def after_window(self, captured: Captured) -> None:
         """Read everything that CRIU has written: shared memory and its image files."""
         complete(self._images, captured.images.processes, self._version)
+        close_outside(self._images)
         if captured.lost:
             _rename(captured, _linked(self._images))
         captured.surroundings = find_surroundings(

@@ -146,4 +146,4 @@ def _manifest(
 def _restore_options(request: Request, accepted: Accepted) -> list[str]:
     """Return the options that a restore of this dump must give to CRIU."""
     options = ["--shell-job"] if accepted.shell_job else []
-    return [*options, "--tcp-close"] if request.options.tcp == "close" else options
+    return [*options, "--tcp-close"] if request.options.connections == "close" else options

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import forget_sizes
+from icecore.host.criu.socket_images import can_connect, drop_datagrams, outside_datagrams
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
@@ -135,6 +137,7 @@ def prepare_files(
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
+        _drop_datagrams(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
         log_sizes: Mapping[Stream, int] = {}
         if restoring is not None:
@@ -230,6 +233,20 @@ def _exchange(attempt: Attempt, workspace: Workspace, put_back: PutBack) -> None
     for path in put_back.exchange():
         message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not put back"
         attempt.emit(Event("restore.warning", {"name": "mode", "message": message}))
+
+
+def _drop_datagrams(attempt: Attempt, plan: Plan, images: Path) -> None:
+    """Leave datagram sockets unconnected whose peer outside of the tree is missing here, such as a
+    log daemon's: programs connect again once a send fails, as after a restart of that daemon.
+    """
+    outside = plan.manifest.namespaces.network != "host"
+    missing = {
+        one.inode
+        for one in outside_datagrams(images)
+        if not can_connect(one, attempt.options.root, own_network=outside)
+    }
+    if missing:
+        drop_datagrams(images, missing)
 
 
 def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
