@@ -181,9 +181,10 @@ class JobFiles:
     def _settle_directory(
         made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None
     ) -> None:
+        # The owner need not have access to the directory above. Nothing else is opened than a
+        # directory, and it is not read.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with acting_as(*owner, [owner.group]):
-            descriptor = os.open(made.place.name, flags, dir_fd=made.place.directory.descriptor)
+        descriptor = os.open(made.place.name, flags, dir_fd=made.place.directory.descriptor)
         try:
             about = os.fstat(descriptor)
             if inode_of(about) != made.inode or about.st_uid != owner.user:

@@ -171,8 +171,11 @@ class PutBack:
             folder = os.fsdecode(made.path)
             mode = 0o755 if made.mode is None else 0o700  # for now
             with _failing(f"make {folder}", "make it, or let the files' owner make it"):
-                for one in files.make_directories(folder, Owner(made.user, made.group), mode):
+                owner = Owner(made.user, made.group)
+                for one in files.make_directories(folder, owner, mode):
                     self._made.append((msgspec.structs.replace(made, inode=one.inode), one.place))
+                    if made.mode is not None:  # whoever could make something in it can do so
+                        files.settle_directory(one, owner, made.mode | 0o700, None)
         for socket in self._sockets:
             parent, name = os.path.split(socket.path)
             record = Made(os.fsencode(socket.path), socket.user, socket.group, kind="socket")
