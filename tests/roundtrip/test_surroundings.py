@@ -23,6 +23,7 @@ from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, Sink, discard
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check, restore
 from tests.host.target import eventually
@@ -282,3 +283,114 @@ def test_a_socket_of_the_job_is_where_it_was(wiped: Wiped) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
         one.connect(str(wiped.home / "run/box"))
         one.send(b"to the box")
+
+
+@pytest.mark.parametrize("name", ["deep/er/est", "run", "run/fifo"])
+def test_what_is_swapped_before_criu_opens_it_is_not_given_to_the_job(
+    wiped: Wiped, name: str
+) -> None:
+    """Who controls a directory could give the job a directory or FIFO that it may not reach."""
+    victim = wiped.top / "victim"
+
+    def emit(event: Event) -> None:
+        if (event.name, event.fields.get("state")) != ("restore.criu", "begin"):
+            return
+        place = wiped.home / name
+        if place.is_fifo():
+            os.mkfifo(victim)
+        else:
+            shutil.copytree(place, victim, copy_function=lambda *_: None)
+            for left in {"lock", "fifo", "job.pid"} & set(os.listdir(place)):
+                os.link(place / left, victim / left)
+            for other in ("sockets",):
+                (victim / other).mkdir(exist_ok=True)
+        victim.chmod(place.stat().st_mode & 0o7777)
+        place.rename(wiped.top / "away")
+        place.symlink_to(victim)
+
+    with pytest.raises(RestoreFailed, match="which is not the file that was checked"):
+        wiped.restore(emit)
+    assert not any(job.alive for job in wiped.registry.instances())
+
+
+PROGRAM = 'import ctypes, sys, time; ctypes.CDLL(sys.argv[1]); print("there", flush=True); time.sleep(1000)'
+
+
+def _library(place: Path, answer: int) -> None:
+    source = place.with_suffix(".c")
+    source.write_text(f"int answer(void) {{ return {answer}; }}\n")
+    words = ["cc", "-shared", "-fPIC", "-Wl,--build-id=sha1", "-o", place, source]
+    subprocess.run(words, check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_library_is_compared_by_build_id_and_never_replaced(trip: Trip, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "jobs")
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    library, other = folder / "one.so", tmp_path / "other.so"
+    _library(library, 1)
+    job = registry.start([sys.executable, "-c", PROGRAM, str(library)], name="library", cwd="/")
+    try:
+        assert eventually(lambda: "there" in job.log_path("stdout").read_text())
+        target = Target(job.pid, job.name, record=job.record())
+
+        def taken(**options: bool) -> str:
+            chosen = DumpOptions(**options)  # type: ignore[arg-type]
+            return dump(trip.repository, trip.loop, target, chosen, criu=trip.criu).snapshot
+
+        def restored(snapshot: str, **options: str) -> None:
+            chosen = RestoreOptions(**options)  # type: ignore[arg-type]
+            found = restore(
+                trip.repository, trip.loop, snapshot, chosen, criu=trip.criu, registry=registry
+            )
+            assert found.job is not None
+            assert any(
+                os.path.basename(mapping.path) == "one.so"
+                for mapping in procfs.read_maps(found.pid)
+            ) or any(
+                os.path.basename(mapping.path) == "one.so"
+                for child in procfs.tree(found.pid)
+                for mapping in procfs.read_maps(child)
+            )
+            found.job.kill(9)
+            found.job.wait(20)
+
+        plain, carried = taken(), taken(with_files=True)
+        job.kill(9)
+        job.wait(20)
+        content = library.read_bytes()
+        os.utime(library, ns=(1, 1))
+        restored(plain)  # the same build, installed at another time
+        _library(other, 2)
+        assert other.stat().st_size == len(content)
+        shutil.copy(other, library)
+        expected, actual = (
+            subprocess.run(
+                ["readelf", "-n", path], capture_output=True, text=True, timeout=20, check=True
+            ).stdout.split("Build ID: ")[1][:40]
+            for path in (_written(tmp_path / "first.so", content), other)
+        )
+        for snapshot in (plain, carried):
+            with pytest.raises(RestoreRefused, match=f"{library}.*{expected}.*{actual}") as caught:
+                restored(snapshot)
+            assert "--files-to" in caught.value.cure
+        assert library.read_bytes() == other.read_bytes()
+        restored(carried, files_to=str(tmp_path / "copies"))
+        assert library.read_bytes() == other.read_bytes(), "it is covered, not replaced"
+        shutil.rmtree(folder)
+        with pytest.raises(RestoreRefused, match=f"{library}: it is missing"):
+            restored(plain)
+        restored(carried)
+        assert library.read_bytes() == content
+        assert library.stat().st_mode & 0o7777 == 0o755
+    finally:
+        for one in registry.instances():
+            if one.alive:
+                one.kill(9)
+                one.wait(10)
+
+
+def _written(place: Path, content: bytes) -> Path:
+    place.write_bytes(content)
+    return place
