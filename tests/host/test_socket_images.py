@@ -97,6 +97,7 @@ def test_which_names_a_restore_binds(images: Path) -> None:
 
 
 def test_whether_a_name_can_be_connected(images: Path, tmp_path: Path) -> None:
+    close_outside(images)
     (daemon,) = outside_datagrams(images)
     root = tmp_path / ("long" * 30)
     (root / "dev").mkdir(parents=True)

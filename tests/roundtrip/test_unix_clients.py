@@ -4,6 +4,7 @@ of its dumps, and a restored instance finds the connections closed and accepts n
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.host.criu.program import SOCKETS_PLUGIN
 from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
@@ -147,9 +149,9 @@ class World:
     registry: Registry
     home: Path
 
-    def start(self, code: str, *arguments: str) -> Job:
+    def start(self, code: str, *arguments: str, isolation: Isolation | None = None) -> Job:
         words = [sys.executable, "-c", code, str(self.home), *arguments]
-        job = self.registry.start(words, name="sockets", cwd="/")
+        job = self.registry.start(words, name="sockets", cwd="/", isolation=isolation)
         assert eventually(lambda: "there" in job.log_path("stdout").read_text())
         return job
 
@@ -235,6 +237,30 @@ def test_clients_outside_notice_nothing_and_the_restored_server_serves_new_ones(
             one.connect(str(world.home / "server"))
             one.sendall(b"%d" % i)
             assert one.recv(64) == b"%d\n" % i**2
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_clients_in_another_network_namespace(world: World, root: bool) -> None:
+    """What a server has accepted belongs to the namespace of its client."""
+    isolation = Isolation(network=True, root=root)
+    job = world.start(SERVER, "SOCK_STREAM", isolation=isolation)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(20)
+        one.connect(str(world.home / "server"))
+        one.sendall(b"7")
+        assert one.recv(64) == b"49\n"
+        snapshot = world.dump(job)
+        one.sendall(b"8")
+        assert one.recv(64) == b"64\n"
+        job.kill(9)
+        job.wait(20)
+    shutil.rmtree(world.home)
+    world.restore(snapshot)
+    with socket.socket(socket.AF_UNIX) as new:
+        new.settimeout(20)
+        new.connect(str(world.home / "server"))
+        new.sendall(b"9")
+        assert new.recv(64) == b"81\n"
 
 
 def test_connections_that_wait_to_be_accepted_stay_with_the_original(world: World) -> None:

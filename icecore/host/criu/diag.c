@@ -6,6 +6,9 @@
  * accepted was closed by its client. The first call that receives a part of the list receives all
  * of it. In it, a socket whose peer is missing becomes one whose peer has closed the connection, and
  * clients that are gone get a number that no socket has. Then the parts are handed out one by one.
+ *
+ * A connection that a server has accepted belongs to the network namespace of its client. So the
+ * list of a job with a network namespace of its own is completed by that of CRIU's own namespace.
  */
 #define _GNU_SOURCE
 #include <linux/netlink.h>
@@ -23,6 +26,9 @@
 #define PART ((size_t)16 << 10)
 #define BOTH 3
 #define NOBODY UINT32_MAX
+#ifndef SO_NETNS_COOKIE /* Linux 5.14 */
+#define SO_NETNS_COOKIE 71
+#endif
 
 struct part {
 	size_t length;
@@ -34,13 +40,21 @@ struct part {
 static struct {
 	int of; /* the netlink socket */
 	struct part **parts;
-	size_t count, next;
+	size_t count, room, next;
 } list = {.of = -1};
 
 static struct {
 	uint32_t *inodes;
 	size_t count, room;
 } known;
+
+/* A socket of the namespace in which CRIU was started. */
+static int own = -1;
+
+__attribute__((constructor)) static void open_own(void)
+{
+	own = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
+}
 
 static ssize_t receive(int descriptor, struct msghdr *message, int flags)
 {
@@ -174,32 +188,102 @@ static void each(struct part *part, bool correcting)
 	}
 }
 
+static bool add(struct part *part)
+{
+	if (list.count == list.room) {
+		size_t room = 2 * list.room + 16;
+		struct part **more = realloc(list.parts, room * sizeof *more);
+		if (!more) {
+			free(part);
+			return false;
+		}
+		list.parts = more;
+		list.room = room;
+	}
+	list.parts[list.count++] = part;
+	return true;
+}
+
+static bool is_elsewhere(int descriptor)
+{
+	uint64_t here = 0, there = 0;
+	socklen_t length = sizeof here;
+
+	return !getsockopt(own, SOL_SOCKET, SO_NETNS_COOKIE, &here, &length) &&
+	    !getsockopt(descriptor, SOL_SOCKET, SO_NETNS_COOKIE, &there, &length) && here != there;
+}
+
+/* Where the end of the list begins. */
+static size_t without_end(struct part *part)
+{
+	int left = (int)part->length;
+
+	for (struct nlmsghdr *head = (void *)part->data; NLMSG_OK(head, left);
+	     head = NLMSG_NEXT(head, left))
+		if (head->nlmsg_type == NLMSG_DONE)
+			return (size_t)((unsigned char *)head - part->data);
+	return part->length;
+}
+
+/* The list of CRIU's namespace, as CRIU asks for it (criu/sockets.c), without its end. */
+static void add_own(uint32_t sequence)
+{
+	struct {
+		struct nlmsghdr head;
+		struct unix_diag_req body;
+	} request = {
+	    .head =
+		{
+		    .nlmsg_len = sizeof request,
+		    .nlmsg_type = SOCK_DIAG_BY_FAMILY,
+		    .nlmsg_flags = NLM_F_REQUEST | NLM_F_DUMP,
+		    .nlmsg_seq = sequence,
+		},
+	    .body =
+		{
+		    .sdiag_family = AF_UNIX,
+		    .udiag_states = UINT32_MAX,
+		    .udiag_show = UDIAG_SHOW_NAME | UDIAG_SHOW_VFS | UDIAG_SHOW_PEER |
+			UDIAG_SHOW_ICONS | UDIAG_SHOW_RQLEN,
+		},
+	};
+	int kind = 0;
+
+	if (send(own, &request, sizeof request, 0) != (ssize_t)sizeof request)
+		return;
+	while (!kind) {
+		struct part *part = next_part(own, 0);
+		if (!part)
+			return;
+		kind = kind_of(part);
+		part->length = without_end(part);
+		if (kind < 0 || !part->length)
+			free(part);
+		else if (!add(part))
+			return;
+	}
+}
+
 /* Receive all parts. If this is no list of unix sockets, what was received is handed out as it is. */
 static void receive_all(int descriptor, int flags)
 {
-	size_t room = 0;
 	int kind = 0;
 
 	for (size_t i = list.next; i < list.count; i++)
 		free(list.parts[i]);
 	list.of = descriptor;
 	list.count = list.next = known.count = 0;
-	free(list.parts);
-	list.parts = NULL;
-	while (!kind) {
-		if (list.count == room) {
-			room = 2 * room + 16;
-			struct part **more = realloc(list.parts, room * sizeof *more);
-			if (!more)
-				return;
-			list.parts = more;
-		}
-		struct part *part = next_part(descriptor, flags);
-		if (!part)
-			return;
-		list.parts[list.count++] = part;
+	struct part *part = next_part(descriptor, flags);
+	if (!part)
+		return;
+	kind = kind_of(part);
+	/* Before the first part: the last one ends the list. An empty list may be one of others. */
+	struct nlmsghdr *first = (void *)part->data;
+	if (own >= 0 && NLMSG_OK(first, (int)part->length) && socket_in(first) &&
+	    is_elsewhere(descriptor))
+		add_own(first->nlmsg_seq);
+	while (add(part) && !kind && (part = next_part(descriptor, flags)))
 		kind = kind_of(part);
-	}
 	if (kind < 0)
 		return;
 	for (size_t i = 0; i < list.count; i++)
