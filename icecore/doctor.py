@@ -143,7 +143,10 @@ def _criu(config: Config) -> Iterator[Finding]:
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
     if not all(built.exists() for built in (CRIU_LIBRARY, RESTORE_LIBRARY, SOCKETS_PLUGIN)):
         message = "built without a C compiler: windows are longer by 7 ms per GiB of address space that a job reserves (GPU jobs reserve 100 GiB and more)"
-        message += " and by about 45 ms per GiB of small pages that it uses; and a restore fails if processes kill others while CRIU releases them; and jobs that are connected to unix sockets of other processes cannot be dumped"
+        message += " and by about 45 ms per GiB of small pages that it uses; and a restore fails if processes kill others while CRIU releases them"
+        message += (
+            "; and jobs that are connected to unix sockets of other processes cannot be dumped"
+        )
         yield Finding("CRIU's library", "warning", message, "install gcc, then reinstall icecore")
 
 
