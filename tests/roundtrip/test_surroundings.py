@@ -394,3 +394,48 @@ def test_a_library_is_compared_by_build_id_and_never_replaced(trip: Trip, tmp_pa
 def _written(place: Path, content: bytes) -> Path:
     place.write_bytes(content)
     return place
+
+
+LINKED = """
+import os, socket, sys
+home = sys.argv[1]
+os.makedirs(f"{home}/real/in"); os.symlink("real", f"{home}/link")
+os.chown(f"{home}/link", 12345, 12345, follow_symlinks=False)
+listener = socket.socket(socket.AF_UNIX); listener.bind(f"{home}/link/in/server"); listener.listen()
+os.chdir(f"{home}/link"); box = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); box.bind("box")
+os.chdir("/")
+print("there", flush=True)
+while True:
+    one, _ = listener.accept(); one.sendall(box.getsockname().encode()); one.close()
+"""
+
+
+def test_a_socket_whose_name_leads_through_a_link(trip: Trip, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "jobs")
+    with tempfile.TemporaryDirectory(prefix="ice-") as name:
+        home = Path(name)
+        job = registry.start([sys.executable, "-c", LINKED, name], name="linked", cwd="/")
+        try:
+            assert eventually(lambda: "there" in job.log_path("stdout").read_text())
+            target = Target(job.pid, job.name, record=job.record())
+            snapshot = dump(
+                trip.repository, trip.loop, target, DumpOptions(stop=True), criu=trip.criu
+            ).snapshot
+            job.wait(20)
+            wiped = Wiped(trip, registry, snapshot, home, {})
+            shutil.rmtree(home / "real")
+            restored = wiped.restore()
+            with socket.socket(socket.AF_UNIX) as one:
+                one.settimeout(20)
+                one.connect(str(home / "link/in/server"))
+                assert one.recv(64) == b"box"
+            restored.kill(9)
+            restored.wait(20)
+            (home / "link").unlink()  # no other directory is made in its place
+            with pytest.raises(RestoreRefused, match="its directory is missing"):
+                wiped.restore()
+        finally:
+            for each in registry.instances():
+                if each.alive:
+                    each.kill(9)
+                    each.wait(10)

@@ -28,7 +28,7 @@ from tests.restorer.places import empty_manifest
 FOUND = Surroundings(
     [Folder("/a", 0o1777, 0, 5), Folder("/a/caf\udce9", 0o2750, 7, 8, -1, True)],
     [Fifo("/a/fifo", 0o600, 7, 8)],
-    [SocketName("/a/socket", 0o660, 7, 8)],
+    [SocketName("/a/socket", 0o660, 7, 8), SocketName("/b/s", 0, 7, 8, "/a")],
     [SmallFile("/a/x.pid", 0o644, 7, 8, 9, base64.b64encode(b"12\n").decode())],
     {"/lib/libc.so.6": "00ff", "/bin/old": ""},
 )
@@ -63,6 +63,7 @@ def test_an_older_snapshot_has_none() -> None:
         {"folders": [["/a", 0, 0, 1 << 32]]},
         {"fifos": [["/a"]]},
         {"sockets": {"/a": 1}},
+        {"sockets": [["/a", 0, 0, 0, "relative"]]},
         {"small": [["/a", 0, 0, 0, 0, "no base64!"]]},
         {"small": [["/a", 0, 0, 0, 0, base64.b64encode(bytes(MAX_SMALL + 1)).decode()]]},
         {"programs": {"a": ""}},

@@ -49,6 +49,7 @@ _PID_FOLDERS = ("/run", "/var/run")
 _PID_NAMES = (".pid", ".lock", "-lock")
 #: Bounds of a search that other processes' files could make long.
 _MOST_SMALL, _MOST_TEMPORARY, _DEEPEST = 256, 1024, 8
+_MOST_LINKS = 40
 #: Precision of the time at which a process began.
 _CLOCK_TICK_NS = 10_000_000
 
@@ -84,6 +85,29 @@ class _Search:
             return os.stat(self.top + path, follow_symlinks=False)
         except OSError:
             return None
+
+    def resolve(self, path: str) -> str:
+        """Return a path of the tree without symbolic links. The kernel shows those of open files
+        so, but the name of a socket as it was bound.
+        """
+        pending, found, links = [*reversed(path.split("/"))], "", 0
+        while pending:
+            part = pending.pop()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                found = os.path.dirname(found) if found not in ("", "/") else ""
+                continue
+            here = f"{found.rstrip('/')}/{part}"
+            about = self.stat(here)
+            if about is None or not stat.S_ISLNK(about.st_mode) or links == _MOST_LINKS:
+                found = here
+                continue
+            links += 1
+            target = os.readlink(self.top + here)
+            found = "" if target.startswith("/") else found
+            pending += reversed(target.split("/"))
+        return found or "/"
 
     def folder(self, path: str, user: int, group: int, mode: int = 0o755) -> None:
         """Record a directory and those above it.
@@ -184,9 +208,14 @@ def _from_images(search: _Search, images: Path, numbers: Iterable[int]) -> None:
 
 def _sockets(search: _Search, images: Path) -> None:
     for one in load_unix(images):
-        if one.is_bound and not search.skips(one.path):
-            search.folder(os.path.dirname(one.path), one.user, one.group)
-            search.sockets[one.path] = SocketName(one.path, one.mode, one.user, one.group)
+        if not one.is_bound or search.skips(one.path):
+            continue
+        named = os.path.dirname(one.path)
+        folder = search.resolve(named)
+        search.folder(folder, one.user, one.group)
+        search.sockets[one.path] = SocketName(
+            one.path, one.mode, one.user, one.group, "" if folder in (named, "/") else folder
+        )
 
 
 def _job_places(search: _Search, files: Sequence[OpenFile]) -> list[str]:
@@ -194,7 +223,8 @@ def _job_places(search: _Search, files: Sequence[OpenFile]) -> list[str]:
     a file that it writes to, or that it works in.
     """
     written = [file.path for file in files if file.writable and file.policy != "absent"]
-    named = {os.path.dirname(path) for path in (*search.sockets, *search.fifos, *written)}
+    named = {os.path.dirname(path) for path in (*search.fifos, *written)}
+    named |= {os.path.dirname(one.place) for one in search.sockets.values()}
     named |= {path for path, folder in search.folders.items() if folder.opened}
     return sorted(named)
 

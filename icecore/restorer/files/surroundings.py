@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.errors import Damaged
 from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, components
 from icecore.restorer.files.plan import Action, FilePlan, FilesMode, Problem
 from icecore.store.format.manifest import OpenFile
-from icecore.store.format.surroundings import Folder, Named, SmallFile, Surroundings
+from icecore.store.format.surroundings import Folder, Named, SmallFile, SocketName, Surroundings
 
 #: Paths for which directories stay open together.
 _AT_ONCE = 200
-_CURE = "make it, with the owner that it had"
 
 
 @dataclass
@@ -81,7 +82,17 @@ def plan_surroundings(
             if not is_own(one.path):
                 _plan_one(planning, one)
     made = {folder.path for folder in planning.folders}
-    sockets = [one for one in found.sockets if os.path.dirname(one.path) in made]
+    sockets = []
+    for one in found.sockets:
+        folder = os.path.dirname(one.place)
+        if is_own(one.path):
+            continue
+        if folder in made:
+            sockets.append(msgspec.structs.replace(one, path=one.place, folder=""))
+        if not _leads_to(one, root, made):
+            message = "the job has a unix socket of this name, and its directory is missing"
+            problem = Problem(one.path, message, f"make {os.path.dirname(one.path)}")
+            planning.problems.append(problem)
     return FilePlan(
         planning.actions,
         planning.problems,
@@ -90,6 +101,17 @@ def plan_surroundings(
         tuple(planning.folders),
         tuple(sockets),
     )
+
+
+def _leads_to(one: SocketName, root: str, made: Set[str]) -> bool:
+    """Return whether CRIU will find the directory of a socket's name: it binds the name as the job
+    did, through symbolic links.
+    """
+    named, folder = os.path.dirname(one.path), os.path.dirname(one.place)
+    if folder not in made:
+        return os.path.isdir(root + named)
+    top = os.path.realpath(root or "/").rstrip("/")
+    return named == folder or os.path.realpath(root + named) == top + folder
 
 
 def _plan_one(planning: _Planning, one: Named) -> None:

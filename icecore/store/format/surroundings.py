@@ -52,7 +52,17 @@ class Fifo(Named, frozen=True, array_like=True):
 
 
 class SocketName(Named, frozen=True, array_like=True):
-    """A name that CRIU gives to a unix socket."""
+    """A name that CRIU gives to a unix socket. ``folder`` is the directory that it lies in, if the
+    name leads there through symbolic links; empty: it does not.
+    """
+
+    folder: str = ""
+
+    @property
+    def place(self) -> str:
+        """Return the path without symbolic links."""
+        folder, _, name = self.path.rpartition("/")
+        return f"{self.folder or folder}/{name}"
 
 
 class SmallFile(Named, frozen=True, array_like=True):
@@ -118,6 +128,7 @@ def _faults(found: Surroundings) -> list[str]:
     """Return each broken rule, in words."""
     every: tuple[Sequence[Named], ...] = (found.folders, found.fifos, found.sockets, found.small)
     paths = [one.path for some in every for one in some] + list(found.programs)
+    paths += [one.folder for one in found.sockets if one.folder]
     out = [f"{path!a} is not a path" for path in paths if not is_path(path)]
     out += [
         f"{one.path!a} holds more than {MAX_SMALL} bytes"
