@@ -34,6 +34,7 @@ PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # The library defines memcpy: the compiler must not turn its loop into a call of memcpy.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
+    "icecore/host/criu/diag.c",
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
@@ -128,6 +129,13 @@ setup(
             ["icecore/host/criu/devices.c", "icecore/host/criu/device_files.c"],
             LIBRARY_FLAGS,
             "GPU jobs can neither be dumped nor restored",
+            [],
+        ),
+        Program(
+            "icecore.host.criu/libicecore-sockets.so",
+            ["icecore/host/criu/sockets.c"],
+            LIBRARY_FLAGS,
+            "jobs that are connected to unix sockets of other processes cannot be dumped",
             [],
         ),
         Program(

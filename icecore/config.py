@@ -264,7 +264,7 @@ class DumpSettings:
     verify_files: bool = _setting(False, SWITCH)
     file_budget: int = _setting(4 << 30, SIZE)
     ghost_limit: int = _setting(1 << 30, SIZE)
-    tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
+    connections: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     link_rate: int = _setting(0, SIZE)
     workdir: str = _setting("/dev/shm", DIRECTORY)
     gpu_lock: float = _setting(10.0, SECONDS)
@@ -290,7 +290,7 @@ class RestoreSettings:
         "auto", choice("auto", "restore", "truncate", "leave")
     )
     verify_files: bool = _setting(False, SWITCH)
-    tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
+    connections: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     budget_bytes: int = _setting(0, SIZE)
     threads: int = _setting(0, THREADS)
     placers: int = _setting(0, THREADS)
@@ -428,6 +428,13 @@ class Config:
     cache: CacheSettings = CacheSettings()
 
 
+#: Old names of settings, which still work.
+_RENAMED = {
+    ("dump", "tcp"): ("dump", "connections"),
+    ("restore", "tcp"): ("restore", "connections"),
+}
+
+
 def _kind(about: Field[Any]) -> Kind[Any] | None:
     kind = about.metadata.get("kind")
     return kind if isinstance(kind, Kind) else None
@@ -473,6 +480,11 @@ def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
         UsageError: A section or key is unknown, or a value is invalid.
     """
     known = {(section, key): kind for section, key, kind, _ in every_setting()}
+    if clash := [name for name in _RENAMED if _has(table, *name) and _has(table, *_RENAMED[name])]:
+        (section, old), (_, new) = clash[0], _RENAMED[clash[0]]
+        raise UsageError(
+            f"{where}: {section}.{old} and {section}.{new} are one setting", cure=f"remove {old}"
+        )
     sections = {section for section, _ in known if section}
     for name, value in table.items():
         inner: Iterable[tuple[str, str, Any]] = [("", name, value)]
@@ -484,6 +496,7 @@ def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
                 )
             inner = [(name, key, value[key]) for key in value]
         for section, key, given in inner:
+            section, key = _RENAMED.get((section, key), (section, key))
             kind = known.get((section, key))
             full = f"{section}.{key}" if section else key
             if kind is None:
@@ -495,6 +508,11 @@ def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
                     f"{where}: {full} = {given!r} is wrong", cure=f"give {kind.expects}"
                 ) from None
     return config
+
+
+def _has(table: Mapping[str, Any], section: str, key: str) -> bool:
+    inner = table.get(section)
+    return isinstance(inner, dict) and key in inner
 
 
 def _suggest(name: str, known: Mapping[tuple[str, str], Kind[Any]]) -> str:
@@ -514,6 +532,9 @@ def override(config: Config, environment: Mapping[str, str]) -> Config:
     known = {
         variable(section, key): (section, key, kind) for section, key, kind, _ in every_setting()
     }
+    for old, new in _RENAMED.items():
+        if variable(*new) not in environment:
+            known[variable(*old)] = known[variable(*new)]
     sections = tuple({f"{PREFIX}{section.upper()}_" for section, *_ in known.values() if section})
     for name, text in environment.items():
         if name in known:

@@ -20,7 +20,7 @@ from icecore.config import Config
 from icecore.dumper.preflight.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
 from icecore.host.criu.hidden import hides
-from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY, find_criu
+from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY, SOCKETS_PLUGIN, find_criu
 from icecore.host.cuda import holder
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.gpu.backend import find_backend
@@ -141,9 +141,12 @@ def _criu(config: Config) -> Iterator[Finding]:
         return
     version = ".".join(map(str, criu.version))
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
-    if not CRIU_LIBRARY.exists() or not RESTORE_LIBRARY.exists():
+    if not all(built.exists() for built in (CRIU_LIBRARY, RESTORE_LIBRARY, SOCKETS_PLUGIN)):
         message = "built without a C compiler: windows are longer by 7 ms per GiB of address space that a job reserves (GPU jobs reserve 100 GiB and more)"
         message += " and by about 45 ms per GiB of small pages that it uses; and a restore fails if processes kill others while CRIU releases them"
+        message += (
+            "; and jobs that are connected to unix sockets of other processes cannot be dumped"
+        )
         yield Finding("CRIU's library", "warning", message, "install gcc, then reinstall icecore")
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from icecore.text import printable, printable_command
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
-    from icecore.restorer.files.plan import Action
+    from icecore.restorer.files.plan import FilePlan
     from icecore.restorer.requirements import Requirements
     from icecore.store.format.manifest import Manifest, Region
     from icecore.store.format.state import SnapshotRecord
@@ -138,7 +137,13 @@ def _add_dump(commands: Commands) -> None:
     setting("verify_files", "hash files open for reading, so that a restore can compare them")
     setting("file_budget", "maximum bytes of open files that are read")
     setting("ghost_limit", "maximum size of a deleted file that is still open")
-    setting("tcp", "connections that leave the process tree: keep them, or close them at restore")
+    setting(
+        "connections",
+        "TCP connections that leave the process tree: keep them, or close them at restore; those of"
+        " unix sockets a restored job always finds closed",
+        "--connections",
+        "--tcp",
+    )
     setting("gpu_lock", "time that submitted GPU work of a process may take before a retry")
     setting("gpu_shared", "assert that the processes share no device memory by CUDA IPC")
     setting(
@@ -224,7 +229,12 @@ def _add_restore(commands: Commands) -> None:
     setting(
         "verify_files", "compare the content of files that the job reads, where a hash is recorded"
     )
-    setting("tcp", "the job's connections: keep them, or close them")
+    setting(
+        "connections",
+        "the job's TCP connections: keep them, or close them",
+        "--connections",
+        "--tcp",
+    )
     setting(
         "budget_bytes",
         "maximum memory for data that is fetched and not yet placed",
@@ -344,20 +354,33 @@ def _report_requirements(found: Requirements, context: Context) -> None:
         )
         if not check.met and check.cure:
             context.output.line(f"      cure: {check.cure}")
-    _report_files(found.files.actions, context)
+    _report_files(found.files, context)
     found.require()
     context.output.line("this machine meets all requirements")
 
 
-def _report_files(actions: Sequence[Action], context: Context) -> None:
-    """Print every file that the restore would change, with its present and its future state."""
+def _report_files(plan: FilePlan, context: Context) -> None:
+    """Print every file and directory that the restore would make or change, with its present and
+    its future state.
+    """
     rows = []
-    for action in actions:
+    for folder in plan.folders:
+        fields: dict[str, Value] = {
+            "path": folder.path,
+            "action": "directory",
+            "bytes_now": None,
+            "bytes_then": 0,
+            "mtime_now": None,
+            "mtime_then": folder.mtime_ns / 1e9,
+        }
+        context.output.result("restore.file", fields)
+        rows.append(["directory", "", "", "", units.moment(folder.mtime_ns / 1e9), folder.path])
+    for action in plan.actions:
         then = action.file
         now = None if action.mtime_ns is None else action.mtime_ns / 1e9
         # Truncation sets the time itself; imported snapshots record no times.
         later = None if action.kind == "truncate" or not then.mtime_ns else then.mtime_ns / 1e9
-        fields: dict[str, Value] = {
+        fields = {
             "path": then.path,
             "action": action.kind,
             "bytes_now": action.size,

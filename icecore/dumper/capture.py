@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,15 +31,18 @@ from icecore.dumper.observe.facts import (
     thread_ids,
 )
 from icecore.dumper.observe.files import FoundFile, find_files, tree_pids, unchanged_since
+from icecore.dumper.observe.surroundings import find_surroundings
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden
 from icecore.host.criu.images import LINKED, load_files, load_remaps, load_rseq
+from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
+from icecore.store.format.surroundings import Surroundings, read_surroundings
 
 #: File in CRIU's image directory that lists what CRIU was kept from seeing. As a log, it is not
 #: part of the snapshot.
@@ -60,6 +63,7 @@ class Captured:
         files: What the manifest records of open files.
         lost: Paths of open files that lost this name but have others.
         scanned: Bytes read in the window.
+        surroundings: What a restore needs around open files; read after the window.
     """
 
     at_ns: int
@@ -74,6 +78,7 @@ class Captured:
     files: list[OpenFile] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     scanned: int = 0
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     @property
     def hidden(self) -> int:
@@ -89,6 +94,7 @@ class Capture:
         version: Of the CRIU that writes there.
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
+        is_own: Whether the instance has something of its own at a path of the tree.
     """
 
     def __init__(
@@ -100,7 +106,9 @@ class Capture:
         copied: Mapping[int, PreCopied],
         context: ScanContext,
         emit: Sink,
+        is_own: Callable[[str], bool] = lambda path: False,
     ) -> None:
+        self._is_own = is_own
         self._options = options
         self._images = images
         self._version = version
@@ -230,8 +238,17 @@ class Capture:
     def after_window(self, captured: Captured) -> None:
         """Read everything that CRIU has written: shared memory and its image files."""
         complete(self._images, captured.images.processes, self._version)
+        close_outside(self._images)
         if captured.lost:
             _rename(captured, _linked(self._images))
+        captured.surroundings = find_surroundings(
+            self._images,
+            captured.pids,
+            captured.processes,
+            captured.files,
+            read_surroundings(self._parent.manifest) if self._parent else None,
+            self._is_own,
+        )
         for pagemap in captured.images.shared:
             key = str(pagemap.number)
             parent = self._parent.space("shared", key) if self._parent else None

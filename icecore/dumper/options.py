@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 
@@ -29,8 +29,10 @@ class DumpOptions:
         file_budget: Upper bound on the bytes of open files to read while the tree is frozen;
             preflight refuses more.
         ghost_limit: Upper bound on the bytes of a deleted file that is open.
-        tcp: What happens to TCP connections that leave the tree: ``keep`` (dumped established) or
-            ``close`` (closed at restore).
+        connections: What happens to TCP connections that leave the tree: ``keep`` (dumped
+            established) or ``close`` (closed at restore). Connections of unix sockets that leave it
+            are always closed at restore: their other end cannot be found again.
+        tcp: Old name of ``connections``; empty: not given.
         tags: Free labels of the snapshot.
         pinned: Never forget this snapshot by policy.
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
@@ -67,7 +69,7 @@ class DumpOptions:
     verify_files: bool = False
     file_budget: int = 4 << 30
     ghost_limit: int = 1 << 30
-    tcp: Literal["keep", "close"] = "keep"
+    connections: Literal["keep", "close"] = "keep"
     tags: tuple[str, ...] = field(default=())
     pinned: bool = False
     scan_threads: int = 0
@@ -82,3 +84,8 @@ class DumpOptions:
     criu_plugins: str = ""
     link_rate: float = 0.0
     under: str = ""
+    tcp: InitVar[Literal["", "keep", "close"]] = ""
+
+    def __post_init__(self, tcp: Literal["", "keep", "close"]) -> None:
+        if tcp:
+            object.__setattr__(self, "connections", tcp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 
@@ -34,7 +34,9 @@ class RestoreOptions:
         instance: Name of the restored instance. Empty: the job's name.
         detach: Leave the tree once its memory is loaded; otherwise `Restored.wait` returns its exit
             status.
-        tcp: ``keep`` TCP connections that were open, or ``close`` them.
+        connections: ``keep`` TCP connections that were open, or ``close`` them. Connections of
+            unix sockets that led out of the tree are always closed.
+        tcp: Old name of ``connections``; empty: not given.
         root: Directory that is the root of the tree's file system (jobs with a private root).
             Empty: the root of this process.
         gpu_map: GPU that the job had → GPU of this machine that it gets: UUIDs, their beginnings,
@@ -61,7 +63,7 @@ class RestoreOptions:
     placers: int = 0
     instance: str = ""
     detach: bool = True
-    tcp: Literal["keep", "close"] = "keep"
+    connections: Literal["keep", "close"] = "keep"
     root: str = ""
     gpu_map: Mapping[str, str] = field(default_factory=dict)
     from_resident: bool = False
@@ -70,3 +72,8 @@ class RestoreOptions:
     criu_seconds: float = 120.0
     stall_seconds: float = 60.0
     attempts: int = 4
+    tcp: InitVar[Literal["", "keep", "close"]] = ""
+
+    def __post_init__(self, tcp: Literal["", "keep", "close"]) -> None:
+        if tcp:
+            object.__setattr__(self, "connections", tcp)

@@ -26,6 +26,7 @@ from icecore.restorer.files.beside import find_conflicts
 from icecore.restorer.files.copies import Copies, plan_copies
 from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.plan import FilePlan, plan_files
+from icecore.restorer.files.surroundings import plan_surroundings
 from icecore.restorer.gpu import gpus
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
@@ -33,6 +34,7 @@ from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.cell import NODE_CELLS, Records, data_pages
 from icecore.store.format.contract import CUDA, RESIDENT, read_gpus, resident_bytes
 from icecore.store.format.manifest import NODE_REF, Manifest, Space
+from icecore.store.format.surroundings import read_surroundings
 from icecore.text import printable
 
 #: The CELL records of a space, by region.
@@ -136,10 +138,23 @@ def check_requirements(
     skip = own_files | set(copies.paths)
     # The files of a job with a private root lie on the same host mounts, except for file systems of
     # its own (/dev/shm, /proc).
+    around = read_surroundings(manifest)
     files = plan_files(
-        manifest, options.files, root=options.root, skip=skip, verify=options.verify_files
+        manifest,
+        options.files,
+        root=options.root,
+        skip=skip,
+        verify=options.verify_files,
+        programs=around.programs if around is not None else None,
     )
-    files = files.joined(copies.plan)
+    files = files.joined(copies.plan).joined(
+        plan_surroundings(
+            around,
+            options.files,
+            root=options.root,
+            is_own=run.is_own if run is not None else lambda path: path in own_files,
+        )
+    )
     conflicts = find_conflicts(
         manifest,
         files.actions,

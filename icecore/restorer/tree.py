@@ -55,7 +55,7 @@ def criu_arguments(
         own: Options for the instance's namespaces.
         script: Holds the tree; None: it runs at once.
     """
-    closed = options.tcp == "close" or "--tcp-close" in manifest.criu_options
+    closed = options.connections == "close" or "--tcp-close" in manifest.criu_options
     known = {"--tcp-close", "--tcp-established", "--shell-job"}
     return RestoreArguments(
         lazy=True,

@@ -7,7 +7,7 @@ import re
 import struct
 import subprocess
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,18 @@ def test_a_wrong_value_is_named_with_its_place(
     for word in (str(path), *words):
         assert word in str(caught.value)
     assert caught.value.cure
+
+
+def test_old_names_of_settings_work() -> None:
+    changed = merge(Config(), {"dump": {"tcp": "close"}, "restore": {"tcp": "close"}}, "here")
+    assert (changed.dump.connections, changed.restore.connections) == ("close", "close")
+    assert override(Config(), {"ICECORE_DUMP_TCP": "close"}).dump.connections == "close"
+    with pytest.raises(UsageError, match=r"dump\.tcp = 'maybe'|dump\.connections = 'maybe'"):
+        merge(Config(), {"dump": {"tcp": "maybe"}}, "here")
+    with pytest.raises(UsageError, match="one setting"):
+        merge(Config(), {"dump": {"tcp": "close", "connections": "keep"}}, "here")
+    assert DumpOptions(tcp="close").connections == RestoreOptions(tcp="close").connections
+    assert replace(DumpOptions(tcp="close"), job="x").connections == "close"
 
 
 def test_wrong_variables_are_named() -> None:

@@ -355,12 +355,25 @@ def test_what_criu_cannot_dump(case: str, has: Has, store: Store) -> None:
     assert list(refused(store, has(code))) == [name]
 
 
-def test_a_unix_connection_that_leads_outside(has: Has, store: Store) -> None:
+def test_a_unix_connection_that_leads_outside(
+    has: Has, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM):
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         with ours, theirs:
-            message = refused(store, has("", pass_fds=(theirs.fileno(),)))["unix-peer"]
-            assert f"connected to {os.getpid()} (" in message
+            pid = has("", pass_fds=(theirs.fileno(),))
+            events = Events()
+            store.dump(pid, events=events)
+            (message,) = (
+                str(event.fields["message"])
+                for event in events.named("dump.warning")
+                if event.fields["name"] == "unix-peer"
+            )
+            assert f"connected to {os.getpid()} (" in message and "is closed" in message
+            with monkeypatch.context() as without:
+                without.setattr(checks_descriptors, "SOCKETS_PLUGIN", Path("/nowhere"))
+                message = refused(store, pid)["unix-peer"]
+                assert f"connected to {os.getpid()} (" in message and "was not built" in message
 
 
 def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:

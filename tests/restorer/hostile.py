@@ -68,7 +68,10 @@ def turn(home: str, shared: str, victim: str) -> None:
         os.rename(f"{home}/away", folder)
     elif choice in (2, 3):  # a file changes places with something else
         name = random.choice(
-            ["data.bin", "grown.bin", "linked.bin", "link_remap.7", "root.bin", "sub"]
+            [
+                *("data.bin", "grown.bin", "linked.bin", "link_remap.7", "root.bin", "sub"),
+                *("made", "made/in", "fifo"),
+            ]
         )
         other = f"{home}/evil-{random.randrange(10**9)}"
         plant(other, victim, random.randrange(5))

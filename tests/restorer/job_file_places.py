@@ -5,6 +5,7 @@ carried out up to a step.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from icecore.restorer.plan.cells import SpaceCells, space_cells
 from icecore.sizes import PAGE
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import FilePolicy, Manifest, OpenFile, Region, Space
+from icecore.store.format.surroundings import Folder, SocketName
 from tests.restorer.places import empty_manifest
 
 #: A user of no other file on the machine.
@@ -66,10 +68,24 @@ def cells_of(size: int) -> SpaceCells:
     return space_cells([Region(0, -(-size // PAGE) * PAGE, 0)], [records])
 
 
-def written(actions: list[Action], content: bytes, state: Path, root: str = "") -> PutBack:
+def written(
+    actions: list[Action],
+    content: bytes,
+    state: Path,
+    root: str = "",
+    folders: Sequence[Folder] = (),
+    sockets: Sequence[SocketName] = (),
+) -> PutBack:
     """Carry out actions up to the exchange; every file to be written has ``content``."""
     sizes = {action.file.path: action.file.size for action in actions}
-    back = PutBack(actions, lambda path: cells_of(sizes[path]), state, root)
+    back = PutBack(
+        actions,
+        lambda path: cells_of(sizes[path]),
+        state,
+        root,
+        folders=folders,
+        sockets=sockets,
+    )
     try:
         back.prepare()
         writer = FileWriter(back.targets)

@@ -23,7 +23,9 @@ import pytest
 from icecore.errors import IcecoreError
 from icecore.restorer.files.file_recovery import recover
 from icecore.restorer.files.plan import Action, plan_files
+from icecore.restorer.files.surroundings import plan_surroundings
 from icecore.store.format.manifest import OpenFile
+from icecore.store.format.surroundings import Fifo, Folder, SmallFile, SocketName, Surroundings
 from tests.restorer import hostile
 from tests.restorer.job_file_places import HOSTILE, look, manifest_of, recorded, written
 
@@ -138,10 +140,42 @@ class Ground:
             for file in chosen
         ]  # type: ignore[arg-type]
 
+    def surroundings(self) -> tuple[list[Action], list[Folder], list[SocketName]]:
+        """What a restore would make around files; perhaps nothing."""
+        folder = str(self.home / "dir")
+        owner = (HOSTILE, HOSTILE)
+        folders = [
+            Folder(f"{folder}/made", 0o2755, *owner, 1),
+            Folder(f"{folder}/made/in", 0o500, *owner, 1),
+            Folder(f"{folder}/made/roots", 0o700, 0, 0, 1),
+        ]
+        small = [
+            SmallFile(f"{folder}/made/in/job.pid", 0o644, *owner, 1, "MTIK"),
+            SmallFile(f"{self.shared}/job.pid", 0o644, *owner, 1, "MTIK"),
+        ]
+        fifos = [Fifo(f"{folder}/fifo", 0o666, *owner), Fifo(f"{folder}/made/fifo", 0o600, *owner)]
+        plan = plan_surroundings(
+            Surroundings(
+                [one for one in folders if random.random() < 0.7],
+                [one for one in fifos if random.random() < 0.7],
+                [SocketName(f"{folder}/made/socket", 0o600, *owner)],
+                [one for one in small if random.random() < 0.7],
+            ),
+            "restore",
+        )
+        return plan.actions, list(plan.folders), list(plan.sockets)
+
     def restore(self) -> str:
         """One restore, with a random end."""
         try:
-            back = written(self.actions(), CONTENT, self.state)
+            around, folders, sockets = self.surroundings()
+            back = written(
+                [*self.actions(), *around],
+                CONTENT,
+                self.state,
+                folders=folders,
+                sockets=sockets,
+            )
         except IcecoreError as error:
             return f"refused: {type(error).__name__}"
         try:

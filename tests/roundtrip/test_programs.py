@@ -133,7 +133,7 @@ def test_redis_loses_its_connections_and_no_data(trip: Trip) -> None:
         assert [wrong for _ in range(10) for wrong in load.round()] == []
         snapshot = trip.dump(running.pid, stop=True).snapshot
         running.process.wait(10)
-        restored = trip.restore(snapshot, tcp="close")
+        restored = trip.restore(snapshot, connections="close")
         with pytest.raises((OSError, redis_client.RedisError)):
             connection.call("PING")
         connection.close()

@@ -20,6 +20,7 @@ from icecore.host.jobs.namespaces import RunRecord
 from icecore.store.format.contract import Run, RunFiles, RunIsolation, encode_records
 from icecore.store.format.manifest import MANIFEST_FORMAT, Manifest
 from icecore.store.format.names import new_snapshot_id
+from icecore.store.format.surroundings import KEY, encode_surroundings
 from icecore.text import host_name
 
 _RUNNING_SECONDS = 5.0
@@ -136,11 +137,14 @@ def _manifest(
         window_seconds=result.window_seconds,
         hints=stored.hints,
         hints_digest=stored.hints_digest,
-        extra=encode_records(
-            run=recorded_run(target.record) if target.record else None,
-            gpus=devices.describe(tree.pids) if devices else None,
-            resident=devices.describe_resident(tree.pids) if devices else None,
-        ),
+        extra={
+            **encode_records(
+                run=recorded_run(target.record) if target.record else None,
+                gpus=devices.describe(tree.pids) if devices else None,
+                resident=devices.describe_resident(tree.pids) if devices else None,
+            ),
+            KEY: encode_surroundings(tree.surroundings),
+        },
     )
 
 
@@ -170,4 +174,4 @@ def recorded_run(record: RunRecord) -> Run:
 def _restore_options(request: Request, accepted: Accepted) -> list[str]:
     """Return the options that a restore of this dump must give to CRIU."""
     options = ["--shell-job"] if accepted.shell_job else []
-    return [*options, "--tcp-close"] if request.options.tcp == "close" else options
+    return [*options, "--tcp-close"] if request.options.connections == "close" else options

@@ -21,8 +21,14 @@ from icecore.dumper.phases.request import Request
 from icecore.errors import DumpFailed
 from icecore.events import Event, Phase, phase
 from icecore.host.criu.hidden import hides
-from icecore.host.criu.program import DumpArguments, lazy_dump_command, stream_dump_command
-from icecore.host.cuda.holder import plugin_folder
+from icecore.host.criu.program import (
+    SOCKETS_PLUGIN,
+    DumpArguments,
+    lazy_dump_command,
+    plugin_folder,
+    stream_dump_command,
+)
+from icecore.host.cuda.holder import require_plugin
 from icecore.host.jobs.namespaces import dump_options, dump_prefix
 
 _STREAM_SECONDS = 60.0
@@ -139,7 +145,7 @@ def _criu_command(request: Request, accepted: Accepted, ready: Ready) -> list[st
     own = dump_options(target.pid, record) if record else []
     prefix = dump_prefix(target.pid, record) if record else []
     arguments = DumpArguments(
-        connections=options.tcp,
+        connections=options.connections,
         network_lock="skip",
         file_locks=True,
         external_unix=True,
@@ -150,7 +156,7 @@ def _criu_command(request: Request, accepted: Accepted, ready: Ready) -> list[st
         extra=(
             "--link-remap",
             *("--action-script", "{hold}"),
-            *(["--skip-in-flight"] if options.tcp == "close" else []),
+            *(["--skip-in-flight"] if options.connections == "close" else []),
             *_plugins(request, ready),
             *own,
         ),
@@ -177,10 +183,11 @@ def _criu_command(request: Request, accepted: Accepted, ready: Ready) -> list[st
 
 
 def _plugins(request: Request, ready: Ready) -> list[str]:
-    """Name the directory of CRIU's plugins. CRIU must not use its default directory: its plugin for
-    CUDA would make the driver's calls a second time.
-    """
-    folder = request.options.criu_plugins
+    """Name the directory of CRIU's plugins."""
+    others = request.options.criu_plugins
+    own = [SOCKETS_PLUGIN] if SOCKETS_PLUGIN.exists() else []
     if ready.devices is not None:
-        folder = str(plugin_folder(ready.images / "plugins", folder))
-    return ["--libdir", folder] if folder else []
+        own.append(require_plugin())
+    if not own:
+        return ["--libdir", others] if others else []
+    return ["--libdir", str(plugin_folder(ready.images / "plugins", others, own))]

@@ -9,11 +9,12 @@ import re
 import socket
 import stat
 from collections.abc import Iterator
+from itertools import islice
 
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection, mount_ids
 from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
 from icecore.dumper.preflight.checks import Refusal, in_hosts
-from icecore.host.criu.program import has_plugin
+from icecore.host.criu.program import SOCKETS_PLUGIN, has_plugin
 from icecore.host.kernel import procfs
 
 #: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices). Resident memory that the
@@ -36,6 +37,8 @@ _KNOWN_ANON = {
 #: The character devices that it can dump: memory (null, zero, random, …), terminals, serial lines,
 #: pseudo-terminals.
 _KNOWN_MAJORS = {1, 4, 5, *range(136, 144), 188, 204}
+#: Connections that are named, each with a search for its other end.
+_MOST_NAMED = 8
 _TUN, _AUTOFS = (10, 200), (10, 235)
 _PROTOCOLS = {
     "TCP",
@@ -258,34 +261,68 @@ def internet(found: Inspection) -> list[Refusal]:
 
 
 def unix_peers(found: Inspection) -> list[Refusal]:
-    """Refuse connections to unix sockets outside the tree, which CRIU cannot dump, except datagram
-    sockets that are connected to a named one.
+    """Refuse connections to unix sockets outside the tree where CRIU's plugin for them was not
+    built, except datagram sockets that are connected to a named one.
+    """
+    if SOCKETS_PLUGIN.exists():
+        return []
+    return [
+        Refusal(
+            "unix-peer",
+            f"{_leads_out(pid, descriptor, who)}, and {SOCKETS_PLUGIN.name} was not built, with which CRIU dumps such sockets",
+            "install a C compiler, then icecore once more",
+        )
+        for pid, descriptor, who in islice(_outside_peers(found), _MOST_NAMED)
+    ]
+
+
+def closed_peers(found: Inspection) -> list[Refusal]:
+    """Warn of connections to unix sockets outside the tree: a restored job finds them closed. The
+    clients that a server has accepted are expected to come again, so they are not named.
+    """
+    if not SOCKETS_PLUGIN.exists():
+        return []
+    return [
+        Refusal(
+            "unix-peer",
+            f"{_leads_out(pid, descriptor, who)}: after a restore, this connection is closed",
+            "have the job connect again when it finds a connection closed",
+        )
+        for pid, descriptor, who in islice(_outside_peers(found, accepted=False), _MOST_NAMED)
+    ]
+
+
+def _leads_out(pid: int, descriptor: int, who: str) -> str:
+    return f"descriptor {descriptor} of process {pid} is a unix socket that is connected to {who or 'a socket'} outside its tree"
+
+
+def _outside_peers(found: Inspection, *, accepted: bool = True) -> Iterator[tuple[int, int, str]]:
+    """Yield process, descriptor and the peer's process of each connection out of the tree that CRIU
+    does not restore.
+
+    Args:
+        accepted: Yield those, too, that a listening socket of the tree has accepted.
     """
     ours = {
         one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix
     }
     if not ours or not in_hosts(found, "net"):
-        return []
+        return
     try:
         known = unix_sockets()
     except OSError:
-        return []  # a kernel without unix_diag: CRIU needs it too and reports it
-    out = []
+        return  # a kernel without unix_diag: CRIU needs it too and reports it
     for inode, (pid, descriptor) in ours.items():
-        peer = known[inode].peer if inode in known else 0
+        own = known.get(inode)
+        peer = own.peer if own is not None else 0
         if not peer or peer in ours or _datagram_to_name(known.get(peer)):
+            continue
+        if own is not None and own.named and own.kind != socket.SOCK_DGRAM and not accepted:
             continue
         who = owner(peer)
         if found.resident is not None and pid in found.resident.pids and "icecore-keeper" in who:
             continue  # the preload's socket, which the preload closes before the window
-        out.append(
-            Refusal(
-                "unix-peer",
-                f"descriptor {descriptor} of process {pid} is a unix socket that is connected to {who or 'a socket'} outside its tree",
-                "close the connection before the dump, or start the job with 'icecore run', which gives it none",
-            )
-        )
-    return out
+        yield pid, descriptor, who
 
 
 def _datagram_to_name(peer: UnixSocket | None) -> bool:

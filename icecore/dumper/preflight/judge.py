@@ -61,6 +61,7 @@ CHECKS: tuple[Check, ...] = (
 
 WARNINGS: tuple[Check, ...] = (
     checks_descriptors.loose_pipes,
+    checks_descriptors.closed_peers,
     checks.message_queues,
     checks_gpu.nvml,
 )

@@ -95,7 +95,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             r"External socket is used|ext-unix-sk|Runaway unix|is not part of dumpee",
             "unix-peer",
             "a unix socket is connected to a process outside the tree",
-            "include the peer in the job, or allow external unix sockets",
+            "make icecore's plugin for CRIU: install a C compiler, then icecore once more",
         ),
         (
             r"Some file locks are hold",

@@ -15,6 +15,7 @@ from icecore.errors import Damaged
 from icecore.host.criu.images import (
     COMMON,
     FDINFO,
+    FILES,
     GHOST,
     GHOST_FILE,
     REGULAR_FILE,
@@ -32,9 +33,12 @@ from icecore.host.criu.images import (
 )
 from icecore.host.criu.protobuf import Message, WireError
 
-_IDS = 0x54432030
+_IDS, _FS = 0x54432030, 0x51403912
 _FILE_ID, _FILE_TYPE, _FILE_DESCRIPTOR = 1, 3, 4
 _FILES_ID, _GHOST_USER = 2, 1
+_WORKS_IN, _ROOT = 1, 2
+_FIFO = 3  # fdinfo.proto, fd_types
+_ENTRY_TYPE, _ENTRY_ID, _ENTRY_FIFO, _FIFO_FILE = 1, 2, 17, 3
 #: More than the message before a ghost file's content takes, whose one text is a symbolic link's
 #: target.
 _GHOST_HEAD = 8192
@@ -74,6 +78,7 @@ class OpenedImages:
             for file in load_files(folder)
             if not file.external
         }
+        self._fifos = _fifos(folder)
 
     def descriptors(self, pid: int) -> dict[int, OpenedFile]:
         """Return the descriptors of a process by number; ``pid`` as in the images. A process that
@@ -84,12 +89,25 @@ class OpenedImages:
         except FileNotFoundError:
             return {}
         entries = read_image(self._folder / f"fdinfo-{ids.integer(_FILES_ID)}.img", FDINFO)
-        regular = (entry for entry in entries if entry.integer(_FILE_TYPE) == REGULAR_FILE)
-        return {
-            entry.integer(_FILE_DESCRIPTOR): self._files[entry.integer(_FILE_ID)]
-            for entry in regular
-            if entry.integer(_FILE_ID) in self._files
-        }
+        found = {}
+        for entry in entries:
+            number, kind = entry.integer(_FILE_ID), entry.integer(_FILE_TYPE)
+            if kind == _FIFO:
+                number = self._fifos.get(number, -1)
+            if kind in (REGULAR_FILE, _FIFO) and number in self._files:
+                found[entry.integer(_FILE_DESCRIPTOR)] = self._files[number]
+        return found
+
+    def directories(self, pid: int) -> dict[str, OpenedFile]:
+        """Return the working and the root directory of a process, "cwd" and "root"; ``pid`` as in
+        the images. A process that had ended has none.
+        """
+        try:
+            (own,) = read_image(self._folder / f"fs-{pid}.img", _FS)
+        except FileNotFoundError:
+            return {}
+        ids = {"cwd": own.integer(_WORKS_IN), "root": own.integer(_ROOT)}
+        return {name: self._files[one] for name, one in ids.items() if one in self._files}
 
     def mappings(self, pid: int) -> Iterator[tuple[int, int, OpenedFile]]:
         """Yield start, end and file of a process's mappings in address order; ``pid`` as in the
@@ -104,6 +122,15 @@ class OpenedImages:
         for vma in chosen[np.argsort(chosen["start"], kind="stable")]:
             if (opened := self._files.get(int(vma["shmid"]))) is not None:
                 yield int(vma["start"]), int(vma["end"]), opened
+
+
+def _fifos(folder: Path) -> dict[int, int]:
+    """Map the id of each FIFO to that of the file that says where it lies."""
+    return {
+        entry.integer(_ENTRY_ID): entry.message(_ENTRY_FIFO).integer(_FIFO_FILE)
+        for entry in read_image(folder / "files.img", FILES)
+        if entry.integer(_ENTRY_TYPE) == _FIFO
+    }
 
 
 def _ghost_user(folder: Path, number: int) -> int:

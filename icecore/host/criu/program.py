@@ -9,11 +9,12 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from icecore.errors import MissingTool
+from icecore.errors import MissingTool, NotFound
 from icecore.host.criu.log import Diagnosis, diagnose
 from icecore.host.kernel.limits import kernel_version
 
@@ -24,6 +25,8 @@ _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
 #: compiler.
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
+#: CRIU's plugin for connections to unix sockets outside of the tree (icecore/host/criu/sockets.c).
+SOCKETS_PLUGIN = Path(__file__).with_name("libicecore-sockets.so")
 _HIDDEN = "ICECORE_HIDDEN"
 
 Version = tuple[int, int, int]
@@ -175,6 +178,30 @@ def has_plugin(folder: str, name: str) -> bool:
     none.
     """
     return bool(folder) and (Path(folder) / f"{name}_plugin.so").is_file()
+
+
+def plugin_folder(folder: Path, others: str, own: Sequence[Path]) -> Path:
+    """Make a directory of CRIU's plugins (``--libdir``), with ours. CRIU must not use its default
+    directory: its plugin for CUDA would make the driver's calls a second time.
+
+    Args:
+        folder: Is made.
+        others: A directory of other plugins that CRIU is to load too; "": none.
+        own: Ours.
+
+    Raises:
+        NotFound: There is no such directory.
+    """
+    if others and not Path(others).is_dir():
+        raise NotFound(
+            f"there is no directory {others}",
+            cure="name the one that has CRIU's plugins (--criu-plugins)",
+        )
+    folder.mkdir(exist_ok=True)
+    every = (*(Path(others).glob("*.so") if others else ()), *own)
+    for name, plugin in {plugin.name: plugin for plugin in every}.items():
+        (folder / name).symlink_to(plugin.absolute())
+    return folder
 
 
 @dataclass(frozen=True, kw_only=True)

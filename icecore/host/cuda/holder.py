@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.errors import IcecoreError, MissingTool, NotFound
+from icecore.errors import IcecoreError, MissingTool
 from icecore.host.rpc import packets
 
 #: CRIU's plugin; not there where the build found no compiler.
@@ -54,31 +54,15 @@ def replaced_mappings(images: Path) -> set[str]:
     return paths | {path.removesuffix(_DELETED) for path in paths}
 
 
-def plugin_folder(folder: Path, others: str) -> Path:
-    """Make a directory of CRIU's plugins (``--libdir``), with ours.
-
-    Args:
-        folder: Is made.
-        others: A directory of other plugins that CRIU is to load too; "": none.
+def require_plugin() -> Path:
+    """Return the plugin.
 
     Raises:
-        MissingTool: Ours was not built.
-        NotFound: There is no such directory.
+        MissingTool: It was not built.
     """
-    if others and not Path(others).is_dir():
-        raise NotFound(
-            f"there is no directory {others}",
-            cure="name the one that has CRIU's plugins (--criu-plugins)",
-        )
     if not PLUGIN.exists():
         raise MissingTool(LACK[0], cure=LACK[1])
-    folder.mkdir(exist_ok=True)
-    plugins = {
-        plugin.name: plugin for plugin in (*(Path(others).glob("*.so") if others else ()), PLUGIN)
-    }
-    for name, plugin in plugins.items():
-        (folder / name).symlink_to(plugin.absolute())
-    return folder
+    return PLUGIN
 
 
 def dump_environment(holder: int, kinds: Sequence[str]) -> dict[str, str]:

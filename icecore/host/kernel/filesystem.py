@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import platform
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -31,6 +32,11 @@ _SETGROUPS = {"x86_64": 116, "aarch64": 159}
 #: renames all the time.
 _TRIES = 100
 _NO_CHANGE = 0xFFFFFFFF
+
+#: statx(2): what is asked for, and where the answer lies in struct statx.
+_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _STATX_BTIME = -100, 0x100, 0x800
+_STATX_BYTES = 256
+_BIRTH = struct.Struct("=I76xqI")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.renameat2.argtypes = [
@@ -84,6 +90,22 @@ def rename(directory: int, old: str, new: str, flags: int = 0) -> None:
     if _libc.renameat2(directory, os.fsencode(old), directory, os.fsencode(new), flags):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), old, None, new)
+
+
+def birth_ns(path: str) -> int:
+    """Return when a file was made (statx(2)), ns since the epoch; a link is not followed.
+
+    Raises:
+        OSError: There is no such file, or its file system does not record that time (EOPNOTSUPP).
+    """
+    about = ctypes.create_string_buffer(_STATX_BYTES)
+    if _libc.statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, about):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+    known, seconds, rest = _BIRTH.unpack_from(about)
+    if not known & _STATX_BTIME:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
+    return int(seconds) * 1_000_000_000 + int(rest)
 
 
 @contextmanager

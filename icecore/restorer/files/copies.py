@@ -102,7 +102,8 @@ def plan_copies(
             for file in files
             if file.writable
             or file.path in before
-            or (file.path in stored and not _unchanged(file))
+            # Where there is none, the snapshot's is put in place: it covers nothing.
+            or (file.path in stored and os.path.lexists(file.path) and not _unchanged(file))
         ]
         extra: list[str] = []
     elif before:

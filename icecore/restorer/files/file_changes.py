@@ -9,6 +9,7 @@ got. Files that another process put there meanwhile stay unchanged and are repor
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -195,6 +196,7 @@ def undo(
         What could not be undone, a sentence each: the named files were not touched.
     """
     left: list[str] = []
+    _open_up(files, made)
     for located in reversed(changes):
         with _told(left, located.path):
             if located.change.kind == "put":
@@ -204,12 +206,30 @@ def undo(
                     files.unlink(located.place, located.change.new, located.owner)
             else:
                 _write_back(files, journal, located, left)
-    for directory, place in reversed(made):
-        known = directory.inode or has(place)
-        if known is not None:
-            with suppress(OSError):
-                files.rmdir(MadeDirectory(place, known), Owner(directory.user, directory.group))
+    for one, place in reversed(made):
+        with suppress(OSError):
+            _unmake(files, one, place)
     return left
+
+
+def _open_up(files: JobFiles, made: Sequence[tuple[Made, Place]]) -> None:
+    """Let the owner change directories again that were made without that right."""
+    for one, place in made:
+        if one.mode is not None and one.inode is not None and one.mode & 0o300 != 0o300:
+            with suppress(OSError, RestoreFailed):
+                owner = Owner(one.user, one.group)
+                files.settle_directory(MadeDirectory(place, one.inode), owner, 0o700, None)
+
+
+def _unmake(files: JobFiles, one: Made, place: Place) -> None:
+    """Remove a directory that was made, or the socket that CRIU made in one."""
+    owner, about = Owner(one.user, one.group), place.stat()
+    if about is None:
+        return
+    if one.kind == "directory":
+        files.rmdir(MadeDirectory(place, one.inode or inode_of(about)), owner)
+    elif stat.S_ISSOCK(about.st_mode):
+        files.unlink(place, inode_of(about), owner)
 
 
 def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:

@@ -61,14 +61,22 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A directory that was missing. ``inode`` None: it was not made yet, or its maker ended before
-    recording it.
+    """A directory that was missing, or the name of a socket that CRIU makes in one.
+
+    Attributes:
+        inode: Which directory it is; None: it was not made yet, or its maker ended before recording
+            it.
+        mode, mtime_ns: What a directory gets once all that belongs into it is there; None: it keeps
+            what it was made with.
     """
 
     path: bytes
     user: int
     group: int
     inode: Inode | None = None
+    mode: int | None = None
+    mtime_ns: int | None = None
+    kind: Literal["directory", "socket"] = "directory"
 
 
 class Record(msgspec.Struct, frozen=True):

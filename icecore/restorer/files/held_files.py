@@ -34,6 +34,8 @@ def require_files(
     expected: Set[Inode],
     own: tuple[str, ...] = (),
     given: Set[str] = frozenset(),
+    *,
+    surroundings: bool = False,
 ) -> None:
     """Return if every regular file that CRIU opened for the processes is one of ``expected``.
 
@@ -45,6 +47,7 @@ def require_files(
         own: Beginnings of paths where the instance has file systems of its own.
         given: Recorded paths whose files CRIU inherits instead of opening them. Those that its
             plugin replaces are added.
+        surroundings: Check directories and FIFOs, too: ``expected`` contains them.
 
     Raises:
         RestoreFailed: One is not.
@@ -53,16 +56,25 @@ def require_files(
     given = given | replaced_mappings(images)
     for pid in procfs.tree(root):
         with suppress(NotFound):  # it ended meanwhile
-            _require_of_process(pid, opened, expected, own, given)
+            _require_of_process(pid, opened, expected, own, given, surroundings)
 
 
 def _require_of_process(
-    pid: int, opened: OpenedImages, expected: Set[Inode], own: tuple[str, ...], given: Set[str]
+    pid: int,
+    opened: OpenedImages,
+    expected: Set[Inode],
+    own: tuple[str, ...],
+    given: Set[str],
+    surroundings: bool,
 ) -> None:
     recorded = procfs.status(pid).own_pid
     links = [
         (f"/proc/{pid}/fd/{number}", file) for number, file in opened.descriptors(recorded).items()
     ]
+    if surroundings:
+        links += [
+            (f"/proc/{pid}/{name}", file) for name, file in opened.directories(recorded).items()
+        ]
     mapped = list(opened.mappings(recorded))
     if mapped:
         starts = [start for start, _, _ in mapped]
@@ -79,11 +91,39 @@ def _require_of_process(
             target, about = os.readlink(link), os.stat(link)
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if not _is_right(file, target, about, expected, own):
+        if surroundings and _is_around(about):
+            right = _is_right_place(file, target, about, expected, own)
+        else:
+            right = _is_right(file, target, about, expected, own)
+        if not right:
             raise RestoreFailed(
                 f"CRIU opened {target} for process {pid}, which is not the file that was checked: it was replaced during the restore",
                 cure="keep others from changing the directories of the job's files, then restore again",
             )
+
+
+def _is_around(about: os.stat_result) -> bool:
+    return stat.S_ISDIR(about.st_mode) or stat.S_ISFIFO(about.st_mode)
+
+
+def _is_right_place(
+    opened: OpenedFile,
+    target: str,
+    about: os.stat_result,
+    expected: Set[Inode],
+    own: tuple[str, ...],
+) -> bool:
+    """Return whether CRIU opened the directory or FIFO that the images mean."""
+    path, mode = opened.file.path, opened.file.mode
+    if mode and stat.S_IFMT(mode) != stat.S_IFMT(about.st_mode):
+        return False
+    if path == "/" or opened.ghost_user is not None:
+        return opened.ghost_user is None or about.st_uid == opened.ghost_user
+    if inode_of(about) in expected:
+        return True
+    if path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY):
+        return target.removesuffix(_DELETED) == path
+    return any(f"{path}/".startswith(beginning) for beginning in own)
 
 
 def _is_right(

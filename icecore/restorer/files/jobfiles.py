@@ -9,8 +9,11 @@ Public surface:
   links refused unless root alone could make them.
 - `JobFiles.make_directories(path, owner)`: the missing directories of a path, made as the owner;
   returns what it made (`MadeDirectory`).
+- `JobFiles.make_directory(path, owner)`: one directory with access for its owner only;
+  `JobFiles.settle_directory(made, …)` gives it its mode and time.
 - `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the
   start; its descriptor.
+- `JobFiles.create_fifo(place, owner)`: a FIFO in the same way; `JobFiles.settle_fifo(…)`.
 - `JobFiles.open_path(place, known)`: an O_PATH descriptor of the file ``known`` at a place.
 - `JobFiles.open_inode(place, known, owner, flags)`: the file at a place, if it is that very regular
   file and belongs to that owner.
@@ -160,7 +163,94 @@ class JobFiles:
             )
         return [*made, MadeDirectory(place, inode_of(about))]
 
+    def settle_directory(
+        self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None
+    ) -> None:
+        """Give a directory that was made its group, its mode and its time, as its owner.
+
+        Args:
+            mtime_ns: ns since the epoch; None: it keeps its time.
+
+        Raises:
+            PathRefused: It was replaced.
+            OSError: As fchmod(2).
+        """
+        self._do(lambda: self._settle_directory(made, owner, mode, mtime_ns))
+
+    @staticmethod
+    def _settle_directory(
+        made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None
+    ) -> None:
+        # The owner need not have access to the directory above. Nothing else is opened than a
+        # directory, and it is not read.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(made.place.name, flags, dir_fd=made.place.directory.descriptor)
+        try:
+            about = os.fstat(descriptor)
+            if inode_of(about) != made.inode or about.st_uid != owner.user:
+                path = os.path.join(made.place.directory.path, made.place.name)
+                raise PathRefused(
+                    f"another user replaced the directory {path} during the restore",
+                    cure="keep others from writing to its parent directory",
+                )
+            _give(descriptor, owner)
+            with acting_as(*owner, [owner.group]):
+                os.fchmod(descriptor, mode)
+                if mtime_ns is not None:
+                    os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+        finally:
+            os.close(descriptor)
+
     # -- files
+
+    def create_fifo(self, place: Place, owner: Owner) -> int:
+        """Create a FIFO for ``owner``, with mode 0600; returns an O_PATH descriptor of it.
+
+        Raises:
+            PathRefused: Another user replaced it meanwhile.
+            OSError: FileExistsError: the name is taken, by whatever. Others as mkfifo(3).
+        """
+        return self._do(lambda: self._create_fifo(place, owner))
+
+    def _create_fifo(self, place: Place, owner: Owner) -> int:
+        directory = place.directory
+        self._as_allowed(
+            directory,
+            owner,
+            lambda: os.mkfifo(place.name, 0o600, dir_fd=directory.descriptor),
+        )
+        if directory.root_only:
+            # No other user can have replaced it there.
+            os.chown(place.name, *owner, dir_fd=directory.descriptor, follow_symlinks=False)
+        found = os.open(
+            place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor
+        )
+        about = os.fstat(found)
+        if not stat.S_ISFIFO(about.st_mode) or about.st_uid != owner.user or about.st_nlink != 1:
+            os.close(found)
+            raise PathRefused(
+                f"another user replaced a FIFO in {directory.path} during its creation",
+                cure="keep others from writing to that directory",
+            )
+        return found
+
+    def settle_fifo(self, descriptor: int, owner: Owner, mode: int) -> None:
+        """Give a FIFO that was created its group and mode, as its owner.
+
+        Args:
+            descriptor: From `create_fifo`.
+        """
+        self._do(lambda: self._settle_fifo(descriptor, owner, mode))
+
+    @staticmethod
+    def _settle_fifo(descriptor: int, owner: Owner, mode: int) -> None:
+        # The descriptor's own link names this inode and no other.
+        name = f"/proc/self/fd/{descriptor}"
+        about = os.fstat(descriptor)
+        if (about.st_uid, about.st_gid) != owner:
+            os.chown(name, *owner)
+        with acting_as(*owner, [owner.group]):
+            os.chmod(name, mode)
 
     def create(self, place: Place, owner: Owner) -> int:
         """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import blake3
 
+from icecore.host.kernel.elf import build_id
 from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
 from icecore.store.format.manifest import Manifest, OpenFile
+from icecore.store.format.surroundings import Folder, SocketName
 
 FilesMode = Literal["auto", "restore", "truncate", "leave"]
 _HASH_PIECE = 1 << 20
@@ -39,15 +41,17 @@ class Action:
     Attributes:
         kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its
             content in place (another name of it is still there), or ``truncate`` it to its recorded
-            size.
+            size; ``fifo``: make a FIFO.
         file: What the snapshot recorded.
-        size, mtime_ns: Of the file that is there now; None for ``create``.
+        size, mtime_ns: Of the file that is there now; None for ``create`` and ``fifo``.
+        content: Its content, if that is known already; None: its cells hold it.
     """
 
-    kind: Literal["create", "replace", "rewrite", "truncate"]
+    kind: Literal["create", "replace", "rewrite", "truncate", "fifo"]
     file: OpenFile
     size: int | None = None
     mtime_ns: int | None = None
+    content: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,16 @@ class FilePlan:
         untouched: The files that stay as they are: the job must get these and no others.
         exposed: Whether users other than root can change where some path leads before CRIU opens
             it.
+        folders: Directories that are missing and will be made, parents first.
+        sockets: Names that CRIU makes in one of these.
     """
 
     actions: list[Action]
     problems: list[Problem]
     untouched: frozenset[Inode] = frozenset()
     exposed: bool = False
+    folders: tuple[Folder, ...] = ()
+    sockets: tuple[SocketName, ...] = ()
 
     def joined(self, other: FilePlan) -> FilePlan:
         """Return one plan of both."""
@@ -74,6 +82,8 @@ class FilePlan:
             [*self.problems, *other.problems],
             self.untouched | other.untouched,
             self.exposed or other.exposed,
+            self.folders + other.folders,
+            self.sockets + other.sockets,
         )
 
 
@@ -84,6 +94,7 @@ def plan_files(
     root: str = "",
     skip: Set[str] = frozenset(),
     verify: bool = False,
+    programs: Mapping[str, str] | None = None,
 ) -> FilePlan:
     """Compare the files on this machine with what the snapshot recorded.
 
@@ -93,7 +104,9 @@ def plan_files(
         root: What the paths are relative to, for a job with a private root.
         skip: Files that the new instance does not get by path.
         verify: Compare the content of read-only files whose hash was recorded.
+        programs: Path of each mapped program or library → its build id, or empty.
     """
+    programs = programs or {}
     actions: list[Action] = []
     problems: list[Problem] = []
     untouched: set[Inode] = set()
@@ -106,9 +119,13 @@ def plan_files(
             if file.policy == "absent" or file.path in skip:
                 continue
             has_content = file.policy == "content" and file.path in stored
-            outcome = _plan_one(
-                paths, file, has_content, "restore" if mode == "auto" else mode, verify
-            )
+            chosen: FilesMode = "restore" if mode == "auto" else mode
+            if file.path in programs and not file.writable:
+                outcome = _plan_program(
+                    paths, file, has_content, chosen, programs[file.path], verify
+                )
+            else:
+                outcome = _plan_one(paths, file, has_content, chosen, verify)
             if isinstance(outcome, Action):
                 actions.append(outcome)
             elif isinstance(outcome, Problem):
@@ -123,23 +140,12 @@ def _plan_one(
     paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool
 ) -> Action | Problem | Inode:
     """Return what happens to a file, why it cannot be restored, or which one it is if it stays."""
-    try:
-        place = paths.locate(file.path)
-        now = place.stat()
-    except FileNotFoundError:
-        now = None
-    except PathRefused as error:
-        return Problem(file.path, error.message, error.cure)
-    except OSError as error:
-        return Problem(
-            file.path, f"cannot examine it: {error.strerror}", "run as a user who may read it"
-        )
-    if now is None:
-        if has_content and mode == "restore":
-            return Action("rewrite" if same_inode(paths.locate, file) else "create", file)
-        return Problem(file.path, "it is missing", _cure_for_content(file, has_content, mode))
-    if not stat.S_ISREG(now.st_mode):
-        return Problem(file.path, "it is not a regular file any more", "move it away")
+    found = _find(paths, file)
+    if isinstance(found, Problem):
+        return found
+    if found is None:
+        return _plan_missing(paths, file, has_content, mode)
+    place, now = found
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
         return Action("replace", file, now.st_size, now.st_mtime_ns)
@@ -170,6 +176,99 @@ def _plan_one(
     return Problem(
         file.path, message, "restore the old file, or accept the new one with --files leave"
     )
+
+
+def _find(paths: JobPaths, file: OpenFile) -> tuple[Place, os.stat_result] | Problem | None:
+    """Return where a regular file is, why it cannot be used, or None: it is missing."""
+    try:
+        place = paths.locate(file.path)
+        now = place.stat()
+    except FileNotFoundError:
+        return None
+    except PathRefused as error:
+        return Problem(file.path, error.message, error.cure)
+    except OSError as error:
+        return Problem(
+            file.path, f"cannot examine it: {error.strerror}", "run as a user who may read it"
+        )
+    if now is None:
+        return None
+    if not stat.S_ISREG(now.st_mode):
+        return Problem(file.path, "it is not a regular file any more", "move it away")
+    return place, now
+
+
+def _plan_missing(
+    paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode
+) -> Action | Problem:
+    if mode != "restore" or not (has_content or not file.size):
+        return Problem(file.path, "it is missing", _cure_for_content(file, has_content, mode))
+    content = None if has_content else b""
+    if same_inode(paths.locate, file):
+        return Action("rewrite", file, content=content)
+    return Action("create", file, content=content)
+
+
+def _plan_program(
+    paths: JobPaths,
+    file: OpenFile,
+    has_content: bool,
+    mode: FilesMode,
+    expected: str,
+    verify: bool,
+) -> Action | Problem | Inode:
+    """Plan as `_plan_one` for a program or library, which is never replaced: other processes may
+    have it mapped, and others rely on it.
+
+    Args:
+        expected: Its build id; empty: size and mtime tell.
+    """
+    found = _find(paths, file)
+    if isinstance(found, Problem):
+        return found
+    if found is None:
+        return _plan_missing(paths, file, has_content, mode)
+    place, now = found
+    actual = _build_id_at(place) if expected else ""
+    if expected and actual != expected:
+        message = f"it is another build: the job has mapped build id {expected}, this file has {actual or 'none'}"
+    elif now.st_size != file.size:
+        message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
+    elif (
+        not expected
+        and mode != "leave"
+        and file.mtime_ns not in (0, now.st_mtime_ns)
+        and not (verify and file.digest and _digest_at(place) == file.digest)
+    ):
+        message = "it was modified since the snapshot was taken (same size, other time)"
+    elif _of_another(paths, file, now):
+        message = f"it belongs to user {now.st_uid}, but belonged to user {file.user} when the snapshot was taken; the job would get access to it"
+    else:
+        return inode_of(now)
+    return Problem(file.path, message, _cure_for_program(has_content, expected))
+
+
+def _cure_for_program(has_content: bool, expected: str) -> str:
+    install = "install the version that the job ran with"
+    if not expected:
+        install += ", or accept a file of the same size with --files leave"
+    if has_content:
+        return f"{install}, or give the job the one in the snapshot: --files-to DIR"
+    return f"{install}; a dump with --with-files keeps it in the snapshot, for --files-to DIR"
+
+
+def _build_id_at(place: Place) -> str:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(place.name, flags, dir_fd=place.directory.descriptor)
+    except OSError:
+        return ""
+    try:
+        return build_id(descriptor)
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
 
 
 def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:

@@ -20,10 +20,11 @@ from icecore.errors import RestoreFailed
 from icecore.restorer.files.file_changes import Located, apply, finish, leave_originals, undo
 from icecore.restorer.files.file_journal import Change, FileJournal, Made, record_of
 from icecore.restorer.files.filewriter import FileTarget
-from icecore.restorer.files.jobfiles import Inode, JobFiles, Owner, inode_of
+from icecore.restorer.files.jobfiles import Inode, JobFiles, MadeDirectory, Owner, inode_of
 from icecore.restorer.files.jobpaths import Place
 from icecore.restorer.files.plan import Action, same_inode
 from icecore.restorer.plan.cells import SpaceCells
+from icecore.store.format.surroundings import Folder, SocketName
 
 
 @contextmanager
@@ -59,6 +60,8 @@ class PutBack:
         state: icecore's state directory, for the journal.
         root: As for `plan_files`.
         snapshot: Its id, for the journal.
+        folders: Directories that are missing, parents first.
+        sockets: Names that CRIU will make in them.
     """
 
     def __init__(
@@ -68,8 +71,12 @@ class PutBack:
         state: Path,
         root: str = "",
         snapshot: str = "",
+        folders: Sequence[Folder] = (),
+        sockets: Sequence[SocketName] = (),
     ) -> None:
         self._actions = list(actions)
+        self._folders = {folder.path: folder for folder in folders}
+        self._sockets = list(sockets)
         self._cells = cells
         self._state = state
         self._root = root
@@ -86,7 +93,7 @@ class PutBack:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._actions)
+        return bool(self._actions or self._folders)
 
     # -- before
 
@@ -98,7 +105,7 @@ class PutBack:
             RestoreFailed: A directory or file cannot be made.
             PathRefused: A path leads through a link that others can make.
         """
-        if not self._actions:
+        if not self:
             return
         with _failing(f"use {self._root or '/'} as the job's root"):
             files = self._files = JobFiles(self._root)
@@ -130,37 +137,56 @@ class PutBack:
     def _missing_directories(self, files: JobFiles) -> list[Made]:
         """Return the directories to make, outermost first."""
         missing: dict[str, Made] = {}
-        for action in self._actions:
-            folder, above = os.path.dirname(action.file.path), []
+        above_files = [os.path.dirname(action.file.path) for action in self._actions]
+        owners = [Owner(action.file.user, action.file.group) for action in self._actions]
+        for wanted, owner in zip(
+            [*self._folders, *above_files],
+            [*(Owner(one.user, one.group) for one in self._folders.values()), *owners],
+            strict=True,
+        ):
+            folder, above = wanted, []
             while folder not in missing:
                 try:
                     files.directory(folder)
                     break
                 except FileNotFoundError:
-                    above.append(Made(os.fsencode(folder), action.file.user, action.file.group))
+                    above.append(self._missing(folder, owner))
                     folder = os.path.dirname(folder)
                 except OSError as error:
-                    raise RestoreFailed(
-                        f"cannot use {folder} for {action.file.path}: {error.strerror}"
-                    ) from error
+                    raise RestoreFailed(f"cannot use {folder}: {error.strerror}") from error
             missing |= {os.fsdecode(made.path): made for made in reversed(above)}
         return list(missing.values())
+
+    def _missing(self, folder: str, owner: Owner) -> Made:
+        """Return the record of a directory: as it was, if the snapshot recorded that."""
+        known = self._folders.get(folder)
+        if known is None:
+            return Made(os.fsencode(folder), *owner)
+        return Made(
+            os.fsencode(folder), known.user, known.group, mode=known.mode, mtime_ns=known.mtime_ns
+        )
 
     def _make_directories(self, files: JobFiles, missing: Sequence[Made]) -> None:
         for made in missing:
             folder = os.fsdecode(made.path)
+            mode = 0o755 if made.mode is None else 0o700  # for now
             with _failing(f"make {folder}", "make it, or let the files' owner make it"):
-                for one in files.make_directories(folder, Owner(made.user, made.group)):
+                owner = Owner(made.user, made.group)
+                for one in files.make_directories(folder, owner, mode):
                     self._made.append((msgspec.structs.replace(made, inode=one.inode), one.place))
+                    if made.mode is not None:  # whoever could make something in it can do so
+                        files.settle_directory(one, owner, made.mode | 0o700, None)
+        for socket in self._sockets:
+            parent, name = os.path.split(socket.path)
+            record = Made(os.fsencode(socket.path), socket.user, socket.group, kind="socket")
+            self._made.append((record, Place(files.directory(parent), name)))
 
     def _planned(self, number: int, action: Action) -> Change:
         """Return the record that is written before anything is made."""
         file = action.file
         temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
         return Change(
-            kind={"create": "put", "replace": "put", "rewrite": "rewrite", "truncate": "truncate"}[
-                action.kind
-            ],  # type: ignore[arg-type]
+            kind=action.kind if action.kind in ("rewrite", "truncate") else "put",
             path=os.fsencode(file.path),
             user=file.user,
             group=file.group,
@@ -186,6 +212,10 @@ class PutBack:
                 raise RestoreFailed(
                     f"{file.path} is not a regular file any more", cure="move it away"
                 )
+            if about is not None and (action.kind == "fifo" or action.content is not None):
+                raise RestoreFailed(
+                    f"{file.path} appeared while it was being restored", cure="restore again"
+                )
             if about is None and change.saved:  # changed in place
                 raise RestoreFailed(
                     f"{name} disappeared while it was being restored", cure="restore again"
@@ -204,15 +234,12 @@ class PutBack:
                 change = msgspec.structs.replace(change, user=about.st_uid, group=about.st_gid)
             located = Located(change, place)
             if change.temporary:
-                cells = self._cells(file.path)
-                descriptor = files.create(located.temporary, located.owner)
+                descriptor = self._create(files, action, located)
                 located = replace(
                     located,
                     change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))),
                 )
                 self._prepared.append(_Prepared(action, located, descriptor))
-                shown = os.path.join(place.directory.path, located.temporary.name)
-                self.targets.append(FileTarget(shown, file.size, cells, descriptor=descriptor))
             else:
                 self._prepared.append(_Prepared(action, located))
             if action.kind == "rewrite":
@@ -226,6 +253,21 @@ class PutBack:
                     source=os.fsencode(name),
                 )
                 self._links.append(Located(link, files.locate(file.path)))
+
+    def _create(self, files: JobFiles, action: Action, located: Located) -> int:
+        """Create the new file beside the old one; return its descriptor. What is known already is
+        written, the rest becomes a target.
+        """
+        if action.kind == "fifo":
+            return files.create_fifo(located.temporary, located.owner)
+        cells = self._cells(action.file.path) if action.content is None else None
+        descriptor = files.create(located.temporary, located.owner)
+        if cells is None:
+            os.pwrite(descriptor, action.content or b"", 0)
+        else:
+            shown = os.path.join(located.place.directory.path, located.temporary.name)
+            self.targets.append(FileTarget(shown, action.file.size, cells, descriptor=descriptor))
+        return descriptor
 
     # -- during
 
@@ -245,14 +287,25 @@ class PutBack:
         for prepared in self._prepared:
             if prepared.descriptor is None:
                 continue
-            with _failing(f"give {prepared.action.file.path} its owner and mode"):
-                if self._files.settle(prepared.descriptor, prepared.action.file):
-                    without_bits.append(prepared.action.file.path)
+            file = prepared.action.file
+            with _failing(f"give {file.path} its owner and mode"):
+                if prepared.action.kind == "fifo":
+                    owner = Owner(file.user, file.group)
+                    self._files.settle_fifo(prepared.descriptor, owner, file.mode)
+                elif self._files.settle(prepared.descriptor, file):
+                    without_bits.append(file.path)
         self._close_descriptors()
         with _failing(f"write {self.journal.folder}", "free space there"):
             self._sealing.result()
         for located in self._located:
             apply(self._files, self.journal, located)
+        for made, place in reversed(self._made):
+            if made.mode is not None and made.inode is not None:
+                owner = Owner(made.user, made.group)
+                with _failing(f"give {os.fsdecode(made.path)} its mode"):
+                    self._files.settle_directory(
+                        MadeDirectory(place, made.inode), owner, made.mode, made.mtime_ns
+                    )
         return without_bits
 
     def hand_over(self) -> None:
@@ -270,13 +323,11 @@ class PutBack:
 
     @property
     def inodes(self) -> frozenset[Inode]:
-        """Return the restored files that the job must have open."""
+        """Return the restored files and directories that the job must have open."""
         changes = [located.change for located in self._located]
-        return frozenset(
-            known
-            for change in changes
-            if (known := change.old if change.saved else change.new) is not None
-        )
+        found = [change.old if change.saved else change.new for change in changes]
+        found += [made.inode for made, _ in self._made]
+        return frozenset(known for known in found if known is not None)
 
     # -- after
 

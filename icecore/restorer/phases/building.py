@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.events import phase
-from icecore.host.criu.program import restore_environment
+from icecore.host.criu.program import plugin_folder, restore_environment
 from icecore.host.cuda import holder as plugin
 from icecore.restorer import workingset
 from icecore.restorer.files.images import FILE_NAME
@@ -108,5 +108,6 @@ def _plugins(attempt: Attempt, images: Path, resources: Resources) -> list[str]:
     """
     folder = attempt.options.criu_plugins
     if resources.devices is not None or (images / plugin.RECORD).exists():
-        folder = str(plugin.plugin_folder(images.with_name("plugins"), folder))
+        own = [plugin.require_plugin()]
+        folder = str(plugin_folder(images.with_name("plugins"), folder, own))
     return ["--libdir", folder] if folder else []

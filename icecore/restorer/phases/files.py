@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import forget_sizes
+from icecore.host.criu.socket_images import can_connect, drop_datagrams, outside_datagrams
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
@@ -39,6 +41,7 @@ from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.restorer.tree import Tree
 from icecore.store.format.manifest import Space
+from icecore.store.format.surroundings import KEY
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,13 @@ class ExpectedFiles:
         inodes: Those that were put back or left as they are.
         places: Paths that the instance has for itself begin with one of these.
         given: Files that CRIU is handed as descriptors.
+        surroundings: Whether ``inodes`` contains directories and FIFOs, too.
     """
 
     inodes: frozenset[Inode]
     places: tuple[str, ...]
     given: frozenset[str]
+    surroundings: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ def prepare_files(
             attempt.state,
             attempt.options.root,
             attempt.snapshot,
+            plan.requirements.files.folders,
+            plan.requirements.files.sockets,
         )
         put_back.prepare()
         logs = _logs(restoring, spaces)
@@ -130,6 +137,7 @@ def prepare_files(
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
+        _drop_datagrams(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
         log_sizes: Mapping[Stream, int] = {}
         if restoring is not None:
@@ -153,7 +161,12 @@ def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:
     expected = prepared.expected
     if expected is not None and tree.held:
         require_files(
-            tree.root(), workspace.images, expected.inodes, expected.places, expected.given
+            tree.root(),
+            workspace.images,
+            expected.inodes,
+            expected.places,
+            expected.given,
+            surroundings=expected.surroundings,
         )
     prepared.put_back.hand_over()
 
@@ -222,6 +235,20 @@ def _exchange(attempt: Attempt, workspace: Workspace, put_back: PutBack) -> None
         attempt.emit(Event("restore.warning", {"name": "mode", "message": message}))
 
 
+def _drop_datagrams(attempt: Attempt, plan: Plan, images: Path) -> None:
+    """Leave datagram sockets unconnected whose peer outside of the tree is missing here, such as a
+    log daemon's: programs connect again once a send fails, as after a restart of that daemon.
+    """
+    outside = plan.manifest.namespaces.network != "host"
+    missing = {
+        one.inode
+        for one in outside_datagrams(images)
+        if not can_connect(one, attempt.options.root, own_network=outside)
+    }
+    if missing:
+        drop_datagrams(images, missing)
+
+
 def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
     """Return what the tree may have open; None if that is unknown (imported images), or if only
     root could change where a path leads.
@@ -235,7 +262,9 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
         given |= set(plan.record.files.values())
         if plan.record.isolation.root:
             places = (f"{INSTANCE_MOUNT}/", *OWN_FOLDERS)
-    return ExpectedFiles(files.untouched | put_back.inodes, places, frozenset(given))
+    return ExpectedFiles(
+        files.untouched | put_back.inodes, places, frozenset(given), KEY in plan.manifest.extra
+    )
 
 
 def _start_device_file(

@@ -1,0 +1,198 @@
+"""Plans what a restore makes around the job's open files where it is absent: directories, FIFOs,
+pid and lock files. Nothing is changed here (`icecore.restorer.files.put_back` does that), and
+nothing that exists is changed at all.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+
+import msgspec
+
+from icecore.errors import Damaged
+from icecore.restorer.files.jobfiles import Inode, inode_of
+from icecore.restorer.files.jobpaths import JobPaths, PathRefused, components
+from icecore.restorer.files.plan import Action, FilePlan, FilesMode, Problem
+from icecore.store.format.manifest import OpenFile
+from icecore.store.format.surroundings import Folder, Named, SmallFile, SocketName, Surroundings
+
+#: Paths for which directories stay open together.
+_AT_ONCE = 200
+
+
+@dataclass
+class _Planning:
+    """The plan as far as it has been made."""
+
+    paths: JobPaths
+    actions: list[Action] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    folders: list[Folder] = field(default_factory=list)
+    untouched: set[Inode] = field(default_factory=set)
+    exposed: bool = False
+
+    def look(self, path: str) -> os.stat_result | None:
+        """Return what is at a path; None: nothing.
+
+        Raises:
+            PathRefused: A component is a link that users other than root could make.
+            OSError: It cannot be examined.
+        """
+        try:
+            return self.paths.locate(path).stat()
+        except FileNotFoundError:
+            return None
+
+    def note(self, path: str, about: os.stat_result | None) -> None:
+        """Note something that the job must get, and no other in its place."""
+        if about is not None:
+            self.untouched.add(inode_of(about))
+        self.exposed = self.exposed or not self.paths.guarded(os.path.dirname(path))
+
+
+def plan_surroundings(
+    found: Surroundings | None,
+    mode: FilesMode,
+    *,
+    root: str = "",
+    is_own: Callable[[str], bool] = lambda path: False,
+) -> FilePlan:
+    """Compare what the snapshot recorded with what is there.
+
+    Args:
+        found: The record; None: the snapshot has none, and nothing is made.
+        mode: As in `icecore.restorer.options.RestoreOptions`: without ``restore`` no pid or lock
+            file is made.
+        root: What the paths are relative to, for a job with a private root.
+        is_own: Whether the new instance has something of its own at a path.
+    """
+    if found is None:
+        return FilePlan([], [])
+    with JobPaths(root) as paths:
+        planning = _Planning(paths)
+        every: list[Named] = [*found.folders, *found.fifos]
+        if mode in ("auto", "restore"):
+            every += found.small
+        for number, one in enumerate(every):
+            if number % _AT_ONCE == 0:
+                paths.forget()
+            if not is_own(one.path):
+                _plan_one(planning, one)
+    made = {folder.path for folder in planning.folders}
+    sockets = []
+    for one in found.sockets:
+        folder = os.path.dirname(one.place)
+        if is_own(one.path):
+            continue
+        if folder in made:
+            sockets.append(msgspec.structs.replace(one, path=one.place, folder=""))
+        if not _leads_to(one, root, made):
+            message = "the job has a unix socket of this name, and its directory is missing"
+            problem = Problem(one.path, message, f"make {os.path.dirname(one.path)}")
+            planning.problems.append(problem)
+    return FilePlan(
+        planning.actions,
+        planning.problems,
+        frozenset(planning.untouched),
+        planning.exposed,
+        tuple(planning.folders),
+        tuple(sockets),
+    )
+
+
+def _leads_to(one: SocketName, root: str, made: Set[str]) -> bool:
+    """Return whether CRIU will find the directory of a socket's name: it binds the name as the job
+    did, through symbolic links.
+    """
+    named, folder = os.path.dirname(one.path), os.path.dirname(one.place)
+    if folder not in made:
+        return os.path.isdir(root + named)
+    top = os.path.realpath(root or "/").rstrip("/")
+    return named == folder or os.path.realpath(root + named) == top + folder
+
+
+def _plan_one(planning: _Planning, one: Named) -> None:
+    components(one.path)
+    try:
+        about = planning.look(one.path)
+    except PathRefused as error:
+        planning.problems.append(Problem(one.path, error.message, error.cure))
+        return
+    except NotADirectoryError:
+        message = "a directory on the way to it is another kind of file now"
+        planning.problems.append(Problem(one.path, message, "move that away"))
+        return
+    except OSError as error:
+        planning.problems.append(
+            Problem(
+                one.path,
+                f"cannot examine it: {error.strerror}",
+                "run as a user who may read it",
+            )
+        )
+        return
+    if isinstance(one, Folder):
+        _plan_folder(planning, one, about)
+    elif isinstance(one, SmallFile):
+        if about is None:
+            planning.actions.append(Action("create", _as_file(one), content=_content(one)))
+    else:
+        _plan_fifo(planning, one, about)
+
+
+def _plan_folder(planning: _Planning, one: Folder, about: os.stat_result | None) -> None:
+    if about is None:
+        planning.folders.append(one)
+    elif not stat.S_ISDIR(about.st_mode):
+        planning.problems.append(Problem(one.path, "it is no directory any more", "move it away"))
+    elif one.opened and (problem := _other_mode(one, about)):
+        planning.problems.append(problem)
+    if one.opened:
+        planning.note(one.path, about)
+
+
+def _plan_fifo(planning: _Planning, one: Named, about: os.stat_result | None) -> None:
+    if about is None:
+        planning.actions.append(Action("fifo", _as_file(one)))
+    elif not stat.S_ISFIFO(about.st_mode):
+        planning.problems.append(Problem(one.path, "it is no FIFO any more", "move it away"))
+    elif problem := _other_mode(one, about):
+        planning.problems.append(problem)
+    planning.note(one.path, about)
+
+
+def _other_mode(one: Named, about: os.stat_result) -> Problem | None:
+    """Return the problem of something that CRIU would refuse to open."""
+    now = stat.S_IMODE(about.st_mode)
+    if now == one.mode:
+        return None
+    message = f"its mode is {now:o}, {one.mode:o} when the snapshot was taken"
+    return Problem(one.path, message, f"'chmod {one.mode:o} {one.path}', or move it away")
+
+
+def _as_file(one: Named) -> OpenFile:
+    """Return a file as the manifest records open ones."""
+    time = one.mtime_ns if isinstance(one, SmallFile) else 0
+    size = len(_content(one)) if isinstance(one, SmallFile) else 0
+    return OpenFile(
+        path=one.path,
+        size=size,
+        mtime_ns=time,
+        inode=0,
+        device=0,
+        mode=one.mode,
+        user=one.user,
+        group=one.group,
+        writable=False,
+        policy="content",
+    )
+
+
+def _content(one: SmallFile) -> bytes:
+    try:
+        return one.data
+    except ValueError as error:
+        raise Damaged("manifest", "of the snapshot", f"{one.path!a}: {error}") from error
