@@ -328,10 +328,7 @@ def _withheld_words(fields: Mapping[str, Any]) -> str:
 
 
 def _limits_words(fields: Mapping[str, Any]) -> str:
-    return (
-        f"warning: limits of the job are lower than wanted: {', '.join(fields['short'])};"
-        " raising them requires CAP_SYS_RESOURCE"
-    )
+    return f"warning: limits of the job are lower than wanted: {', '.join(fields['short'])}"
 
 
 def _window_words(fields: Mapping[str, Any]) -> list[str]:
