@@ -471,7 +471,9 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
 
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
+    from icecore.host.jobs.identity import user_name
     from icecore.output import left_words
+    from icecore.restorer.owner import snapshot_owner
     from icecore.store.format.contract import left_to_driver
 
     repository, record = context.repository().locate(arguments.snapshot)
@@ -489,6 +491,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         sum(length for stays, length in device if stays is which) for which in (True, False)
     )
     left = left_to_driver(manifest)
+    owner = snapshot_owner(manifest)
     details: dict[str, Value] = {
         "snapshot": manifest.snapshot,
         "host": manifest.host,
@@ -506,6 +509,8 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         "resident_bytes": resident,
         "moved_bytes": moved,
         "left": dict(left),
+        "user": owner,
+        "user_name": user_name(owner),
     }
     output.result("snapshot.details", details)
     if not output.as_json:
@@ -514,6 +519,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("job", manifest.job),
             ("lineage", manifest.lineage),
             ("parent", manifest.parent or "none"),
+            ("user", user_name(owner)),
             ("taken", f"{units.moment(manifest.created_ns / 1e9)} on {manifest.host}"),
             ("window", units.seconds(manifest.window_seconds)),
             ("host memory", f"{units.size(host)} of data"),

@@ -168,6 +168,8 @@ def recorded_run(record: RunRecord) -> Run:
         init=record.init,
         files_to=record.files_to,
         copies=record.copies,
+        user=record.user,
+        user_name=record.user_name,
     )
 
 

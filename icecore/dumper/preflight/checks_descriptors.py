@@ -216,7 +216,12 @@ def mounts(found: Inspection) -> list[Refusal]:
                 Refusal(
                     "mount",
                     f"process {process.pid} uses files on mounts that it does not see: {'; '.join(hidden[:3])}",
-                    "have it close or reopen them; or start the job with 'icecore run', with a private root if it needs its own mounts or message queues",
+                    "have it close or reopen them"
+                    + (
+                        ""
+                        if found.run is not None and found.run.isolation.root
+                        else "; or start the job with 'icecore run --root private' if it needs its own mounts or message queues"
+                    ),
                 )
             )
     return out
@@ -356,7 +361,9 @@ def loose_pipes(found: Inspection) -> list[Refusal]:
                 Refusal(
                     "pipe",
                     f"the other end of descriptor {number} of process {pid} is outside its tree: after a restore, {after}",
-                    "start the job with 'icecore run', or with its output in files",
+                    "start the job with 'icecore run', or with its output in files"
+                    if found.run is None
+                    else "have the job open files instead of pipes that lead outside of it",
                 )
             )
     return out

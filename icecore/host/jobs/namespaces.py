@@ -128,6 +128,7 @@ class RunRecord:
         files_to: Directory of the instance's own copies of files, each under its whole path; empty:
             it has none.
         copies: The files, by the path at which the processes see them.
+        user, user_name: Whose job it is: the uid with which its command was started, and its name.
     """
 
     name: str
@@ -139,6 +140,8 @@ class RunRecord:
     init: bytes
     files_to: str = ""
     copies: list[str] = field(default_factory=list)
+    user: int = 0
+    user_name: str = "root"
 
     def is_own(self, path: str) -> bool:
         """Return whether a path in CRIU's images is the instance's own: nothing may be read or put

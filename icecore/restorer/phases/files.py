@@ -14,8 +14,9 @@ from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
-from icecore.host.criu.image_changes import forget_sizes
+from icecore.host.criu.image_changes import bound_limits, forget_sizes
 from icecore.host.criu.socket_images import can_connect, drop_datagrams, outside_datagrams
+from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
@@ -80,6 +81,7 @@ class Prepared:
         put_back: The changes of the job's files.
         expected: What the tree may have open; None: nothing is checked.
         log_sizes: Bytes in the logs of the new instance.
+        limits: The limits that are lower than they were, a sentence each.
     """
 
     memory: Memory
@@ -88,6 +90,7 @@ class Prepared:
     put_back: PutBack
     expected: ExpectedFiles | None
     log_sizes: Mapping[Stream, int]
+    limits: list[str]
 
 
 def prepare_files(
@@ -138,6 +141,7 @@ def prepare_files(
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
         _drop_datagrams(attempt, plan, folder)
+        limits = _bound_limits(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
         log_sizes: Mapping[Stream, int] = {}
         if restoring is not None:
@@ -147,7 +151,20 @@ def prepare_files(
             "files": len(put_back.targets) + len(logs),
             "page_image_bytes": sum(target.size for target in memory.page_images),
         }
-    return Prepared(memory, device_file, spaces.device_bytes(), put_back, expected, log_sizes)
+    device_bytes = spaces.device_bytes()
+    return Prepared(memory, device_file, device_bytes, put_back, expected, log_sizes, limits)
+
+
+def _bound_limits(attempt: Attempt, plan: Plan, folder: Path) -> list[str]:
+    """Lower the limits in CRIU's images to what they can be here; return a sentence on each."""
+    # The init of another user's job has root's limits, which are none of the job's.
+    foreign = plan.record is not None and plan.record.user != 0
+    init = plan.manifest.processes[0].image_id if foreign else 0
+    lowered = bound_limits(folder, highest_limits(attempt.options.identity), init)
+    short = [shortfall(number, *pair) for number, pair in sorted(lowered.items())]
+    if short:
+        attempt.emit(Event("restore.limits", {"snapshot": attempt.snapshot, "short": short}))
+    return short
 
 
 def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:

@@ -49,7 +49,8 @@ def let_run(
         "instance": job.instance if job is not None else "",
     }
     attempt.emit(Event("restore.running", fields))
-    return Restored(attempt.snapshot, pid, job, seconds, log_sizes=prepared.log_sizes)
+    sizes, limits = prepared.log_sizes, prepared.limits
+    return Restored(attempt.snapshot, pid, job, seconds, log_sizes=sizes, limits=limits)
 
 
 def remove_replaced(attempt: Attempt, prepared: Prepared) -> None:

@@ -94,6 +94,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         files_to: Absolute path of the directory of the instance's own copies of files, each under
             its whole path. Left out, like ``copies``, if there are none.
         copies: Absolute paths of these files as the job sees them.
+        user, user_name: The uid with which the job's command was started, and its name; whose
+            snapshot it is. Left out if it is root.
     """
 
     name: str
@@ -105,6 +107,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     init: bytes
     files_to: str = ""
     copies: Annotated[list[str], Words] = []
+    user: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)] = 0
+    user_name: str = "root"
 
 
 # -- device memory that the driver moved
@@ -254,6 +258,8 @@ def encode_records(
     """Return the records as the ``extra`` of a manifest; None: the job has none of that kind."""
     if run is not None and not run.copies:  # as before there were any, for versions without them
         run = msgspec.structs.replace(run, files_to="")
+    if run is not None and not run.user:
+        run = msgspec.structs.replace(run, user_name="root")
     records = {RUN: run, CUDA: gpus, RESIDENT: resident}
     return {
         name: json.dumps(msgspec.to_builtins(record))

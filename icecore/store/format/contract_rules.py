@@ -30,7 +30,7 @@ def run_faults(run: Run) -> Iterator[str]:
         yield "a private root needs its own pid namespace"
     files = (run.files.stdout, run.files.stderr, run.files.status, run.files.init)
     copies = [run.files_to or "/", *run.copies]
-    texts = [run.name, *run.command, run.cwd, *run.binds, *files, *copies]
+    texts = [run.name, *run.command, run.cwd, *run.binds, *files, *copies, run.user_name]
     if any(b"\0" in text.encode("utf-8", "surrogateescape") for text in texts):
         yield "a text contains a NUL"
     if len(run.init) > _MOST_INIT:
