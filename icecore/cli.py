@@ -25,6 +25,7 @@ from icecore.commands import (
     node,
     regions,
     repositories,
+    serve,
     snapshots,
     supervise,
     trust,
@@ -47,7 +48,7 @@ GROUPS = (
     ("snapshots", (snapshots,)),
     ("repositories", (repositories, trust)),
     ("replicas and exchange", (regions, exchange)),
-    ("node and keys", (keys, node, completion)),
+    ("node and keys", (keys, node, serve, completion)),
 )
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.

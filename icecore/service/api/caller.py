@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import socket
 import struct
 from contextlib import suppress
@@ -13,6 +12,7 @@ from enum import IntEnum
 from fnmatch import fnmatchcase
 
 from icecore.errors import Denied
+from icecore.host.jobs.identity import user_name
 from icecore.host.kernel import procfs
 
 _UCRED = struct.Struct("iII")
@@ -54,9 +54,7 @@ class Peer:
     def of(cls, connection: socket.socket) -> Peer:
         """Return the peer of a connected unix socket; `close` releases its pidfd."""
         level = socket.SOL_SOCKET
-        pid, uid, gid = _UCRED.unpack(
-            connection.getsockopt(level, socket.SO_PEERCRED, _UCRED.size)
-        )
+        pid, uid, gid = _UCRED.unpack(connection.getsockopt(level, socket.SO_PEERCRED, _UCRED.size))
         return cls(pid, uid, gid, _groups(connection), _pidfd(connection))
 
     @property
@@ -137,14 +135,6 @@ class Caller:
         return self.sees_all and "*" in self.jobs
 
 
-def user_name(uid: int) -> str:
-    """Return the name of a user, or its number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
 def of_peer(peer: Peer, *, admin_gid: int | None, others: Role) -> Caller:
     """Return the caller at the other end of a unix socket.
 
@@ -152,9 +142,7 @@ def of_peer(peer: Peer, *, admin_gid: int | None, others: Role) -> Caller:
         admin_gid: Members of this group see all, as root does.
         others: The role of all others, for their own jobs.
     """
-    is_admin = peer.uid == 0 or (
-        admin_gid is not None and admin_gid in (peer.gid, *peer.gids)
-    )
+    is_admin = peer.uid == 0 or (admin_gid is not None and admin_gid in (peer.gid, *peer.gids))
     return Caller(
         name=f"uid {peer.uid} ({user_name(peer.uid)})",
         kind="socket",

@@ -37,14 +37,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of what the service is sent; a field that it does not know is an error."""
 
 
-class Items(Model, Generic[T]):
+class Items(Model, Generic[T], frozen=True, kw_only=True):
     """One page of a list. ``next`` continues it (parameter ``after``); empty: this is the last."""
 
     items: list[T]
     next: str = ""
 
 
-class Reason(Model):
+class Reason(Model, frozen=True, kw_only=True):
     """One failed check."""
 
     name: str
@@ -52,7 +52,7 @@ class Reason(Model):
     cure: str = ""
 
 
-class Error(Model):
+class Error(Model, frozen=True, kw_only=True):
     """A problem (RFC 9457), with icecore's class of error, exit status and cure.
 
     ``type`` is ``about:blank``, or ``urn:icecore:error:CLASS``; ``detail`` is the message.
@@ -68,7 +68,7 @@ class Error(Model):
     reasons: list[Reason] = []
 
 
-class Schedule(Model):
+class Schedule(Model, frozen=True, kw_only=True):
     """What is known of a supervised job's snapshots."""
 
     snapshots: int = 0
@@ -81,7 +81,7 @@ class Schedule(Model):
     ran_seconds: float = 0.0
 
 
-class Job(Model):
+class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
     ``owner`` is the uid that it runs as; ``how`` says how it ended; ``log_bytes`` are the sizes of
@@ -110,7 +110,7 @@ class Job(Model):
     schedule: Schedule | None = None
 
 
-class Snapshot(Model):
+class Snapshot(Model, frozen=True, kw_only=True):
     """A committed snapshot, as `icecore ls` lists it. ``owner`` is null where it is not recorded."""
 
     snapshot: str
@@ -129,7 +129,7 @@ class Snapshot(Model):
     owner: int | None = None
 
 
-class SnapshotDetails(Model):
+class SnapshotDetails(Model, frozen=True, kw_only=True):
     """What a snapshot contains: the records of ``icecore show --json``."""
 
     snapshot: Snapshot
@@ -139,7 +139,7 @@ class SnapshotDetails(Model):
     files: list[dict[str, Any]]
 
 
-class Operation(Model):
+class Operation(Model, frozen=True, kw_only=True):
     """Work that a process of its own does.
 
     ``caller`` asked for it, ``owner`` is the uid of the job that it works on, ``attempt`` counts
@@ -164,7 +164,7 @@ class Operation(Model):
     result: dict[str, Any] = {}
 
 
-class Group(Model):
+class Group(Model, frozen=True, kw_only=True):
     """Sizes of one job or lineage."""
 
     name: str
@@ -174,7 +174,7 @@ class Group(Model):
     own: int
 
 
-class Codec(Model):
+class Codec(Model, frozen=True, kw_only=True):
     """Sizes by codec."""
 
     codec: str
@@ -183,7 +183,7 @@ class Codec(Model):
     logical: int
 
 
-class Repository(Model):
+class Repository(Model, frozen=True, kw_only=True):
     """A repository and its statistics."""
 
     location: str
@@ -205,7 +205,7 @@ class Repository(Model):
     codecs: list[Codec]
 
 
-class Finding(Model):
+class Finding(Model, frozen=True, kw_only=True):
     """One finding of ``icecore doctor``."""
 
     name: str
@@ -214,7 +214,7 @@ class Finding(Model):
     cure: str = ""
 
 
-class Staging(Model):
+class Staging(Model, frozen=True, kw_only=True):
     """The file system on which dumps and restores keep what they stage."""
 
     directory: str
@@ -222,7 +222,7 @@ class Staging(Model):
     free_bytes: int
 
 
-class Node(Model):
+class Node(Model, frozen=True, kw_only=True):
     """This node and its service."""
 
     host: str
@@ -233,7 +233,7 @@ class Node(Model):
     staging: list[Staging]
 
 
-class Self(Model):
+class Self(Model, frozen=True, kw_only=True):
     """The caller, as the service knows it."""
 
     name: str
@@ -244,7 +244,7 @@ class Self(Model):
     repository: str
 
 
-class Health(Model):
+class Health(Model, frozen=True, kw_only=True):
     """Whether the service works."""
 
     status: Literal["ok", "stopping"]
@@ -253,20 +253,20 @@ class Health(Model):
 # -- requests
 
 
-class Page(Request):
+class Page(Request, frozen=True, kw_only=True):
     """Parameters of lists."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1000
     after: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
-class JobsQuery(Page):
+class JobsQuery(Page, frozen=True, kw_only=True):
     """Parameters of the list of jobs."""
 
     all: bool = False
 
 
-class SnapshotsQuery(Page):
+class SnapshotsQuery(Page, frozen=True, kw_only=True):
     """Parameters of the list of snapshots. ``user`` is for callers that see all."""
 
     job: Annotated[str, msgspec.Meta(max_length=256)] = ""
@@ -274,19 +274,19 @@ class SnapshotsQuery(Page):
     user: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class SnapshotQuery(Request):
+class SnapshotQuery(Request, frozen=True, kw_only=True):
     """Parameters of routes to one snapshot. ``user`` is for callers that see all."""
 
     user: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class OperationsQuery(Page):
+class OperationsQuery(Page, frozen=True, kw_only=True):
     """Parameters of the list of operations."""
 
     state: State | None = None
 
 
-class LogsQuery(Request):
+class LogsQuery(Request, frozen=True, kw_only=True):
     """Parameters of a job's logs. ``stdout`` and ``stderr`` are offsets in bytes."""
 
     stream: Literal["both", "stdout", "stderr"] = "both"
@@ -295,18 +295,18 @@ class LogsQuery(Request):
     stderr: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
 
 
-class EventsQuery(Request):
+class EventsQuery(Request, frozen=True, kw_only=True):
     """Parameters of an operation's events. ``text`` includes what the command prints for people."""
 
     after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
     text: bool = False
 
 
-class Nothing(Request):
+class Nothing(Request, frozen=True, kw_only=True):
     """A request without fields."""
 
 
-class Retention(Request):
+class Retention(Request, frozen=True, kw_only=True):
     """A retention policy; -1 keeps all."""
 
     keep_last: Keep = 0
@@ -318,7 +318,7 @@ class Retention(Request):
     keep_within: Seconds = 0
 
 
-class Supervise(Request):
+class Supervise(Request, frozen=True, kw_only=True):
     """How a job is supervised: the options of ``icecore run`` with the same names.
 
     The commands run as root, so only callers of the role admin may give them.
@@ -340,7 +340,7 @@ class Supervise(Request):
     notice_url: Text | None = None
 
 
-class RunRequest(Request):
+class RunRequest(Request, frozen=True, kw_only=True):
     """Start a command as a job of the caller."""
 
     command: Annotated[list[Word], msgspec.Meta(min_length=1, max_length=1 << 16)]
@@ -358,7 +358,7 @@ class RunRequest(Request):
     supervise: Supervise | None = None
 
 
-class DumpRequest(Request):
+class DumpRequest(Request, frozen=True, kw_only=True):
     """Take a snapshot of a job; the options of ``icecore dump`` with the same names."""
 
     stop: bool = False
@@ -375,7 +375,7 @@ class DumpRequest(Request):
     gpu_shared: bool | None = None
 
 
-class RestoreRequest(Request):
+class RestoreRequest(Request, frozen=True, kw_only=True):
     """Restore a snapshot; the options of ``icecore restore`` with the same names."""
 
     dry_run: bool = False
@@ -388,20 +388,20 @@ class RestoreRequest(Request):
     gpu_map: Annotated[dict[Label, Label], msgspec.Meta(max_length=64)] = {}
 
 
-class ShowRequest(Request):
+class ShowRequest(Request, frozen=True, kw_only=True):
     """Print what a snapshot contains."""
 
     all: bool = False
 
 
-class DiffRequest(Request):
+class DiffRequest(Request, frozen=True, kw_only=True):
     """Compare a snapshot with an older one; empty: with its parent."""
 
     older: Id | Literal[""] = ""
     all: bool = False
 
 
-class MarkRequest(Request):
+class MarkRequest(Request, frozen=True, kw_only=True):
     """Pin or label a snapshot."""
 
     pin: bool | None = None
@@ -409,7 +409,7 @@ class MarkRequest(Request):
     remove_tags: Labels = []
 
 
-class ForgetRequest(Request):
+class ForgetRequest(Request, frozen=True, kw_only=True):
     """Forget snapshots: the named ones, or those that a policy does not keep of one job."""
 
     dry_run: bool = True
@@ -419,20 +419,26 @@ class ForgetRequest(Request):
     keep_tags: Labels = []
 
 
-class SignalRequest(Request):
+class SignalRequest(Request, frozen=True, kw_only=True):
     """Send a signal: a name without SIG, or a number."""
 
     signal: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9+]{1,16}$")] = "TERM"
 
 
-class GcRequest(Request):
+class GcRequest(Request, frozen=True, kw_only=True):
     """Free the space of forgotten snapshots."""
 
     dry_run: bool = True
     fence: Seconds | None = None
 
 
-class CheckRequest(Request):
+class CheckRequest(Request, frozen=True, kw_only=True):
     """Verify the objects that snapshots need; ``read_data`` is the share of data to read."""
 
     read_data: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class CancelRequest(Request, frozen=True, kw_only=True):
+    """Ask an operation to end: INT is Ctrl-C; TERM, HUP and USR1 are for supervised jobs."""
+
+    signal: Literal["INT", "TERM", "HUP", "USR1"] = "INT"

@@ -147,9 +147,7 @@ class Tokens:
         with self._changing() as tokens:
             left = [one for one in tokens if one.name != name]
             if len(left) == len(tokens):
-                raise NotFound(
-                    f"there is no token {name}", cure="'icecore token list' lists them"
-                )
+                raise NotFound(f"there is no token {name}", cure="'icecore token list' lists them")
             tokens[:] = left
 
     @contextmanager
