@@ -252,19 +252,20 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, str]:
-    """Return the job's environment: this process's without credentials, plus ``--env``."""
-    environment, held = job_environment(os.environ)
+    """Return the job's environment: the caller's without credentials, plus ``--env``."""
+    inherited = os.environ if context.origin is None else context.origin.environment
+    environment, held = job_environment(inherited)
     for pair in arguments.env:
         name, separator, value = pair.partition("=")
         if not name:
             raise UsageError(
                 f"--env {pair!r} is wrong", cure="write NAME=VALUE, or NAME to pass a variable on"
             )
-        if not separator and name not in os.environ:
+        if not separator and name not in inherited:
             raise UsageError(
                 f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE"
             )
-        environment[name] = value if separator else os.environ[name]
+        environment[name] = value if separator else inherited[name]
     held = [name for name in held if name not in environment]
     if held:
         context.output.event(Event("run.withheld", {"names": list(held)}))
