@@ -44,6 +44,8 @@ class RemoteJob(Job):
             restored_from=about["restored_from"],
             lineage=about["lineage"],
             snapshot=about["snapshot"],
+            user=about["owner"],
+            user_name=about["user"],
         )
         return cls(Path("/nonexistent"), known, service, about)
 

@@ -192,7 +192,7 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 def owner_of(job: Job) -> int:
     """Return the uid that a job runs as."""
-    return int(getattr(job.description, "user", 0))
+    return job.description.user
 
 
 async def blocking(call: Callable[..., T], *arguments: Any) -> T:

@@ -54,6 +54,7 @@ def as_job(call: Call, job: Job) -> models.Job:
         name=job.name,
         instance=job.instance,
         owner=owner_of(job),
+        user=job.description.user_name,
         state=job.state,
         pid=job.pid,
         created=known.created,

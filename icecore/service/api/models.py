@@ -84,13 +84,14 @@ class Schedule(Model, frozen=True, kw_only=True):
 class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
-    ``owner`` is the uid that it runs as; ``how`` says how it ended; ``log_bytes`` are the sizes of
+    ``owner`` is the uid that it runs as, ``user`` the name; ``how`` says how it ended; ``log_bytes`` are the sizes of
     its logs; ``isolation`` its namespaces; ``operation`` is the operation that supervises it.
     """
 
     name: str
     instance: str
     owner: int
+    user: str
     state: Literal["starting", "running", "ended", "failed"]
     pid: int
     created: float
