@@ -5,15 +5,19 @@ Repositories stay open between requests, because opening one takes as long as ma
 
 from __future__ import annotations
 
+import shlex
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from icecore import addressing, contained, passphrase
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.identity import user_name
+from icecore.private import components, is_own
 from icecore.repository import Repository
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.planning import run_record
@@ -142,6 +146,7 @@ class Repositories:
                 "no repository is configured for the service",
                 cure="set repository, or service.repository, in icecore.toml",
             )
+        _require_roots(where.location)
         return Repository.open(
             where.location,
             replicas=self._config.replicas if where.location == self._location else (),
@@ -209,6 +214,31 @@ class _Opened:
                 for one in found.forms
             ],
         )
+
+
+def _require_roots(location: str) -> None:
+    """Require that users cannot write to a repository in a directory: a restore runs what is in it
+    as root.
+
+    Raises:
+        UsageError: They can.
+    """
+    scheme, separator, rest = location.partition("://")
+    if separator and scheme != "file":
+        return  # a bucket: its permissions are the administrator's affair
+    path = Path(rest if separator else location).expanduser().absolute()
+    with suppress(FileNotFoundError):  # opening it says so
+        for one, found in components(path):
+            if not is_own(found) or (
+                found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+                and not stat.S_ISLNK(found.st_mode)
+                and not found.st_mode & stat.S_ISVTX
+            ):
+                raise UsageError(
+                    f"{location}: others can replace {one}, and a restore runs what the repository"
+                    " holds as root",
+                    cure=f"chown root {shlex.quote(one)}; chmod go-w {shlex.quote(one)}",
+                )
 
 
 def _group(found: Group) -> models.Group:
