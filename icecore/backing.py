@@ -46,6 +46,7 @@ class Repositories:
         self._location = location
         self._lock = threading.Lock()
         self._open: dict[str, _Opened] = {}
+        self._owners: dict[str, int] = {}
 
     def where(self, uid: int | None) -> Where:
         """Return the repository of a user; None: that of the administrators."""
@@ -63,7 +64,7 @@ class Repositories:
         """Return the snapshots in commit order, with their owners."""
         with self._opened(where) as opened:
             return [
-                as_snapshot(record, opened.owner(record))
+                as_snapshot(record, self._owner(opened.repository, record))
                 for record in opened.repository.snapshots()
             ]
 
@@ -77,7 +78,7 @@ class Repositories:
         with self._opened(where) as opened:
             record = opened.repository.find(snapshot)
             manifest = opened.repository.manifest(record)
-            listed = as_snapshot(record, opened.owner(record))
+            listed = as_snapshot(record, self._owner(opened.repository, record))
         return models.SnapshotDetails(
             snapshot=listed,
             details=jsonable(contained.details(manifest)),
@@ -117,28 +118,49 @@ class Repositories:
         """Close all repositories."""
         with self._lock:
             for one in self._open.values():
-                one.repository.close()
+                for repository in one.opened:
+                    repository.close()
             self._open.clear()
+
+    def _owner(self, repository: Repository, record: SnapshotRecord) -> int | None:
+        """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
+        key = f"{repository.id}/{record.manifest}"
+        owner = self._owners.get(key)
+        if owner is None:
+            try:
+                manifest = repository.manifest(record)
+                owner = owner_of(manifest, run_record(manifest))
+            except IcecoreError:  # damaged, or on a replica alone; maybe readable later
+                return None
+            if len(self._owners) >= _MOST_OWNERS:
+                self._owners.clear()
+            self._owners[key] = owner
+        return owner
 
     @contextmanager
     def _opened(self, where: Where) -> Iterator[_Opened]:
         """Lend an open repository; open it on first use."""
         with self._lock:
-            now = time.monotonic()
-            for location, one in list(self._open.items()):
-                if not one.users and now - one.used > _KEPT_SECONDS:
-                    self._open.pop(location).repository.close()
-            found = self._open.get(where.location)
-            if found is None:
-                opened = self._repository(where)
-                found = self._open[where.location] = _Opened(opened)
+            self._close_unused()
+            found = self._open.setdefault(where.location, _Opened())
             found.users += 1
         try:
+            with found.opening:  # others wait for this one alone
+                if not found.opened:
+                    found.opened.append(self._repository(where))
             yield found
         finally:
             with self._lock:
                 found.users -= 1
                 found.used = time.monotonic()
+
+    def _close_unused(self) -> None:
+        now = time.monotonic()
+        for location, one in list(self._open.items()):
+            if not one.users and (not one.opened or now - one.used > _KEPT_SECONDS):
+                del self._open[location]
+                for repository in one.opened:
+                    repository.close()
 
     def _repository(self, where: Where) -> Repository:
         if not where.location:
@@ -157,28 +179,20 @@ class Repositories:
 
 
 class _Opened:
-    """An open repository, with what is remembered of it."""
+    """A repository that is opened on first use, with what is remembered of it."""
 
-    def __init__(self, repository: Repository) -> None:
-        self.repository = repository
+    def __init__(self) -> None:
+        self.opened: list[Repository] = []
+        self.opening = threading.Lock()
         self.users = 0
         self.used = time.monotonic()
-        self._owners: dict[str, int | None] = {}
         self._counting = threading.Lock()
         self._counted: tuple[float, models.Repository] | None = None
 
-    def owner(self, record: SnapshotRecord) -> int | None:
-        """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
-        if record.snapshot not in self._owners:
-            try:
-                manifest = self.repository.manifest(record)
-                owner = owner_of(manifest, run_record(manifest))
-            except IcecoreError:  # damaged, or on a replica alone; maybe readable later
-                return None
-            if len(self._owners) >= _MOST_OWNERS:
-                self._owners.clear()
-            self._owners[record.snapshot] = owner
-        return self._owners[record.snapshot]
+    @property
+    def repository(self) -> Repository:
+        """The repository, once it is open."""
+        return self.opened[0]
 
     def statistics(self) -> models.Repository:
         """Return the statistics; one count at a time."""

@@ -404,6 +404,9 @@ class Operations:
     def _finish(self, entry: _Entry, result: Result, *, written: bool = False) -> None:
         if not written:
             files.write(entry.directory, "result.json", result)
+        if entry.stored.environment is not None:  # it may hold secrets, and nobody needs it now
+            entry.stored = msgspec.structs.replace(entry.stored, environment=None)
+            files.write(entry.directory, "request.json", entry.stored)
         entry.result = result
         entry.state = _final_state(result, cancelled=entry.cancelled)
         entry.changed.set()

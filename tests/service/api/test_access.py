@@ -22,9 +22,10 @@ from icecore.service.api.audit import Audit
 from icecore.service.api.caller import Caller, Peer, Role, of_peer
 from icecore.service.api.core import Where
 from icecore.service.api.limits import Rate
+from icecore.service.api.routes import Call
 from icecore.service.api.starting import identity_of
 from icecore.service.api.tokens import Tokens
-from tests.service.api.conftest import ALICE, BOB
+from tests.service.api.conftest import ALICE, BOB, Node
 
 
 def caller(uid: int | None, *, sees_all: bool = False, jobs: tuple[str, ...] = ("*",)) -> Caller:
@@ -99,18 +100,19 @@ def test_the_kernel_says_who_calls(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_caller_that_has_ended_starts_no_job(
-    connected: tuple[socket.socket, subprocess.Popen[bytes]],
+    node: Node, connected: tuple[socket.socket, subprocess.Popen[bytes]]
 ) -> None:
     import asyncio
 
     connection, process = connected
     peer = Peer.of(connection)
     alice = of_peer(peer, admin_gid=None, others=Role.OPERATE)
-    assert asyncio.run(identity_of(alice)).user == ALICE
+    call = Call(node.service, None, alice)  # type: ignore[arg-type]
+    assert asyncio.run(identity_of(call)).user == ALICE
     process.kill()
     process.wait()
     with pytest.raises(IcecoreError):
-        asyncio.run(identity_of(alice))
+        asyncio.run(identity_of(call))
     peer.close()
 
 
