@@ -125,7 +125,7 @@ def test_nothing_of_another_user_is_there(node: Node, go: Go) -> None:
     async def test(session: ClientSession) -> None:
         headers = node.token("alice", "admin", uid=ALICE)
         others = {**OTHERS, "operation": await an_operation(session, BOB)}
-        missing = {"job": "no", "snapshot": f"{9:032x}", "operation": "1" * 32}
+        missing = {"job": "absent", "snapshot": f"{9:032x}", "operation": "1" * 32}
         walked = 0
         for route in PRIVATE:
             if route.scope not in ("job", "snapshot", "operation"):
