@@ -339,9 +339,7 @@ class Operations:
         try:
             return self._entries[id]
         except KeyError:
-            raise NotFound(
-                f"there is no operation {id}", cure="GET /v1/operations lists them"
-            ) from None
+            raise unknown(id) from None
 
     def _know(self, entry: _Entry) -> None:
         self._entries[entry.stored.id] = entry
@@ -412,6 +410,11 @@ class Operations:
             error=error,
             result=result.result if result else {},
         )
+
+
+def unknown(id: str) -> NotFound:
+    """Return the error for an operation that does not exist, or not for this caller."""
+    return NotFound(f"there is no operation {id}", cure="GET /v1/operations lists them")
 
 
 def new_id() -> str:
