@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from icecore import config
 from icecore.commands import (
@@ -25,6 +25,7 @@ from icecore.commands import (
     node,
     regions,
     repositories,
+    serve,
     snapshots,
     supervise,
     trust,
@@ -34,12 +35,16 @@ from icecore.commands.context import (
     Commands,
     Context,
     Interrupted,
+    Origin,
     TopParser,
     load_numpy,
 )
-from icecore.errors import IcecoreError, StoreFull, UsageError
+from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep
 from icecore.output import Output
+
+if TYPE_CHECKING:
+    from icecore.remote.connection import Service
 
 #: The groups of commands in the order of the help text.
 GROUPS = (
@@ -47,11 +52,16 @@ GROUPS = (
     ("snapshots", (snapshots,)),
     ("repositories", (repositories, trust)),
     ("replicas and exchange", (regions, exchange)),
-    ("node and keys", (keys, node, completion)),
+    ("node and keys", (keys, node, serve, completion)),
 )
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
+#: Commands that the node service does for users who are not root.
+_OF_REPOSITORY = frozenset({"ls", "show", "diff", "mark", "forget"})
+_SERVED = _OF_REPOSITORY | {
+    *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore"),
+}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -104,6 +114,13 @@ def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
         help="read this configuration file after the standard ones (default: ICECORE_CONFIG)",
     )
     group.add_argument(
+        "--service",
+        metavar="SOCKET",
+        default=default(""),
+        help="let the node service at this socket do it (default: ICECORE_SERVICE; for users other"
+        " than root, the configured one, where it runs)",
+    )
+    group.add_argument(
         "--json",
         action="store_true",
         default=default(False),
@@ -128,19 +145,33 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return list(words[:at]), list(words[at + 1 :])
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+def main(
+    words: Sequence[str] | None = None,
+    *,
+    output: Output | None = None,
+    origin: Origin | None = None,
+) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        words: Default: this process's arguments.
+        output: Gets the output; default: this process's streams.
+        origin: Whose request this is, where the node service runs the command.
+    """
     own, rest = split_command(sys.argv[1:] if words is None else words)
     _prepare_streams()
-    output = Output(as_json="--json" in own, quiet=True)
+    recorder = output
+    output = output or Output(as_json="--json" in own, quiet=True)
     before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    if origin is not None and not origin.supervised:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threads_before = threading.excepthook
     threading.excepthook = lambda about: output.trace(
         "".join(traceback.format_exception(about.exc_type, about.exc_value, about.exc_traceback))
     )
     try:
         _require_utf8()
-        return _run(own, rest)
+        return _run(own, rest, recorder, origin)
     except IcecoreError as error:
         output.error(error)
         return error.exit_code
@@ -206,7 +237,9 @@ def _require_utf8() -> None:
         )
 
 
-def _run(words: list[str], rest: list[str] | None) -> int:
+def _run(
+    words: list[str], rest: list[str] | None, recorder: Output | None, origin: Origin | None
+) -> int:
     parser = build_parser()
     arguments = parser.parse_args(words)
     if arguments.version:
@@ -228,15 +261,43 @@ def _run(words: list[str], rest: list[str] | None) -> int:
     if arguments.numpy:
         load_numpy()
     with (
-        Output(as_json=arguments.json, quiet=arguments.quiet) as output,
-        Context(settings, output, arguments.repository or settings.repository) as context,
+        recorder or Output(as_json=arguments.json, quiet=arguments.quiet) as output,
+        Context(settings, output, arguments.repository or settings.repository, origin) as context,
     ):
-        if arguments.command in _OF_THIS_NODE:
+        if origin is None:
+            context.service = _service(arguments, settings)
+        if arguments.command in _OF_THIS_NODE and context.service is None:
             context.recover_files()
         for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
             sweep(workdir, output.event)
         status: int = arguments.run(arguments, context)
         return status
+
+
+def _service(arguments: argparse.Namespace, settings: config.Config) -> Service | None:
+    """Return the node service that does the command for this user; None: this process does it.
+
+    Raises:
+        ServiceFailed: The service that is named is not there.
+    """
+    if arguments.command not in _SERVED:
+        return None
+    named = arguments.service or os.environ.get("ICECORE_SERVICE", "")
+    if not named and os.geteuid() == 0:
+        return None
+    own = arguments.repository or os.environ.get("ICECORE_REPOSITORY")
+    if arguments.command in _OF_REPOSITORY and own and not arguments.service:
+        return None
+    from icecore.remote.connection import Service, is_there
+
+    if is_there(named or settings.service.socket):
+        return Service(named or settings.service.socket)
+    if named:
+        raise ServiceFailed(
+            f"there is no service of root or of this user at {named}",
+            cure="'icecore serve' runs it; correct --service or ICECORE_SERVICE",
+        )
+    return None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

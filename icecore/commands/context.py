@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
@@ -20,8 +20,11 @@ from icecore.output import Output
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.registry import Registry
+    from icecore.remote.connection import Service
     from icecore.repository import Repository
+    from icecore.store.format.state import SnapshotRecord
 
 Settings = TypeVar("Settings")
 #: Help texts that several commands share.
@@ -54,17 +57,36 @@ def load_numpy() -> None:
         del os.environ[_BLAS_THREADS]  # else jobs and hooks inherit it
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Whose request a command is, where the node service runs it.
+
+    Attributes:
+        identity: With which a job runs.
+        environment: Of a job.
+        supervised: The command supervises a job, and takes signals once it does.
+    """
+
+    identity: Identity | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    supervised: bool = False
+
+
 @dataclass
 class Context:
     """One run of the command line; a context manager that closes what it opened.
 
     Attributes:
         location: The repository's location; empty if none is configured.
+        origin: Whose request this is; None: this process's user's.
+        service: The node service that does it for this user; None: this process does it.
     """
 
     config: Config
     output: Output
     location: str
+    origin: Origin | None = None
+    service: Service | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
     _repository: Repository | None = None
 
@@ -93,8 +115,20 @@ class Context:
             self._repository = self._stack.enter_context(opened)
         return self._repository
 
+    def snapshots(self) -> list[SnapshotRecord]:
+        """Return the snapshots in commit order; of the service: those of this user."""
+        if self.service is None:
+            return self.repository().snapshots()
+        from icecore.remote.snapshots import listed
+
+        return listed(self.service)
+
     def registry(self) -> Registry:
-        """Return the registry of this node's jobs."""
+        """Return the registry of this node's jobs; of the service: those of this user."""
+        if self.service is not None:
+            from icecore.remote.jobs import RemoteRegistry
+
+            return RemoteRegistry(self.service)
         from icecore.host.jobs.registry import Registry
         from icecore.places import state_directory
 
@@ -124,7 +158,7 @@ class Context:
         Raises:
             NotFound: There is neither.
         """
-        if any(record.job == name for record in self.repository().snapshots()) or any(
+        if any(record.job == name for record in self.snapshots()) or any(
             job.name == name for job in self.registry().instances()
         ):
             return

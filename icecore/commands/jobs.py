@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.job import Job, LogPiece, Stream
     from icecore.host.jobs.registry import Registry
+    from icecore.remote.connection import Service
 
 
 def add(commands: Commands) -> None:
@@ -210,6 +211,12 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.keep_resident and arguments.rm:
         raise UsageError("--rm releases what --keep-resident keeps", cure="leave out one of them")
+    if _stdin_holds_something():
+        context.output.note(
+            "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
+        )
+    if context.service is not None:
+        return _run_through(context.service, arguments, context)
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
         pid=own.pid == "private",
@@ -217,12 +224,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         network=own.network == "private",
         root=own.root == "private",
     )
-    identity = _identity(arguments)
+    identity = _identity(arguments, context)
     environment = _environment(arguments, context, identity)
-    if _stdin_holds_something():
-        context.output.note(
-            "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
-        )
     registry = context.registry()
 
     def start() -> Job:
@@ -271,10 +274,31 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     return status
 
 
-def _identity(arguments: argparse.Namespace) -> Identity | None:
-    """Return the identity that ``--user`` or ``--like-process`` name; None: this process's."""
+def _run_through(service: Service, arguments: argparse.Namespace, context: Context) -> int:
+    """Run icecore run through the node service."""
+    from icecore.remote import commands as remote
+
+    supervised = supervise.is_wanted(arguments)
+    if supervised:
+        supervise.require(arguments, served=True)
+    return remote.run(
+        arguments,
+        context,
+        service,
+        supervised=supervised,
+        writer=lambda job: _Writer(job, context, "both").write,
+        followed=lambda job: follow(job, context),
+    )
+
+
+def _identity(arguments: argparse.Namespace, context: Context) -> Identity | None:
+    """Return the identity of the caller, or the one that ``--user`` or ``--like-process`` name;
+    None: this process's.
+    """
     from icecore.host.jobs.identity import Identity
 
+    if context.origin is not None:
+        return context.origin.identity
     if arguments.user and arguments.like_process is not None:
         raise UsageError("--user and --like-process both say whose job it is", cure="leave out one")
     if (arguments.user or arguments.like_process is not None) and os.geteuid() != 0:
@@ -292,6 +316,8 @@ def _environment(
     """Return the job's environment: this process's without credentials, the variables that name
     another user, plus ``--env``.
     """
+    if context.origin is not None:
+        return dict(context.origin.environment)
     environment, held = job_environment(os.environ)
     if identity is not None:
         environment.update(identity.environment())

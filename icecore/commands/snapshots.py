@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections import Counter
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from icecore.difference import Difference
     from icecore.restorer.files.plan import FilePlan
     from icecore.restorer.requirements import Requirements
-    from icecore.store.format.manifest import Manifest, Region
-    from icecore.store.format.state import SnapshotRecord
+    from icecore.store.format.manifest import Manifest
 
 _LARGEST = 20
 
@@ -263,6 +261,10 @@ def _add_restore(commands: Commands) -> None:
 
 def dump(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore dump."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.dump(arguments, context, context.service)
     from icecore import api
 
     settings = replace(context.config, dump=overridden(context.config.dump, arguments))
@@ -287,8 +289,18 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
 
 def restore(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore restore."""
-    from icecore import api
     from icecore.commands.jobs import follow
+
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.restore(
+            arguments,
+            context,
+            context.service,
+            lambda job, seen: follow(job, context, seen=seen),
+        )
+    from icecore import api
 
     settings = replace(context.config, restore=overridden(context.config.restore, arguments))
     options = replace(
@@ -300,6 +312,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         detach=not arguments.attach,
         register=not arguments.read_only,
         gpu_map=_gpu_map(arguments.gpu_map),
+        identity=context.origin.identity if context.origin is not None else None,
     )
     repository = context.repository()
     if arguments.dry_run:
@@ -403,9 +416,10 @@ def _report_files(plan: FilePlan, context: Context) -> None:
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore ls."""
+    from icecore import contained
     from icecore.addressing import shortest
 
-    everything = context.repository().snapshots()
+    everything = context.snapshots()
     if arguments.job:
         context.require_job(arguments.job)
     digits = shortest(everything)
@@ -413,7 +427,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     for record in everything:
         if arguments.job not in ("", record.job) or not set(arguments.tag) <= set(record.tags):
             continue
-        context.output.result("snapshot", snapshot_fields(record))
+        context.output.result("snapshot", contained.snapshot_fields(record))
         rows.append(
             [
                 record.snapshot[:digits],
@@ -450,27 +464,13 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
-    """Return a snapshot's record as the fields of an event."""
-    return {
-        "snapshot": record.snapshot,
-        "job": record.job,
-        "lineage": record.lineage,
-        "parent": record.parent,
-        "created": record.created_ns / 1e9,
-        "logical": record.logical,
-        "changed": record.changed,
-        "stored": record.stored,
-        "device": record.device,
-        "window_seconds": record.window_seconds,
-        "tags": list(record.tags),
-        "pinned": record.pinned,
-        "quarantined": record.quarantined,
-    }
-
-
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.show(arguments, context, context.service)
+    from icecore import contained
     from icecore.host.jobs.identity import user_name
     from icecore.output import left_words
     from icecore.restorer.owner import snapshot_owner
@@ -479,40 +479,12 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
     output, sizes = context.output, manifest.sizes
-    output.result("snapshot", snapshot_fields(record))
-    host = sizes.logical - sizes.device
-    device = [
-        (space.kind == "device", region.length)
-        for space in manifest.spaces
-        for region in space.regions
-        if region.kind == "device"
-    ]
-    resident, moved = (
-        sum(length for stays, length in device if stays is which) for which in (True, False)
-    )
+    output.result("snapshot", contained.snapshot_fields(record))
+    resident, moved = contained.device_bytes(manifest)
     left = left_to_driver(manifest)
     owner = snapshot_owner(manifest)
-    details: dict[str, Value] = {
-        "snapshot": manifest.snapshot,
-        "host": manifest.host,
-        "writer": manifest.writer,
-        "root_pid": manifest.root_pid,
-        "host_bytes": host,
-        "device_bytes": sizes.device,
-        "zero_bytes": sizes.zero,
-        "by_codec": dict(sizes.by_codec),
-        "architecture": manifest.requirements.architecture,
-        "kernel": manifest.requirements.kernel,
-        "criu": manifest.requirements.criu,
-        "own_namespaces": _namespaces(manifest),
-        "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
-        "resident_bytes": resident,
-        "moved_bytes": moved,
-        "left": dict(left),
-        "user": owner,
-        "user_name": user_name(owner),
-    }
-    output.result("snapshot.details", details)
+    host = sizes.logical - sizes.device
+    output.result("snapshot.details", contained.details(manifest))
     if not output.as_json:
         lines = [
             ("snapshot", manifest.snapshot),
@@ -526,7 +498,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             (
                 "device memory",
                 f"{units.size(sizes.device)} of data; {units.size(resident + moved)} including zeros"
-                if device
+                if resident + moved
                 else "none",
             ),
             *(
@@ -559,7 +531,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ),
             (
                 "namespaces",
-                f"own {' '.join(_namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
+                f"own {' '.join(contained.namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
             ),
             (
                 "GPUs",
@@ -579,28 +551,21 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def _namespaces(manifest: Manifest) -> list[str]:
-    own = manifest.namespaces
-    flags = (("pid", own.pid), ("ipc", own.ipc), ("mount", own.mount), ("uts", own.uts))
-    return [name for name, mine in flags if mine]
-
-
 def _codecs(by_codec: dict[str, int]) -> str:
     parts = sorted(by_codec.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {units.size(size)}" for name, size in parts if size) or "nothing"
 
 
+def _count(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
+
+
 def _show_processes(manifest: Manifest, context: Context) -> None:
+    from icecore import contained
+
     rows = []
-    for process in manifest.processes:
-        fields: dict[str, Value] = {
-            "pid": process.image_id,
-            "host_pid": process.pid,
-            "parent": process.parent,
-            "threads": process.threads,
-            "command": list(process.command),
-            "alive": process.alive,
-        }
+    for process, fields in zip(manifest.processes, contained.processes(manifest), strict=True):
         context.output.result("snapshot.process", fields)
         threads = str(process.threads) if process.alive else "zombie"
         rows.append(
@@ -620,39 +585,18 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
 
 
 def _show_regions(manifest: Manifest, context: Context) -> None:
-    """Print the regions by kind within each space: their number, and the size of their address
-    ranges, including absent pages.
-    """
-    spans: Counter[tuple[str, str, str]] = Counter()
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for space in manifest.spaces:
-        for region in space.regions:
-            key: tuple[str, str, str] = (
-                space.kind,
-                space.key if space.kind in ("process", "device") else "",
-                _kind(region),
-            )
-            spans[key] += region.length
-            counts[key] += 1
+    """Print the regions by kind within each space."""
+    from icecore import contained
+
     rows = []
-    for key, span in sorted(
-        spans.items(), key=lambda item: (item[0][0] != "process", item[0][0], item[0][1], -item[1])
-    ):
-        space_kind, space_key, kind = key
-        fields: dict[str, Value] = {
-            "space": space_kind,
-            "key": space_key,
-            "kind": kind,
-            "regions": counts[key],
-            "bytes": span,
-        }
+    for fields in contained.regions(manifest):
         context.output.result("snapshot.regions", fields)
         rows.append(
             [
-                f"{space_kind} {printable(space_key)}".strip(),
-                kind,
-                str(counts[key]),
-                units.size(span),
+                f"{fields['space']} {printable(str(fields['key']))}".strip(),
+                str(fields["kind"]),
+                str(fields["regions"]),
+                units.size(_count(fields["bytes"])),
             ]
         )
     context.output.line("")
@@ -661,28 +605,18 @@ def _show_regions(manifest: Manifest, context: Context) -> None:
     )
 
 
-def _kind(region: Region) -> str:
-    return region.kind or "anonymous"
-
-
 def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
-    files = sorted(manifest.files, key=lambda file: -file.size)
+    from icecore import contained
+
     rows = []
-    for file in files:
-        fields: dict[str, Value] = {
-            "path": file.path,
-            "bytes": file.size,
-            "writable": file.writable,
-            "policy": file.policy,
-            "mtime": file.mtime_ns / 1e9,
-        }
+    for fields in contained.files(manifest):
         context.output.result("snapshot.file", fields)
         rows.append(
             [
-                units.size(file.size),
-                "rw" if file.writable else "r",
-                file.policy,
-                printable(file.path),
+                units.size(_count(fields["bytes"])),
+                "rw" if fields["writable"] else "r",
+                str(fields["policy"]),
+                printable(str(fields["path"])),
             ]
         )
     shown = rows if everything else rows[:_LARGEST]
@@ -694,6 +628,10 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
 
 def diff(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore diff."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.diff(arguments, context, context.service)
     repository = context.repository()
     older, newer = arguments.older, arguments.newer
     if not newer:

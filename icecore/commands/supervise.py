@@ -105,6 +105,30 @@ def is_wanted(arguments: argparse.Namespace) -> bool:
     return bool(arguments.resume or arguments.every or arguments.on_term or arguments.restart)
 
 
+def require(arguments: argparse.Namespace, *, served: bool = False) -> None:
+    """Require what a supervised job needs.
+
+    Args:
+        served: The node service runs it, which outlives this command.
+
+    Raises:
+        UsageError: It has no name, or options that exclude supervision.
+    """
+    from icecore.host.jobs.registry import require_name
+
+    if not arguments.name:
+        raise UsageError(
+            "a supervised job needs a name, under which its snapshots are found",
+            cure="add --name NAME",
+        )
+    require_name(arguments.name)
+    if (arguments.detach and not served) or arguments.rm:
+        raise UsageError(
+            "a supervised job runs in the foreground and is remembered",
+            cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",
+        )
+
+
 def run(
     arguments: argparse.Namespace,
     context: Context,
@@ -119,21 +143,10 @@ def run(
             again what could not be written.
     """
     from icecore.engine import RepositoryEngine
-    from icecore.host.jobs.registry import require_name
     from icecore.service.interval import Bounds
     from icecore.service.supervisor import Plan, Supervisor
 
-    if not arguments.name:
-        raise UsageError(
-            "a supervised job needs a name, under which its snapshots are found",
-            cure="add --name NAME",
-        )
-    require_name(arguments.name)
-    if arguments.detach or arguments.rm:
-        raise UsageError(
-            "a supervised job runs in the foreground and is remembered",
-            cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",
-        )
+    require(arguments)
     own = overridden(context.config.schedule, arguments)
     plan = Plan(
         name=arguments.name,
@@ -167,7 +180,8 @@ def run(
             for line in words(event):
                 context.output.note(line)
 
-    engine = RepositoryEngine(context.repository(), context.config)
+    identity = context.origin.identity if context.origin is not None else None
+    engine = RepositoryEngine(context.repository(), context.config, identity)
     supervisor = Supervisor(plan, engine, write=write, emit=emit)
     return supervisor.run()
 

@@ -271,6 +271,8 @@ class Supervisor:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         ]
         before = {number: signal.signal(number, told) for number in heeded}
+        # The service starts it with them blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             yield
         finally:
@@ -402,6 +404,11 @@ class Supervisor:
     def _begin(self, begun: tuple[Job, Mapping[Stream, int]]) -> None:
         """Follow an instance that runs now."""
         self._job, seen = begun
+        self._tell(
+            "run.following",
+            instance=self._job.instance,
+            seen={stream: seen.get(stream, 0) for stream in ("stdout", "stderr")},
+        )
         self._ended = None
         self._began = time.monotonic()
         self._due = self._began + self._first_delay()
