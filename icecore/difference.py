@@ -15,6 +15,7 @@ import numpy as np
 from icecore.errors import Damaged
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.sizes import PAGE
+from icecore.store.format.archive import container_title
 from icecore.store.format.cell import CELL, Records, data_pages
 from icecore.store.format.manifest import Manifest, OpenFile, Process, Region, Space
 
@@ -82,6 +83,7 @@ class Difference:
         files: Open files that were added, removed, or have another size or mtime.
         regions: Regions that differ.
         totals: Bytes by kind of space.
+        containers: Which container the older and the newer were imported from; empty: from none.
     """
 
     older: str
@@ -90,6 +92,7 @@ class Difference:
     files: list[tuple[State, OpenFile]]
     regions: list[RegionChange]
     totals: dict[str, Total]
+    containers: tuple[str, str] = ("", "")
 
 
 def compare(older: Reader, newer: Reader) -> Difference:
@@ -138,6 +141,7 @@ def compare(older: Reader, newer: Reader) -> Difference:
         _files(older.manifest, newer.manifest),
         regions,
         totals,
+        (container_title(older.manifest), container_title(newer.manifest)),
     )
 
 

@@ -450,6 +450,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
     from icecore.output import left_words
     from icecore.restorer.gpu.resident_record import left_to_driver
+    from icecore.store.format.archive import container_title
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
@@ -483,12 +484,14 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         "resident_bytes": resident,
         "moved_bytes": moved,
         "left": dict(left),
+        "container": container_title(manifest),
     }
     output.result("snapshot.details", details)
     if not output.as_json:
         lines = [
             ("snapshot", manifest.snapshot),
             ("job", manifest.job),
+            *([("container", printable(title))] if (title := container_title(manifest)) else []),
             ("lineage", manifest.lineage),
             ("parent", manifest.parent or "none"),
             ("taken", f"{units.moment(manifest.created_ns / 1e9)} on {manifest.host}"),
@@ -684,6 +687,13 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
 
     output = context.output
     output.line(f"{found.older} → {found.newer}")
+    for side, title in (("older", found.containers[0]), ("newer", found.containers[1])):
+        if title:
+            output.result(
+                "diff.container",
+                {"side": side, "container": title},
+                f"{side}: container {printable(title)}",
+            )
     for state, process in found.processes:
         words: dict[str, Value] = {
             "state": state,
