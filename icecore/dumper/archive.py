@@ -52,6 +52,8 @@ _MAX_JSON = 8 << 20
 #: Images that an import reads, in bytes together; others are only copied.
 _MAX_PARSED = 1 << 30
 _PARSED = ("pstree.img", "files.img", "remap-fpath.img", "core-", "mm-", "pagemap-")
+#: A tar ends with two blocks of zeros; zstd's reader does not report that its input is cut off.
+_END_BYTES = 1024
 _MAX_TIME = 1 << 33
 _LOG_BYTES = 1 << 16
 _MAX_TEXT = 256
@@ -201,10 +203,12 @@ class _Bounded:
 
 def _members(file: IO[bytes], source: Path) -> list[tuple[str, tarfile.TarInfo, int]]:
     """Return path, header and offset of the content of each regular file, in the tar's order."""
-    file.seek(0)
     found: dict[str, tuple[str, tarfile.TarInfo, int]] = {}
     seen: set[str] = set()
     size, last = os.fstat(file.fileno()).st_size, -1
+    file.seek(max(0, size - _END_BYTES))
+    ends = file.read(_END_BYTES) == bytes(_END_BYTES)
+    file.seek(0)
     try:
         with tarfile.open(
             fileobj=cast(IO[bytes], _Bounded(file)), mode="r:", errors="surrogateescape"
@@ -227,6 +231,8 @@ def _members(file: IO[bytes], source: Path) -> list[tuple[str, tarfile.TarInfo, 
                     found[path] = (path, info, info.offset_data)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise Damaged("archive", source.name, f"it is no tar: {error}") from error
+    if not ends:
+        raise Damaged("archive", source.name, "it is cut off: it has no end of a tar")
     return list(found.values())
 
 

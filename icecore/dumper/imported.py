@@ -12,6 +12,7 @@ from pathlib import Path
 from icecore.dumper.archive import OpenArchive, open_archive
 from icecore.dumper.memory.images import image_files
 from icecore.errors import Damaged, NotFound, UsageError
+from icecore.host.criu.program import find_criu
 from icecore.store.format.archive import (
     ARCHIVE,
     HEADERS,
@@ -77,6 +78,17 @@ class Images:
             return self.pages[number]
         except KeyError:
             raise Damaged("image", f"pages-{number}.img", "it is missing") from None
+
+    def criu_version(self) -> tuple[int, ...]:
+        """Return the version of the CRIU that wrote the images, from its log; without a log, that of
+        this machine's CRIU.
+        """
+        for log in sorted(self.folder.glob("*.log")):
+            with open(log, "rb") as file:
+                found = re.search(rb"Version: (\d+)\.(\d+)(?:\.(\d+))?", file.read(1 << 16))
+            if found:
+                return tuple(int(number or 0) for number in found.groups())
+        return find_criu().version
 
 
 @contextmanager

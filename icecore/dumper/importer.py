@@ -5,7 +5,6 @@ in a directory, or in a container's checkpoint archive, which is only read.
 from __future__ import annotations
 
 import os
-import re
 import stat
 import time
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu import images as criu_images
-from icecore.host.criu.program import find_criu
 from icecore.host.kernel import limits
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import (
@@ -291,7 +289,9 @@ class _Import:
         # CRIU's data on a dead process's threads is meaningless.
         alive = [task for task in self.tasks if self.cores[task.pid].state != criu_images.DEAD]
         pids = sorted({task.pid for task in self.tasks}.union(*(task.threads for task in alive)))
-        requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [], [])
+        requirements = describe_requirements(
+            self.images.criu_version(), [] if own_pids else pids, [], []
+        )
         return Manifest(
             format=MANIFEST_FORMAT,
             snapshot=new_snapshot_id(),
@@ -315,17 +315,6 @@ class _Import:
             hints_digest=stored.hints_digest,
             extra={"imported": str(self.images.source.absolute()), **self.images.extra},
         )
-
-    def _criu_version(self) -> tuple[int, ...]:
-        """Return the version of the CRIU that wrote the images, from its log; without a log, that of
-        this machine's CRIU.
-        """
-        for log in sorted(self.folder.glob("*.log")):
-            with open(log, "rb") as file:
-                found = re.search(rb"Version: (\d+)\.(\d+)(?:\.(\d+))?", file.read(1 << 16))
-            if found:
-                return tuple(int(number or 0) for number in found.groups())
-        return find_criu().version
 
     def _processes(self) -> list[Process]:
         paths = {file.id: file.path for file in criu_images.load_files(self.folder)}
