@@ -39,14 +39,17 @@ pytestmark = [
 SECONDS = float(os.environ.get("ICECORE_TORTURE_SECONDS", "300"))
 JOBS = min(20, 3 * (os.cpu_count() or 1))
 EVERY = 20.0
+#: Seconds between two disturbances, for four jobs: long enough for snapshots in between.
+_PAUSES = (2.0, 9.0)
 _DISK = 256 << 20
 _KEEP = 3
 #: What one supervisor may have more at the end than after a third of the time.
 _GROWTH_KIB = 32 << 10
 _END_SECONDS = 600.0
-#: Statuses after which a service manager starts a job again: stopped with a snapshot, killed, or
-#: the repository could not be reached. 16: the lease of a holder that was killed is still there.
-_AGAIN = {85, -9, 8, 16, 17}
+#: Statuses after which a service manager starts a job again: stopped with a snapshot, killed, ended
+#: by a signal before it was ready (-15) or by a second one (143), or the repository could not be
+#: reached (8). 16: the lease of a holder that was killed is still there.
+_AGAIN = {85, -9, -15, 143, 8, 16, 17}
 
 
 @dataclass
@@ -150,7 +153,7 @@ class Soak:
         for thread in others:
             thread.start()
         while time.monotonic() - self.began < seconds:
-            time.sleep(random.uniform(1.0, 4.0))
+            time.sleep(random.uniform(*_PAUSES) * 4 / max(1, JOBS - 2))
             self.disturb()
             for job in self.jobs:
                 job.look()
@@ -306,7 +309,7 @@ def _events(job: Managed, *words: str) -> list[dict[str, object]]:
 
 def _require_listed(job: Managed, report: str) -> None:
     """Every snapshot that was reported is listed; with retention the newest ones are."""
-    listed = {event["snapshot"] for event in _events(job, "ls", job.name)}
+    listed = {e["snapshot"] for e in _events(job, "ls", job.name) if e["event"] == "snapshot"}
     said = [snapshot for _, snapshot in job.snapshots()]
     lost = set(said[-_KEEP:] if job.options else said) - listed
     assert not lost, f"{job.name}: {sorted(lost)} were committed and are gone\n{report}"
