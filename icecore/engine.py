@@ -48,7 +48,16 @@ class RepositoryEngine:
         return restored
 
     def forget(self, policy: Policy, job: str) -> None:
-        """Forget what a policy does not keep of a job's snapshots."""
-        gone = [one.record for one in self._repository.plan_forget(policy, job=job) if not one.keep]
+        """Forget what a policy does not keep of a job's snapshots.
+
+        A policy goes by the times of snapshots, which are wrong after the wall clock was set. So
+        the newest commits stay whatever their times, as many as the policy's ``last`` and at least one.
+        """
+        newest = {one.snapshot for one in self.snapshots(job)[-max(1, policy.last) :]}
+        gone = [
+            one.record
+            for one in self._repository.plan_forget(policy, job=job)
+            if not one.keep and one.record.snapshot not in newest
+        ]
         if gone:
             self._repository.forget(gone)

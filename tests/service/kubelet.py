@@ -94,9 +94,14 @@ class Pod:
             return self.kill()
 
     def kill(self) -> int:
-        """End the pod as the loss of its node does."""
+        """End the pod as the loss of its node does.
+
+        unshare ends with 1 if its child was killed (it cannot reset the handler of KILL), so the
+        status is that of the container, not of the process.
+        """
         os.kill(self.init, signal.SIGKILL)
-        return self.wait()
+        self.wait()
+        return 128 + signal.SIGKILL
 
     def wait(self, seconds: float = _SECONDS) -> int:
         """Return the exit status of the container."""
