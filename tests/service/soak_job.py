@@ -41,7 +41,8 @@ def expected(steps: int) -> list[str]:
 def main() -> None:
     steps, path = int(sys.argv[1]), sys.argv[2]
     memory, word = first_memory(), ""
-    with open(path, "a") as out:
+    # Started anew, without a snapshot, it has written nothing yet.
+    with open(path, "w") as out:
         for number in range(steps):
             word = step(memory, number, word)
             print(number, word, file=out, flush=True)
