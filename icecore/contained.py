@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from icecore.events import Value
 from icecore.host.jobs.identity import user_name
 from icecore.restorer.owner import snapshot_owner
+from icecore.store.format.archive import container_title
 from icecore.store.format.contract import left_to_driver
 from icecore.store.format.manifest import Manifest
 from icecore.store.format.state import SnapshotRecord
@@ -58,6 +59,7 @@ def details(manifest: Manifest) -> Fields:
         "left": dict(left_to_driver(manifest)),
         "user": owner,
         "user_name": user_name(owner),
+        "container": container_title(manifest),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from icecore.sizes import PAGE
+from icecore.store.format.archive import container_title
 from icecore.store.format.cell import CELL, Records, data_pages
 from icecore.store.format.contract import read_run
 from icecore.store.format.manifest import Manifest, OpenFile, Process, Region, Space
@@ -81,6 +82,7 @@ class Difference:
         files: Open files that were added, removed, or have another size or mtime.
         regions: Regions that differ.
         totals: Bytes by kind of space.
+        containers: Which container the older and the newer were imported from; empty: from none.
     """
 
     older: str
@@ -89,6 +91,7 @@ class Difference:
     files: list[tuple[State, OpenFile]]
     regions: list[RegionChange]
     totals: dict[str, Total]
+    containers: tuple[str, str] = ("", "")
 
 
 class _Folders(NamedTuple):
@@ -145,6 +148,7 @@ def compare(older: Reader, newer: Reader) -> Difference:
         _files(older.manifest, newer.manifest, own),
         regions,
         totals,
+        (container_title(older.manifest), container_title(newer.manifest)),
     )
 
 

@@ -75,7 +75,17 @@ class RepositoryEngine:
         return restored
 
     def forget(self, policy: Policy, job: str) -> None:
-        """Forget what a policy does not keep of a job's snapshots."""
-        gone = [one.record for one in plan(self.snapshots(job), policy) if not one.keep]
+        """Forget what a policy does not keep of a job's snapshots.
+
+        A policy goes by the times of snapshots, which are wrong after the wall clock was set. So
+        the newest commits stay whatever their times, as many as the policy's ``last`` and at least one.
+        """
+        known = self.snapshots(job)
+        newest = {one.snapshot for one in known[-max(1, policy.last) :]}
+        gone = [
+            one.record
+            for one in plan(known, policy)
+            if not one.keep and one.record.snapshot not in newest
+        ]
         if gone:
             self._repository.forget(gone)

@@ -62,6 +62,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
     by_metavar = {
         "DIR": shtab.DIRECTORY,
+        "DIR|ARCHIVE": shtab.FILE,  # which offers directories as well
         "FILE": shtab.FILE,
         "PLACE": shtab.DIRECTORY,
         "JOB": words("jobs"),

@@ -1,4 +1,4 @@
-"""Commands that exchange snapshots with plain CRIU: import, export."""
+"""Commands that exchange snapshots with plain CRIU and container engines: import, export."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "import",
         import_,
-        "Store an image directory of 'criu dump' as a snapshot.",
+        "Store an image directory of 'criu dump', or a container's checkpoint archive, as a snapshot.",
         "icecore import --job train /srv/images",
-        more="The directory stays unchanged.",
+        "icecore import checkpoint.tar.gz",
+        more="The directory or archive stays unchanged. Archives are those of 'podman container"
+        " checkpoint --export', CRI-O, containerd and the kubelet: tar, also compressed with gzip or zstd."
+        " A compressed one is unpacked into TMPDIR (/var/tmp) meanwhile.",
     )
-    parser.add_argument("directory", metavar="DIR", help="the image directory (criu dump -D DIR)")
+    parser.add_argument(
+        "directory",
+        metavar="DIR|ARCHIVE",
+        help="the image directory (criu dump -D DIR), or the archive",
+    )
     parser.add_argument(
         "--job",
         metavar="NAME",
         default="",
-        help="job to which the snapshot belongs (default: the name of the first process)",
+        help="job to which the snapshot belongs (default: the name of the container, or of the first process)",
     )
     parser.add_argument(
         "--parent",
@@ -52,13 +59,17 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "export",
         export,
-        "Write a snapshot as images for plain 'criu restore'.",
+        "Write a snapshot as images for plain 'criu restore', or as the archive it was imported from.",
         "icecore export train /srv/images",
-        more="Snapshots with resident device memory cannot be exported.",
+        "icecore export web checkpoint.tar.gz",
+        more="Snapshots with resident device memory cannot be exported. An archive is compressed as the"
+        " imported one was.",
     )
     parser.add_argument("snapshot", metavar="SNAPSHOT", help=SNAPSHOT)
     parser.add_argument(
-        "directory", metavar="DIR", help="the directory to create; an existing one must be empty"
+        "directory",
+        metavar="DIR|ARCHIVE",
+        help="the directory to create, or an existing empty one; the archive to create",
     )
     parser.add_argument(
         "--threads",
@@ -92,12 +103,12 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
             emit=context.output.event,
         )
     except Damaged as error:
-        if error.kind == "image":  # in the directory, not in the repository
+        if error.kind in ("image", "archive"):  # what is imported, not the repository
             raise Damaged(
                 error.kind,
                 error.name,
                 error.why,
-                cure="dump the tree with 'criu dump' again, and import that",
+                cure="dump the tree or checkpoint the container again, and import that",
             ) from error
         raise
     sizes = done.sizes
@@ -134,9 +145,8 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
         "open_files": list(done.open_files),
         "seconds": done.seconds,
     }
-    words = (
-        f"{record.snapshot}: {units.size(done.bytes)} in {done.images} images in {done.directory}"
-    )
+    parts = "images in" if done.directory.is_dir() else "members of"
+    words = f"{record.snapshot}: {units.size(done.bytes)} in {done.images} {parts} {done.directory}"
     context.output.result("export.done", fields, words)
     if done.open_files:
         context.output.note(

@@ -474,6 +474,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.host.jobs.identity import user_name
     from icecore.output import left_words
     from icecore.restorer.owner import snapshot_owner
+    from icecore.store.format.archive import container_title
     from icecore.store.format.contract import left_to_driver
 
     repository, record = context.repository().locate(arguments.snapshot)
@@ -489,6 +490,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         lines = [
             ("snapshot", manifest.snapshot),
             ("job", manifest.job),
+            *([("container", printable(title))] if (title := container_title(manifest)) else []),
             ("lineage", manifest.lineage),
             ("parent", manifest.parent or "none"),
             ("user", user_name(owner)),
@@ -651,6 +653,13 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
 
     output = context.output
     output.line(f"{found.older} → {found.newer}")
+    for side, title in (("older", found.containers[0]), ("newer", found.containers[1])):
+        if title:
+            output.result(
+                "diff.container",
+                {"side": side, "container": title},
+                f"{side}: container {printable(title)}",
+            )
     for state, process in found.processes:
         words: dict[str, Value] = {
             "state": state,

@@ -1,23 +1,24 @@
-"""Store an image directory that CRIU wrote as a snapshot: pages by address, everything else as files.
-The directory is only read, and the snapshot restores as the directory does.
+"""Store images that CRIU wrote as a snapshot: pages by address, everything else as files. They come
+in a directory, or in a container's checkpoint archive, which is only read.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from icecore.dumper.imported import Images, Piece, open_images
 from icecore.dumper.memory.cells import EXTENT
-from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.memory.images import ImageSet, Pagemap, read_images
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.plain import CompactPages, ImmediatePipeline
 from icecore.dumper.memory.sources import FileSource
@@ -27,7 +28,6 @@ from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu import images as criu_images
-from icecore.host.criu.program import find_criu
 from icecore.host.kernel import limits
 from icecore.sizes import PAGE
 from icecore.store.format.contract import IMPORTED
@@ -80,13 +80,15 @@ def import_images(
     objective: Objective | None = None,
     emit: Sink = discard,
 ) -> ImportResult:
-    """Store an image directory of ``criu dump`` as a snapshot.
+    """Store an image directory of ``criu dump``, or a checkpoint archive of Podman, CRI-O or the
+    kubelet, as a snapshot.
 
     Args:
         repository: Where the snapshot goes; it lives in ``loop``.
-        directory: Holds the images, including ``pages-*.img``. Incremental directories (with a
-            ``parent`` link) and lazy dumps without their pages are refused.
-        job: Name of the job, whose snapshots form the lineage. Empty: the name of the root process.
+        directory: Holds the images, including ``pages-*.img``, or is an archive. Incremental dumps
+            (with a ``parent`` link) and lazy dumps without their pages are refused.
+        job: Name of the job, whose snapshots form the lineage. Empty: the name of the container, or
+            of the root process.
         parent: Snapshot to build on; empty: the job's newest, if any.
         threads: Number of threads that read and encode; 0: one per core, up to four.
         tags: Free labels of the snapshot.
@@ -94,28 +96,18 @@ def import_images(
         emit: Gets ``import.*`` and ``store.*`` events.
 
     Raises:
-        NotFound: ``directory`` is no image directory.
+        NotFound: ``directory`` is no image directory and no archive.
         UsageError: It depends on other directories.
         Damaged: An image is missing or malformed.
         StoreError: The snapshot could not be stored.
     """
     began = time.perf_counter()
-    folder = Path(directory)
-    if not (folder / "pstree.img").is_file():
-        raise NotFound(
-            f"{folder} is no image directory: it has no pstree.img",
-            cure="name the directory that was given to 'criu dump -D'",
-        )
-    if os.path.lexists(folder / "parent"):
-        raise UsageError(
-            f"{folder} is an incremental dump, whose pages are in its parent directories",
-            cure="dump again without --prev-images-dir, or import the parents and dump in full",
-        )
     for tag in tags:
         require_label(tag)
     with ExitStack() as stack:
+        images = stack.enter_context(open_images(Path(directory)))
         manifest = _Import(
-            repository, loop, folder, job, parent, threads, tags, objective, emit, stack
+            repository, loop, images, job, parent, threads, tags, objective, emit, stack
         ).run()
     result = ImportResult(
         manifest.snapshot,
@@ -149,7 +141,7 @@ class _Import:
         self,
         repository: StoredRepository,
         loop: LoopThread,
-        folder: Path,
+        images: Images,
         job: str,
         parent: str,
         threads: int,
@@ -160,17 +152,21 @@ class _Import:
     ) -> None:
         self.repository = repository
         self.loop = loop
-        self.folder = folder
+        self.images = images
+        self.folder = folder = images.folder
         self.tasks = criu_images.load_pstree(folder)
         self.cores = {task.pid: criu_images.load_core(folder, task.pid) for task in self.tasks}
         if not self.tasks:
             raise Damaged("image", "pstree.img", "it has no process")
         self.job = (
-            job or job_name(self.cores[self.tasks[0].pid].command) or f"import-{self.tasks[0].pid}"
+            job
+            or job_name(images.name)
+            or job_name(self.cores[self.tasks[0].pid].command)
+            or f"import-{self.tasks[0].pid}"
         )
         self.wanted_parent = parent
         self.threads = threads or limits.threads_for(_THREADS)
-        self.tags = tags
+        self.tags = list(dict.fromkeys([*tags, *images.tags]))
         self.link_rate = objective.link if objective is not None else 0.0
         self.emit = emit
         self.stack = stack
@@ -179,7 +175,7 @@ class _Import:
 
     def run(self) -> Manifest:
         """Store the directory and commit the snapshot."""
-        images = read_images(self.folder)
+        memory = read_images(self.folder)
         storing = Storing(
             self.repository,
             self.loop,
@@ -198,13 +194,13 @@ class _Import:
             raise NotFound(
                 f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them"
             )
-        with phase(self.emit, "import.store", directory=str(self.folder)) as running:
+        with phase(self.emit, "import.store", directory=str(self.images.source)) as running:
             context = replace(
                 storing.context,
                 pipeline=ImmediatePipeline(storing.writer, storing.staging),
-                advance=running.counter(sum(path.stat().st_size for path in self.folder.iterdir())),
+                advance=running.counter(self.images.bytes),
             )
-            captures = self._capture(images, storing.parent, context)
+            captures = self._capture(memory, storing.parent, context)
             manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero
             running.fields |= {
@@ -235,14 +231,14 @@ class _Import:
             )
             captures.append(capture)
             self._pages(capture, pagemap, context)
-        for path in image_files(self.folder):
-            captures.append(self._image(path, parent, context))
+        for piece in self.images.pieces:
+            captures.append(self._image(piece, parent, context))
         return captures
 
     def _pages(self, capture: SpaceCapture, pagemap: Pagemap, context: ScanContext) -> None:
         if int(pagemap.written["pages"].sum()) != int(pagemap.extents["pages"].sum()):
             raise UsageError(
-                f"{self.folder} is a lazy dump without the memory of {capture.kind} {capture.key}",
+                f"{self.images.source} is a lazy dump without the memory of {capture.kind} {capture.key}",
                 cure="dump without --lazy-pages",
             )
         if not len(pagemap.extents):
@@ -253,7 +249,8 @@ class _Import:
                 f"pagemap of {capture.kind} {capture.key}",
                 "its entries are not in address order",
             )
-        source = CompactPages(self.folder / f"pages-{pagemap.pages}.img", pagemap.extents)
+        piece = self.images.page_image(pagemap.pages)
+        source = CompactPages(piece.path, pagemap.extents, (piece.offset, piece.size))
         try:
             if capture.kind == "process":
                 self.commands[pagemap.number] = self._command(pagemap.number, source)
@@ -269,18 +266,19 @@ class _Import:
         data = source.read(start, min(end - start, _MAX_ARGUMENTS))
         return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
 
-    def _image(self, path: Path, parent: Parent | None, context: ScanContext) -> SpaceCapture:
-        size = path.stat().st_size
-        before = parent.space("image", path.name) if parent else None
+    def _image(self, piece: Piece, parent: Parent | None, context: ScanContext) -> SpaceCapture:
+        size = piece.size
+        before = parent.space("image", piece.key) if parent else None
         regions = (
-            [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+            [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=piece.name)] if size else []
         )
-        capture = SpaceCapture.make("image", path.name, size, regions, before)
+        capture = SpaceCapture.make("image", piece.key, size, regions, before)
         if size:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 extents = np.array([(0, -(-size // PAGE))], EXTENT)
-                capture.scan(FileSource(descriptor, size, path.name), extents, context)
+                source = FileSource(descriptor, size, piece.name, piece.offset)
+                capture.scan(source, extents, context)
             finally:
                 os.close(descriptor)
         return capture
@@ -292,7 +290,9 @@ class _Import:
         # CRIU's data on a dead process's threads is meaningless.
         alive = [task for task in self.tasks if self.cores[task.pid].state != criu_images.DEAD]
         pids = sorted({task.pid for task in self.tasks}.union(*(task.threads for task in alive)))
-        requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [], [])
+        requirements = describe_requirements(
+            self.images.criu_version(), [] if own_pids else pids, [], []
+        )
         return Manifest(
             format=MANIFEST_FORMAT,
             snapshot=new_snapshot_id(),
@@ -310,23 +310,12 @@ class _Import:
             requirements=msgspec.structs.replace(requirements, kernel="", cpu=[]),
             namespaces=self._namespaces(own_pids),
             criu_options=[],
-            tags=list(self.tags),
+            tags=self.tags,
             sizes=stored.sizes,
             hints=stored.hints,
             hints_digest=stored.hints_digest,
-            extra={IMPORTED: str(self.folder.absolute())},
+            extra={IMPORTED: str(self.images.source.absolute()), **self.images.extra},
         )
-
-    def _criu_version(self) -> tuple[int, ...]:
-        """Return the version of the CRIU that wrote the images, from its log; without a log, that of
-        this machine's CRIU.
-        """
-        for log in sorted(self.folder.glob("*.log")):
-            with open(log, "rb") as file:
-                found = re.search(rb"Version: (\d+)\.(\d+)(?:\.(\d+))?", file.read(1 << 16))
-            if found:
-                return tuple(int(number or 0) for number in found.groups())
-        return find_criu().version
 
     def _processes(self) -> list[Process]:
         paths = {file.id: file.path for file in criu_images.load_files(self.folder)}
@@ -362,7 +351,7 @@ class _Import:
 
     def _namespaces(self, own_pids: bool) -> Namespaces:
         def there(pattern: str) -> bool:
-            return any(self.folder.glob(pattern))
+            return any(fnmatchcase(piece.key, pattern) for piece in self.images.pieces)
 
         return Namespaces(
             pid=own_pids,

@@ -31,6 +31,7 @@ from icecore.restorer.gpu import gpus
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
 from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.archive import ARCHIVE, container_title
 from icecore.store.format.cell import NODE_CELLS, Records, data_pages
 from icecore.store.format.contract import CUDA, RESIDENT, read_gpus, resident_bytes
 from icecore.store.format.manifest import NODE_REF, Manifest, Space
@@ -57,7 +58,7 @@ class Requirement:
     """One thing that the machine must offer.
 
     Attributes:
-        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``,
+        name: For programs: ``container``, ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``,
             ``file``, ``holder`` (another process has a file open), ``memory``, ``space``,
             ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
@@ -169,6 +170,7 @@ def check_requirements(
         files = _with_grown(files, manifest, shared, options.root)
     of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
+        *_container(manifest),
         *_machine(manifest, criu),
         *of_gpus,
         *_names(manifest),
@@ -180,6 +182,18 @@ def check_requirements(
         ),
     ]
     return Requirements(checks, files, copies, gpu_plan, shared)
+
+
+def _container(manifest: Manifest) -> list[Requirement]:
+    """Refuse what only a container engine can restore: the mounts of the container are its own."""
+    if ARCHIVE not in manifest.extra:
+        return []
+    message = f"it is the checkpoint of a container, {printable(container_title(manifest))}"
+    cure = (
+        "'icecore export' writes the archive again, for 'podman container restore --import'"
+        " or for an image of CRI-O"
+    )
+    return [Requirement("container", False, message, cure)]
 
 
 def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:

@@ -57,6 +57,8 @@ def test_bash_completes_commands_and_options(cli: Cli) -> None:
     assert complete(cli, "restore", "--mode", "l") == {"lazy"}
     (cli.folder / "images").mkdir()
     assert complete(cli, "import", "im") == {"images"}
+    (cli.folder / "image.tar").touch()
+    assert complete(cli, "import", "im") == {"images", "image.tar"}
 
 
 def test_bash_completes_jobs_and_snapshots(cli: Cli) -> None:

@@ -25,8 +25,9 @@ class CompactPages:
     back to back, so one read fetches the cell. Thread-safe.
 
     Args:
-        path: The image.
+        path: The file that holds the image.
         extents: EXTENT records of all its pages, ascending.
+        part: Offset and bytes of the image in the file; None: it is the whole file.
 
     Raises:
         Damaged: The file has another number of pages.
@@ -34,15 +35,17 @@ class CompactPages:
 
     process = None
 
-    def __init__(self, path: Path, extents: npt.NDArray[np.void]) -> None:
+    def __init__(
+        self, path: Path, extents: npt.NDArray[np.void], part: tuple[int, int] | None = None
+    ) -> None:
         self._path = str(path)
         length = extents["pages"].astype(np.int64) * PAGE
         self._start: list[int] = extents["address"].tolist()
         self._length: list[int] = length.tolist()
-        self._offset: list[int] = (np.cumsum(length) - length).tolist()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        size = os.fstat(self._descriptor).st_size
-        if size != int(length.sum()):
+        first, size = part or (0, os.fstat(self._descriptor).st_size)
+        self._offset: list[int] = (np.cumsum(length) - length + first).tolist()
+        if (extents["pages"] > size // PAGE).any() or size != int(length.sum()):
             os.close(self._descriptor)
             raise Damaged(
                 "image", path.name, f"it has {size} bytes, its pagemap {int(length.sum())}"

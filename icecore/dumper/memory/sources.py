@@ -36,12 +36,14 @@ class FileSource:
     Args:
         descriptor: Open for reading; the caller keeps it.
         size: Bytes at the time of the snapshot. A file that is longer now is read up to there.
+        first: Where in the file the content begins.
     """
 
     process = None
 
-    def __init__(self, descriptor: int, size: int, name: str) -> None:
+    def __init__(self, descriptor: int, size: int, name: str, first: int = 0) -> None:
         self._descriptor = descriptor
+        self._first = first
         self._size = size
         self._name = name
 
@@ -50,13 +52,15 @@ class FileSource:
         at = 0
         for offset, length in _runs(iovecs, count):
             wanted = max(0, min(length, self._size - offset))
-            read_fully(self._descriptor, buffer.view(at, at + wanted), offset, self._name)
+            read_fully(
+                self._descriptor, buffer.view(at, at + wanted), self._first + offset, self._name
+            )
             if wanted < length:
                 buffer.view(at + wanted, at + length)[:] = bytes(length - wanted)
             at += length
 
     def extents(self) -> npt.NDArray[np.void]:
-        """Return the pages of the file that hold data, without holes, as EXTENT records."""
+        """Return the pages of a whole file that hold data, without holes, as EXTENT records."""
         found: list[tuple[int, int]] = []
         position = 0
         while position < self._size:

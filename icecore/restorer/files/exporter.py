@@ -1,5 +1,5 @@
-"""Writes a snapshot as an image directory for plain ``criu restore``, so that a process can be
-restored without icecore. The directory is complete or empty.
+"""Writes a snapshot as an image directory for plain ``criu restore``, or as the archive that it was
+imported from, so that it can be restored without icecore. What is written is complete, or not there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from icecore.events import Event, Progress, Sink, discard, phase
 from icecore.host.kernel.limits import threads_for
 from icecore.restorer.fetch.fetcher import PLACE_THREADS
 from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.files.archive import write_archive
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.images import image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.files.jobfiles import JobFiles, Owner
 from icecore.restorer.files.jobpaths import components
 from icecore.restorer.plan.cells import SpaceCells
+from icecore.store.format.archive import ARCHIVE
 from icecore.store.format.manifest import Space
 from icecore.store.log.repository import UNREGISTERED, StoredRepository
 from icecore.store.runtime.loop import LoopThread
@@ -38,9 +40,9 @@ class ExportResult:
     """What an export wrote.
 
     Attributes:
-        directory: The image directory.
+        directory: The image directory, or the archive.
         bytes: Of all files.
-        images: How many image and page files.
+        images: How many image and page files, or members of the archive.
         open_files: Paths of open files whose content lies under `OPEN_FILES`, and must be put in
             place before ``criu restore``.
         seconds: How long it took.
@@ -63,12 +65,13 @@ def export(
     register: bool = True,
     emit: Sink = discard,
 ) -> ExportResult:
-    """Write a snapshot as an image directory of CRIU.
+    """Write a snapshot as an image directory of CRIU; one that was imported from a checkpoint archive
+    becomes that archive again.
 
     Args:
         repository: Holds the snapshot; it lives in ``loop``.
         snapshot: Its id.
-        directory: It is made if missing, and must be empty.
+        directory: It is made if missing, and must be empty; an archive must not exist.
         threads: Threads that decode; 0: one for each core, six at most.
         register: Protect what is read from collection meanwhile; False is for repositories that
             cannot be written to.
@@ -76,7 +79,7 @@ def export(
 
     Raises:
         NotFound: There is no such snapshot.
-        UsageError: The directory is not empty.
+        UsageError: The directory is not empty, or the archive exists.
         Damaged: An object of the snapshot is not what was written.
         StoreError: The storage failed, or there is no room.
     """
@@ -87,22 +90,18 @@ def export(
         emit(Event("export.warning", {"message": UNREGISTERED}))
     try:
         reader = SnapshotReader.open(repository, snapshot, loop.loop)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise UsageError(f"{folder} is not empty", cure="name a new directory")
-        except OSError as error:
-            raise StoreError(f"cannot make {folder}: {error.strerror}") from error
         limits = Limits(threads or threads_for(PLACE_THREADS), _BUDGET, 4, 60.0)
-        try:
-            with phase(emit, "export.write", snapshot=snapshot) as running:
-                result = _Export(repository, loop, reader, folder, limits).run(
-                    began, running.progress
+        with phase(emit, "export.write", snapshot=snapshot) as running:
+            if ARCHIVE in reader.manifest.extra:
+                size, members = write_archive(
+                    repository.backend, loop, reader, folder, limits, running.progress
                 )
-                running.bytes = result.bytes
-        except BaseException:
-            _empty(folder)
-            raise
+                result = ExportResult(folder, size, members, [], time.perf_counter() - began)
+            else:
+                result = _write_directory(
+                    repository, loop, reader, folder, limits, began, running.progress
+                )
+            running.bytes = result.bytes
     finally:
         try:
             if session is not None:
@@ -111,6 +110,28 @@ def export(
             # It only pinned the snapshot, and is fenced after the silence timeout.
             emit(Event("export.warning", {"message": str(error)}))
     return result
+
+
+def _write_directory(
+    repository: StoredRepository,
+    loop: LoopThread,
+    reader: SnapshotReader,
+    folder: Path,
+    limits: Limits,
+    began: float,
+    progress: Progress,
+) -> ExportResult:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty", cure="name a new directory")
+    except OSError as error:
+        raise StoreError(f"cannot make {folder}: {error.strerror}") from error
+    try:
+        return _Export(repository, loop, reader, folder, limits).run(began, progress)
+    except BaseException:
+        _empty(folder)
+        raise
 
 
 def _empty(folder: Path) -> None:

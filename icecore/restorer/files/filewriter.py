@@ -41,6 +41,8 @@ class FileTarget:
         existing: The file exists, empty and perhaps open: it is filled in place.
         descriptor: The file, open for writing; the caller closes it. None: the file is opened by
             its path.
+        offset: Where in the file of ``descriptor`` the content begins; that file has its size
+            already. None: the content is the whole file.
     """
 
     path: str
@@ -51,6 +53,7 @@ class FileTarget:
     mode: int = 0o600
     existing: bool = False
     descriptor: int | None = None
+    offset: int | None = None
 
 
 class FileWriter(CellSink):
@@ -83,6 +86,8 @@ class FileWriter(CellSink):
             OSError: No space, no permission.
         """
         for target in self._targets:
+            if target.offset is not None:
+                continue
             if target.descriptor is not None:
                 try:
                     os.ftruncate(target.descriptor, target.size)
@@ -124,7 +129,7 @@ class FileWriter(CellSink):
         else:
             assert target.within is not None
             runs = target.layout.runs(base, bitmap, target.within[cell])
-        own = target.descriptor
+        own, first = target.descriptor, target.offset or 0
         descriptor = (
             os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if own is None else own
         )
@@ -134,7 +139,9 @@ class FileWriter(CellSink):
                 done = 0
                 while done < length:
                     done += os.pwrite(
-                        descriptor, data[position + done : position + length], offset + done
+                        descriptor,
+                        data[position + done : position + length],
+                        first + offset + done,
                     )
         except OSError as error:
             raise OSError(error.errno, error.strerror, target.path) from error
