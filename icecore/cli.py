@@ -40,6 +40,8 @@ from icecore.commands.context import (
 from icecore.errors import IcecoreError, StoreFull, UsageError
 from icecore.host.workdir import sweep
 from icecore.output import Output
+from icecore.places import state_directory
+from icecore.service.metrics.tally import counted
 
 #: The groups of commands in the order of the help text.
 GROUPS = (
@@ -52,6 +54,8 @@ GROUPS = (
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
+#: Commands whose outcome is counted here; `icecore.api` counts dumps and restores.
+_COUNTED = frozenset({"check", "copy", "forget", "gc", "repair", "sync"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -235,7 +239,12 @@ def _run(words: list[str], rest: list[str] | None) -> int:
             context.recover_files()
         for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
             sweep(workdir, output.event)
-        status: int = arguments.run(arguments, context)
+        if arguments.command not in _COUNTED:
+            status: int = arguments.run(arguments, context)
+            return status
+        state = state_directory(settings.state)
+        with counted(state, arguments.command, output.event):
+            status = arguments.run(arguments, context)
         return status
 
 

@@ -22,7 +22,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MOST_LINKS = 40
 #: The entries of a state directory.
-STATE_ENTRIES = frozenset({"jobs", "lock", "opened", "places", "restores", "schedules", "seen"})
+STATE_ENTRIES = frozenset(
+    {"jobs", "lock", "metrics", "opened", "places", "restores", "schedules", "seen"}
+)
 
 
 def is_own(about: os.stat_result) -> bool:

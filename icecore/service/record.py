@@ -44,6 +44,9 @@ class Measured(msgspec.Struct, frozen=True):
         window_seconds, background_seconds, commit_seconds: Moving averages over its snapshots.
         failures: How often it has failed.
         ran_seconds: How long it has run under supervision.
+        interval_seconds: From one periodic snapshot to the next; 0: none are taken.
+        due: Unix time of the next periodic snapshot; 0: none is.
+        notice_seconds: Time that the job has from a notice until it must be gone; 0: not known.
     """
 
     taken: list[Taken] = []
@@ -53,6 +56,9 @@ class Measured(msgspec.Struct, frozen=True):
     commit_seconds: float = 0.0
     failures: int = 0
     ran_seconds: float = 0.0
+    interval_seconds: float = 0.0
+    due: float = 0.0
+    notice_seconds: float = 0.0
 
     def after(self, done: Taken) -> Measured:
         """Return what is known once a snapshot was taken."""
