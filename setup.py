@@ -34,6 +34,7 @@ PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # The library defines memcpy: the compiler must not turn its loop into a call of memcpy.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
+    "icecore/host/criu/limits.c",
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",

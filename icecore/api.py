@@ -24,6 +24,7 @@ from icecore.hooks import run_hook
 from icecore.host.criu.program import Criu, find_criu
 from icecore.host.gpu.backend import find_backend
 from icecore.host.jobs.gpu import gpu_run
+from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry, require_name
@@ -91,6 +92,7 @@ def run(
     gpu: bool = False,
     resident: bool | None = None,
     keep_resident: bool | None = None,
+    identity: Identity | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -112,6 +114,9 @@ def run(
         keep_resident: With ``gpu``: if the job crashes after a snapshot, its device memory stays on
             its GPUs, for a restore with `RestoreOptions.from_resident`, until the instance is
             removed. Default: configured.
+        identity: The user that the job runs as, with limits, cgroup and scheduling; only root can
+            start jobs of others. ``environment`` is taken as it is: see `Identity.environment`.
+            Default: this process's.
         config: Default: `icecore.config.load`.
         emit: Gets the events.
 
@@ -145,6 +150,7 @@ def run(
             resident=own.resident if resident is None else resident,
             keep_resident=own.keep_resident if keep_resident is None else keep_resident,
             must_keep=bool(keep_resident),
+            identity=identity,
             emit=emit,
         )
     if keep_resident:
@@ -153,7 +159,13 @@ def run(
             cure="add --gpu, or leave out --keep-resident",
         )
     return registry(config).start(
-        command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit
+        command,
+        name=name,
+        isolation=isolation,
+        cwd=cwd,
+        environment=environment,
+        identity=identity,
+        emit=emit,
     )
 
 
@@ -182,6 +194,7 @@ def start_gpu(
     resident: bool = True,
     keep_resident: bool = False,
     must_keep: bool = False,
+    identity: Identity | None = None,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
@@ -220,6 +233,7 @@ def start_gpu(
         environment={**variables, **how.added},
         resident=resident,
         keep_resident=keep_resident and resident,
+        identity=identity,
         emit=emit,
     )
     emit(

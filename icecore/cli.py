@@ -25,6 +25,7 @@ from icecore.commands import (
     node,
     regions,
     repositories,
+    serve,
     snapshots,
     supervise,
     trust,
@@ -34,6 +35,7 @@ from icecore.commands.context import (
     Commands,
     Context,
     Interrupted,
+    Origin,
     TopParser,
     load_numpy,
 )
@@ -49,7 +51,7 @@ GROUPS = (
     ("snapshots", (snapshots,)),
     ("repositories", (repositories, trust)),
     ("replicas and exchange", (regions, exchange)),
-    ("node and keys", (keys, node, completion)),
+    ("node and keys", (keys, node, serve, completion)),
 )
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.
@@ -132,11 +134,23 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return list(words[:at]), list(words[at + 1 :])
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+def main(
+    words: Sequence[str] | None = None,
+    *,
+    output: Output | None = None,
+    origin: Origin | None = None,
+) -> int:
+    """Run the command line; return the exit status.
+
+    Args:
+        words: Default: this process's arguments.
+        output: Gets the output; default: this process's streams.
+        origin: Whose request this is, where the node service runs the command.
+    """
     own, rest = split_command(sys.argv[1:] if words is None else words)
     _prepare_streams()
-    output = Output(as_json="--json" in own, quiet=True)
+    recorder = output
+    output = output or Output(as_json="--json" in own, quiet=True)
     before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     threads_before = threading.excepthook
     threading.excepthook = lambda about: output.trace(
@@ -144,7 +158,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     try:
         _require_utf8()
-        return _run(own, rest)
+        return _run(own, rest, recorder, origin)
     except IcecoreError as error:
         output.error(error)
         return error.exit_code
@@ -210,7 +224,9 @@ def _require_utf8() -> None:
         )
 
 
-def _run(words: list[str], rest: list[str] | None) -> int:
+def _run(
+    words: list[str], rest: list[str] | None, recorder: Output | None, origin: Origin | None
+) -> int:
     parser = build_parser()
     arguments = parser.parse_args(words)
     if arguments.version:
@@ -232,8 +248,8 @@ def _run(words: list[str], rest: list[str] | None) -> int:
     if arguments.numpy:
         load_numpy()
     with (
-        Output(as_json=arguments.json, quiet=arguments.quiet) as output,
-        Context(settings, output, arguments.repository or settings.repository) as context,
+        recorder or Output(as_json=arguments.json, quiet=arguments.quiet) as output,
+        Context(settings, output, arguments.repository or settings.repository, origin) as context,
     ):
         if arguments.command in _OF_THIS_NODE:
             context.recover_files()

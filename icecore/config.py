@@ -395,6 +395,45 @@ class CacheSettings:
 
 
 @dataclass(frozen=True)
+class ServiceSettings:
+    """[service]: the node service, ``icecore serve``.
+
+    Attributes:
+        socket: Its unix socket; clients use it where it exists.
+        admin_group: Members of this group see and touch the jobs of all users, as root does.
+        others: What other users may do with their own jobs.
+        repository: Where the snapshots of a user's jobs are; ``{user}`` and ``{uid}`` are replaced.
+            Empty: in the repository of all.
+        listen: ``HOST:PORT`` for clients with tokens; empty: only the socket.
+        certificate, key: PEM files for TLS.
+        plain_loopback: Listen without TLS, on a loopback address only.
+        connections: Maximum number of connections.
+        requests: Requests a second of one caller in the long run.
+        operations: Maximum number of operations at a time, besides supervised jobs.
+        operations_per_user: The same for one user.
+        supervised_per_user: Maximum number of supervised jobs of one user.
+        audit_bytes: Size of the audit log at which it is rotated.
+    """
+
+    socket: str = _setting("/run/icecore/service.sock", FILE)
+    admin_group: str = _setting("", TEXT)
+    others: Literal["operate", "read", "none"] = _setting(
+        "operate", choice("operate", "read", "none")
+    )
+    repository: str = _setting("", PLACE)
+    listen: str = _setting("", TEXT)
+    certificate: str = _setting("", FILE)
+    key: str = _setting("", FILE)
+    plain_loopback: bool = _setting(False, SWITCH)
+    connections: int = _setting(512, COUNT)
+    requests: int = _setting(100, COUNT)
+    operations: int = _setting(8, COUNT)
+    operations_per_user: int = _setting(4, COUNT)
+    supervised_per_user: int = _setting(64, COUNT)
+    audit_bytes: int = _setting(16 << 20, SIZE)
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings.
 
@@ -426,6 +465,7 @@ class Config:
     gc: GcSettings = GcSettings()
     s3: S3Settings = S3Settings()
     cache: CacheSettings = CacheSettings()
+    service: ServiceSettings = ServiceSettings()
 
 
 def _kind(about: Field[Any]) -> Kind[Any] | None:

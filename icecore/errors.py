@@ -192,3 +192,15 @@ class ResumeFailed(IcecoreError):
     """No snapshot of a job could be restored, so the job does not run."""
 
     exit_code = 17
+
+
+class Denied(IcecoreError):
+    """The node service refuses the caller: it is not known, or lacks the role."""
+
+    exit_code = 18
+
+
+class ServiceFailed(IcecoreError):
+    """The node service cannot be reached, is too busy, or answers what this client cannot read."""
+
+    exit_code = 19

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
@@ -21,6 +21,7 @@ from icecore.service.metrics.tally import Tally
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.registry import Registry
     from icecore.repository import Repository
 
@@ -55,17 +56,34 @@ def load_numpy() -> None:
         del os.environ[_BLAS_THREADS]  # else jobs and hooks inherit it
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Whose request a command is, where the node service runs it.
+
+    Attributes:
+        identity: With which a job runs.
+        environment: From which a job inherits.
+        umask: Of a job.
+    """
+
+    identity: Identity | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    umask: int | None = None
+
+
 @dataclass
 class Context:
     """One run of the command line; a context manager that closes what it opened.
 
     Attributes:
         location: The repository's location; empty if none is configured.
+        origin: Whose request this is; None: this process's user's.
     """
 
     config: Config
     output: Output
     location: str
+    origin: Origin | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
     _repository: Repository | None = None
     _tally: Tally | None = None

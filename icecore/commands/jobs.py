@@ -25,6 +25,7 @@ from icecore.events import Event, Value
 from icecore.text import printable_command
 
 if TYPE_CHECKING:
+    from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.job import Job, LogPiece, Stream
     from icecore.host.jobs.registry import Registry
 
@@ -56,6 +57,19 @@ def add(commands: Commands) -> None:
         default="",
         metavar="DIR",
         help="working directory of the job (default: the current directory)",
+    )
+    parser.add_argument(
+        "--user",
+        metavar="USER[:GROUP]",
+        default="",
+        help="run the job as this user, by name or uid (root only)",
+    )
+    parser.add_argument(
+        "--like-process",
+        type=int,
+        metavar="PID",
+        help="run the job with the user, groups, limits, scheduling and cgroup of this process"
+        " (root only)",
     )
     parser.add_argument(
         "--env",
@@ -203,7 +217,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         network=own.network == "private",
         root=own.root == "private",
     )
-    environment = _environment(arguments, context)
+    identity = _identity(arguments, context)
+    environment = _environment(arguments, context, identity)
     if _stdin_holds_something():
         context.output.note(
             "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
@@ -226,6 +241,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
                 resident=own.resident,
                 keep_resident=own.keep_resident,
                 must_keep=bool(arguments.keep_resident),
+                identity=identity,
                 emit=context.output.event,
             )
         return registry.start(
@@ -234,6 +250,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             isolation=isolation,
             cwd=arguments.cwd,
             environment=environment,
+            umask=None if context.origin is None else context.origin.umask,
+            identity=identity,
             emit=context.output.event,
         )
 
@@ -251,9 +269,36 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     return status
 
 
-def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, str]:
-    """Return the job's environment: this process's without credentials, plus ``--env``."""
+def _identity(arguments: argparse.Namespace, context: Context) -> Identity | None:
+    """Return the identity of the caller, or the one that ``--user`` or ``--like-process`` name;
+    None: this process's.
+    """
+    from icecore.host.jobs.identity import Identity
+
+    if context.origin is not None:
+        return context.origin.identity
+    if arguments.user and arguments.like_process is not None:
+        raise UsageError("--user and --like-process both say whose job it is", cure="leave out one")
+    if (arguments.user or arguments.like_process is not None) and os.geteuid() != 0:
+        raise UsageError("only root can start jobs of other users", cure="run icecore as root")
+    if arguments.user:
+        return Identity.of_user(arguments.user)
+    if arguments.like_process is not None:
+        return Identity.of_process(arguments.like_process)
+    return None
+
+
+def _environment(
+    arguments: argparse.Namespace, context: Context, identity: Identity | None
+) -> dict[str, str]:
+    """Return the job's environment: this process's without credentials, the variables that name
+    another user, plus ``--env``.
+    """
+    if context.origin is not None:
+        return dict(context.origin.environment)
     environment, held = job_environment(os.environ)
+    if identity is not None:
+        environment.update(identity.environment())
     for pair in arguments.env:
         name, separator, value = pair.partition("=")
         if not name:
@@ -284,7 +329,7 @@ def _stdin_holds_something() -> bool:
 
 def ps(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore ps."""
-    rows, keeps = [], []
+    rows, keeps, users = [], [], []
     registry = context.registry()
     _say_damaged(registry, context)
     for job in registry.instances():
@@ -295,6 +340,7 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
         keeps.append(units.size(kept) if kept else "–")
         context.output.result("job", {**_fields(job), "kept_bytes": kept})
         known = job.description
+        users.append(known.user_name)
         ended = job.status()
         rows.append(
             [
@@ -322,6 +368,10 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
         columns.insert(4, "KEPT ON GPUS")
         for row, keep in zip(rows, keeps, strict=True):
             row.insert(4, keep)
+    if any(user != "root" for user in users):
+        columns.insert(1, "USER")
+        for row, user in zip(rows, users, strict=True):
+            row.insert(1, user)
     context.output.table(columns, rows, right=["PID", "KEPT ON GPUS"])
     return 0
 
@@ -344,6 +394,8 @@ def _fields(job: Job) -> dict[str, Value]:
         "restored_from": known.restored_from,
         "snapshot": known.snapshot,
         "lineage": known.lineage,
+        "user": known.user,
+        "user_name": known.user_name,
         "exit_code": None if status is None else status.exit_code,
     }
 

@@ -20,7 +20,6 @@ from icecore.commands.context import (
     add_setting,
     overridden,
 )
-from icecore.commands.snapshots import snapshot_fields
 from icecore.config import LABEL, SIZE, TEXT, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
@@ -375,6 +374,8 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
 
 def mark(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore mark."""
+    from icecore.contained import snapshot_fields
+
     if arguments.pin is None and not arguments.tag and not arguments.untag:
         raise UsageError("nothing to change", cure="give --pin, --no-pin, --tag or --untag")
     repository = context.repository()

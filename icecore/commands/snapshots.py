@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from icecore.difference import Difference
     from icecore.restorer.files.plan import Action
     from icecore.restorer.requirements import Requirements
-    from icecore.store.format.manifest import Manifest, Region
-    from icecore.store.format.state import SnapshotRecord
+    from icecore.store.format.manifest import Manifest
 
 _LARGEST = 20
 
@@ -380,6 +378,7 @@ def _report_files(actions: Sequence[Action], context: Context) -> None:
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore ls."""
+    from icecore import contained
     from icecore.addressing import shortest
 
     everything = context.repository().snapshots()
@@ -390,7 +389,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     for record in everything:
         if arguments.job not in ("", record.job) or not set(arguments.tag) <= set(record.tags):
             continue
-        context.output.result("snapshot", snapshot_fields(record))
+        context.output.result("snapshot", contained.snapshot_fields(record))
         rows.append(
             [
                 record.snapshot[:digits],
@@ -427,64 +426,20 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
-    """Return a snapshot's record as the fields of an event."""
-    return {
-        "snapshot": record.snapshot,
-        "job": record.job,
-        "lineage": record.lineage,
-        "parent": record.parent,
-        "created": record.created_ns / 1e9,
-        "logical": record.logical,
-        "changed": record.changed,
-        "stored": record.stored,
-        "device": record.device,
-        "window_seconds": record.window_seconds,
-        "tags": list(record.tags),
-        "pinned": record.pinned,
-        "quarantined": record.quarantined,
-    }
-
-
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
+    from icecore import contained
     from icecore.output import left_words
     from icecore.restorer.gpu.resident_record import left_to_driver
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
     output, sizes = context.output, manifest.sizes
-    output.result("snapshot", snapshot_fields(record))
-    host = sizes.logical - sizes.device
-    device = [
-        (space.kind == "device", region.length)
-        for space in manifest.spaces
-        for region in space.regions
-        if region.kind == "device"
-    ]
-    resident, moved = (
-        sum(length for stays, length in device if stays is which) for which in (True, False)
-    )
+    output.result("snapshot", contained.snapshot_fields(record))
+    resident, moved = contained.device_bytes(manifest)
     left = left_to_driver(manifest)
-    details: dict[str, Value] = {
-        "snapshot": manifest.snapshot,
-        "host": manifest.host,
-        "writer": manifest.writer,
-        "root_pid": manifest.root_pid,
-        "host_bytes": host,
-        "device_bytes": sizes.device,
-        "zero_bytes": sizes.zero,
-        "by_codec": dict(sizes.by_codec),
-        "architecture": manifest.requirements.architecture,
-        "kernel": manifest.requirements.kernel,
-        "criu": manifest.requirements.criu,
-        "own_namespaces": _namespaces(manifest),
-        "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
-        "resident_bytes": resident,
-        "moved_bytes": moved,
-        "left": dict(left),
-    }
-    output.result("snapshot.details", details)
+    host = sizes.logical - sizes.device
+    output.result("snapshot.details", contained.details(manifest))
     if not output.as_json:
         lines = [
             ("snapshot", manifest.snapshot),
@@ -497,7 +452,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             (
                 "device memory",
                 f"{units.size(sizes.device)} of data; {units.size(resident + moved)} including zeros"
-                if device
+                if resident + moved
                 else "none",
             ),
             *(
@@ -530,7 +485,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ),
             (
                 "namespaces",
-                f"own {' '.join(_namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
+                f"own {' '.join(contained.namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
             ),
             (
                 "GPUs",
@@ -550,28 +505,21 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def _namespaces(manifest: Manifest) -> list[str]:
-    own = manifest.namespaces
-    flags = (("pid", own.pid), ("ipc", own.ipc), ("mount", own.mount), ("uts", own.uts))
-    return [name for name, mine in flags if mine]
-
-
 def _codecs(by_codec: dict[str, int]) -> str:
     parts = sorted(by_codec.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {units.size(size)}" for name, size in parts if size) or "nothing"
 
 
+def _count(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
+
+
 def _show_processes(manifest: Manifest, context: Context) -> None:
+    from icecore import contained
+
     rows = []
-    for process in manifest.processes:
-        fields: dict[str, Value] = {
-            "pid": process.image_id,
-            "host_pid": process.pid,
-            "parent": process.parent,
-            "threads": process.threads,
-            "command": list(process.command),
-            "alive": process.alive,
-        }
+    for process, fields in zip(manifest.processes, contained.processes(manifest), strict=True):
         context.output.result("snapshot.process", fields)
         threads = str(process.threads) if process.alive else "zombie"
         rows.append(
@@ -591,39 +539,18 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
 
 
 def _show_regions(manifest: Manifest, context: Context) -> None:
-    """Print the regions by kind within each space: their number, and the size of their address
-    ranges, including absent pages.
-    """
-    spans: Counter[tuple[str, str, str]] = Counter()
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for space in manifest.spaces:
-        for region in space.regions:
-            key: tuple[str, str, str] = (
-                space.kind,
-                space.key if space.kind in ("process", "device") else "",
-                _kind(region),
-            )
-            spans[key] += region.length
-            counts[key] += 1
+    """Print the regions by kind within each space."""
+    from icecore import contained
+
     rows = []
-    for key, span in sorted(
-        spans.items(), key=lambda item: (item[0][0] != "process", item[0][0], item[0][1], -item[1])
-    ):
-        space_kind, space_key, kind = key
-        fields: dict[str, Value] = {
-            "space": space_kind,
-            "key": space_key,
-            "kind": kind,
-            "regions": counts[key],
-            "bytes": span,
-        }
+    for fields in contained.regions(manifest):
         context.output.result("snapshot.regions", fields)
         rows.append(
             [
-                f"{space_kind} {printable(space_key)}".strip(),
-                kind,
-                str(counts[key]),
-                units.size(span),
+                f"{fields['space']} {printable(str(fields['key']))}".strip(),
+                str(fields["kind"]),
+                str(fields["regions"]),
+                units.size(_count(fields["bytes"])),
             ]
         )
     context.output.line("")
@@ -632,28 +559,18 @@ def _show_regions(manifest: Manifest, context: Context) -> None:
     )
 
 
-def _kind(region: Region) -> str:
-    return region.kind or "anonymous"
-
-
 def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
-    files = sorted(manifest.files, key=lambda file: -file.size)
+    from icecore import contained
+
     rows = []
-    for file in files:
-        fields: dict[str, Value] = {
-            "path": file.path,
-            "bytes": file.size,
-            "writable": file.writable,
-            "policy": file.policy,
-            "mtime": file.mtime_ns / 1e9,
-        }
+    for fields in contained.files(manifest):
         context.output.result("snapshot.file", fields)
         rows.append(
             [
-                units.size(file.size),
-                "rw" if file.writable else "r",
-                file.policy,
-                printable(file.path),
+                units.size(_count(fields["bytes"])),
+                "rw" if fields["writable"] else "r",
+                str(fields["policy"]),
+                printable(str(fields["path"])),
             ]
         )
     shown = rows if everything else rows[:_LARGEST]

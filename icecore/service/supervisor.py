@@ -365,6 +365,11 @@ class Supervisor:
     def _begin(self, begun: tuple[Job, Mapping[Stream, int]]) -> None:
         """Follow an instance that runs now."""
         self._job, seen = begun
+        self._tell(
+            "run.following",
+            instance=self._job.instance,
+            seen={stream: seen.get(stream, 0) for stream in ("stdout", "stderr")},
+        )
         self._ended = None
         self._began = time.monotonic()
         self._schedule(self._first_delay())

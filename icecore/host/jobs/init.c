@@ -2,6 +2,9 @@
  * and records how the command ended.
  *
  *     icecore-init STATUS_FD REPORT_FD PATH ARGV0 [ARGUMENT...]
+ *     icecore-init STATUS_FD REPORT_FD - PID
+ *
+ * In the second form the command is the child PID that it has already.
  *
  * It keeps nothing that a restore elsewhere could lack. So it is freestanding (no libc, whose
  * start-up selects code by CPU feature), single-threaded, holds one descriptor (STATUS_FD), stays
@@ -139,7 +142,7 @@ static void write_line(int fd, const char *before, unsigned number, const char *
 		;
 }
 
-static int parse_fd(const char *text)
+static int parse_number(const char *text)
 {
 	int number = 0;
 
@@ -246,15 +249,18 @@ __attribute__((noreturn, used)) void begin(long *stack)
 
 	if (count < 5)
 		leave(2);
-	status_fd = parse_fd(arguments[1]);
-	report_fd = parse_fd(arguments[2]);
+	status_fd = parse_number(arguments[1]);
+	report_fd = parse_number(arguments[2]);
 	call(SYS_fcntl, status_fd, F_SETFD, FD_CLOEXEC, 0, 0);
 	call(SYS_fcntl, report_fd, F_SETFD, FD_CLOEXEC, 0, 0);
 	own_namespace = call(SYS_getpid, 0, 0, 0, 0, 0) == 1;
 	if (!own_namespace)
 		call(SYS_prctl, PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
 	mask_signals(&all_signals);
-	child = call(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	if (arguments[3][0] == '-' && !arguments[3][1])
+		child = parse_number(arguments[4]);
+	else
+		child = call(SYS_clone, SIGCHLD, 0, 0, 0, 0);
 	if (child < 0) {
 		write_line(report_fd, "{\"fork_errno\": ", -child, "}\n");
 		leave(126);

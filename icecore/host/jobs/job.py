@@ -23,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
+from icecore.host.jobs.identity import may_touch
 from icecore.host.jobs.namespaces import Isolation, RunRecord, own_paths
 from icecore.host.kernel import procfs
 from icecore.private import create_private
@@ -31,6 +32,7 @@ Stream = Literal["stdout", "stderr"]
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _POLL_SECONDS = 0.05
 _UNKNOWN = -1  # a start time that no process has
+_MOST_STATUS = 64  # bytes
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
@@ -79,6 +81,8 @@ class Description:
         keep_resident: From its first snapshot on that memory outlives it, unless it ends well.
         files_to: Directory of its own copies of files (``restore --files-to``); empty: it has none.
         copies: The files, by the path at which it sees them.
+        user, user_name: Whose job it is: the uid with which its command was started, and its name
+            at that time.
     """
 
     name: str
@@ -99,6 +103,8 @@ class Description:
     keep_resident: bool = False
     files_to: str = ""
     copies: list[str] = field(default_factory=list)
+    user: int = 0
+    user_name: str = "root"
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,10 @@ class Job:
         """Return where the init records how the command ended, as this machine sees it."""
         return self.directory / "status"
 
+    def may_be_touched_by(self, user: int) -> bool:
+        """Return whether a user may see, signal, dump or remove the job."""
+        return may_touch(user, self.description.user)
+
     def log_path(self, stream: Stream) -> Path:
         """Return the file of one stream, as this machine sees it."""
         return self.directory / f"{stream}.log"
@@ -255,6 +265,8 @@ class Job:
             init=(self.directory / "icecore-init").read_bytes(),
             files_to=known.files_to,
             copies=known.copies,
+            user=known.user,
+            user_name=known.user_name,
         )
 
     # -- how it is
@@ -291,7 +303,8 @@ class Job:
         if self.state in ("running", "starting"):
             return None
         try:
-            line = self.status_path.read_text()
+            with self.status_path.open("rb") as file:
+                line = file.read(_MOST_STATUS).decode("ascii", "replace")
         except FileNotFoundError:
             line = ""
         found = re.fullmatch(r"(exited|killed) (\d+)\n", line)

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -42,9 +43,16 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
     1 << 19,
 )
 MNT_DETACH = 2
+PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
+KEYCTL_JOIN_SESSION_KEYRING = 1
+#: keyctl, ioprio_set, capset, by machine.
+CALLS = {"x86_64": (250, 251, 126), "aarch64": (219, 30, 91)}
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+#: Descriptors of the init: how the command ended, and what fails before it runs.
+_STATUS, _REPORT = 3, 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 _libc.mount.argtypes = [
     ctypes.c_char_p,
     ctypes.c_char_p,
@@ -157,7 +165,145 @@ def _default_signals() -> None:
             )
 
 
-def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
+def join_cgroups(files: list[str]) -> None:
+    """Move this process into groups (cgroups(7)), each named by its file cgroup.procs."""
+    for path in files:
+        try:
+            with open(path, "w") as file:
+                file.write("0\n")
+        except OSError as error:
+            raise StepFailed(f"joining the cgroup {os.path.dirname(path)}", error) from error
+
+
+def _drop_bounding(kept: int) -> None:
+    """Drop the capabilities that are not kept from the bounding set: no file can give them."""
+    with open("/proc/sys/kernel/cap_last_cap") as file:
+        last = int(file.read())
+    for number in range(last + 1):
+        if not kept >> number & 1:
+            _checked(_libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0), f"dropping capability {number}")
+
+
+def become_user(identity: dict[str, Any]) -> None:
+    """Give this process the identity of another user for good: nothing of root's is left.
+
+    What needs privileges comes first, the user last.
+    """
+    keyctl, ioprio_set, capset = map(ctypes.c_long, CALLS[os.uname().machine])
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(f"{identity['oom_score_adj']}\n")
+    except OSError as error:  # only CAP_SYS_RESOURCE can lower it: the higher one is kept
+        if error.errno != errno.EACCES:
+            raise StepFailed("setting oom_score_adj", error) from error
+    policy, priority = identity["scheduling"]
+    if identity["cpus"]:
+        os.sched_setaffinity(0, identity["cpus"])
+    os.sched_setscheduler(0, policy, os.sched_param(priority))
+    os.setpriority(os.PRIO_PROCESS, 0, identity["nice"])
+    if identity["io_priority"]:
+        _checked(
+            _libc.syscall(ioprio_set, 1, 0, ctypes.c_int(identity["io_priority"])),
+            "setting its priority",
+        )
+    for number, soft, hard in identity["limits"]:
+        resource.setrlimit(number, (soft, hard))
+    _drop_bounding(identity["bounding"])
+    os.setgroups(identity["groups"])
+    os.setresgid(identity["group"], identity["group"], identity["group"])
+    os.setresuid(identity["user"], identity["user"], identity["user"])
+    if identity["user"]:
+        # setresuid(2) clears the others, not the inheritable ones.
+        header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+        _checked(_libc.syscall(capset, header, none), "dropping capabilities")
+    # The session keyring of root may hold keys of root's, which its members possess.
+    if _libc.syscall(keyctl, KEYCTL_JOIN_SESSION_KEYRING, None) < 0:
+        number = ctypes.get_errno()
+        if number != errno.ENOSYS:
+            raise StepFailed("making a session keyring", OSError(number, os.strerror(number)))
+    if identity["no_new_privs"]:
+        _checked(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "setting no_new_privs")
+
+
+def find_program(name: str, path: str) -> str:
+    """Return the path of a program that this process may execute, as a shell looks it up.
+
+    Raises:
+        OSError: There is none (ENOENT), or only some that it may not execute (EACCES).
+    """
+    if "/" in name:
+        return name
+    number = errno.ENOENT
+    for directory in path.split(":"):
+        candidate = os.path.join(directory or ".", name)
+        if os.path.isfile(candidate):
+            if os.access(candidate, os.X_OK):
+                return candidate
+            number = errno.EACCES
+    raise OSError(number, os.strerror(number))
+
+
+def _settle(launch: dict[str, Any]) -> None:
+    """Enter the working directory."""
+    try:
+        os.chdir(launch["cwd"])
+    except OSError as error:
+        raise StepFailed("entering the working directory", error) from error
+    os.umask(launch["umask"])
+
+
+def _become_command(launch: dict[str, Any]) -> NoReturn:
+    """Become the command of a job of another user.
+
+    None of the job's paths is looked up with rights that the user lacks, and nothing that this
+    process has open outlives its exec, except /dev/null and the logs.
+    """
+    os.setpgid(0, 0)  # a kill(0) of the command's must not reach its init
+    try:
+        become_user(launch["identity"])
+    except OSError as error:
+        raise StepFailed(f"becoming user {launch['identity']['user']}", error) from error
+    _settle(launch)
+    environment: dict[str, str] = launch["environment"]
+    name, *arguments = launch["command"]
+    _default_signals()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    try:
+        program = find_program(name, environment.get("PATH", os.defpath))
+        os.execve(
+            os.fsencode(program),
+            [os.fsencode(word) for word in arguments],
+            {os.fsencode(key): os.fsencode(value) for key, value in environment.items()},
+        )
+    except OSError as error:
+        _say(_REPORT, exec_errno=error.errno)
+        os._exit(127 if error.errno == errno.ENOENT else 126)
+
+
+def _fork_command(launch: dict[str, Any]) -> int:
+    """Fork the command of a job of another user off its init, which stays root's: the user can
+    neither end nor trace it, it can end whatever the job leaves behind, and CRIU can have it mount
+    a /proc.
+
+    Return the command's pid as the init sees it.
+    """
+    if "pid" not in launch["namespaces"]:
+        _checked(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "becoming a subreaper")
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK, signal.valid_signals()
+    )  # until the init handles them
+    child = os.fork()
+    if child:
+        return child
+    try:
+        _become_command(launch)
+    except (OSError, StepFailed) as error:
+        _say_error(_REPORT, error)
+    finally:
+        os._exit(126)
+
+
+def _become_init(launch: dict[str, Any]) -> NoReturn:
     """Become the job's first process (pid 1 if it has a pid namespace)."""
     if launch["root"] is not None:
         _enter_root(launch["root"], launch["binds"], launch["private"])
@@ -166,26 +312,33 @@ def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
     # namespace.
     opened = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
     opened += [_open_log(launch[name]) for name in ("stdout", "stderr", "status")]
-    os.chdir(launch["cwd"])
-    os.umask(launch["umask"])
+    if launch["identity"] is None:
+        _settle(launch)
+    else:
+        for log in opened[1:3]:  # so that the job can open /dev/stdout
+            os.fchown(log, launch["identity"]["user"], -1)
     if os.read(0, 1) != b"g":
         os._exit(0)  # the starter is gone
     # Raised first above where they go, so that no dup2 overwrites one that is still needed. The
     # init marks 3 and 4 close-on-exec.
-    for target, source in enumerate(
-        [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*opened, report)]
-    ):
-        os.dup2(source, target)
-    os.closerange(5, os.sysconf("SC_OPEN_MAX"))
-    _default_signals()
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    environment = {
-        os.fsencode(name): os.fsencode(value) for name, value in launch["environment"].items()
-    }
-    arguments = [b"icecore-init", b"3", b"4", *map(os.fsencode, launch["command"])]
+    wanted = (*opened, _REPORT)
+    raised = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in wanted]
+    for target, source in enumerate(raised):
+        os.dup2(source, target, inheritable=target < 3)
+    os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
+    arguments, environment = launch["command"], launch["environment"]
+    if launch["identity"] is not None:
+        arguments, environment = ["-", str(_fork_command(launch))], {}
+    else:
+        _default_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.set_inheritable(_STATUS, True)
+    os.set_inheritable(_REPORT, True)
+    words = [b"icecore-init", b"%d" % _STATUS, b"%d" % _REPORT, *map(os.fsencode, arguments)]
+    variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
     for _ in range(100):
         try:
-            os.execve(launch["init"], arguments, environment)
+            os.execve(launch["init"], words, variables)
         except OSError as error:
             if error.errno != errno.ETXTBSY:
                 raise
@@ -229,6 +382,8 @@ def main() -> int:
         "mount": CLONE_NEWNS,
     }
     try:
+        if launch["identity"] is not None:
+            join_cgroups(launch["identity"]["cgroups"])
         unshare(sum(flags[name] for name in launch["namespaces"]))
         if "network" in launch["namespaces"]:
             raise_loopback()
@@ -239,10 +394,11 @@ def main() -> int:
     if child:
         _say(report, pid=child)
         return 0
+    os.dup2(report, _REPORT)
     try:
-        _become_init(launch, report)
+        _become_init(launch)
     except (OSError, StepFailed) as error:
-        _say_error(report, error)
+        _say_error(_REPORT, error)
         os._exit(126)
 
 

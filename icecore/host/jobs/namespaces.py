@@ -53,6 +53,7 @@ OWN_FILES = {
 
 #: Bytes of an init's program; ours has 20 KiB.
 _MOST_INIT = 16 << 20
+_NO_USER = 2**32 - 1  # (uid_t)-1
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
 _COPY_NAME = "icecore-copy-{}"
@@ -134,6 +135,7 @@ class RunRecord:
         files_to: Directory of the instance's own copies of files, each under its whole path; empty:
             it has none.
         copies: The files, by the path at which the processes see them.
+        user, user_name: Whose job it is: the uid with which its command was started, and its name.
     """
 
     name: str
@@ -145,6 +147,8 @@ class RunRecord:
     init: bytes
     files_to: str = ""
     copies: list[str] = field(default_factory=list)
+    user: int = 0
+    user_name: str = "root"
 
     def is_own(self, path: str) -> bool:
         """Return whether a path in CRIU's images is the instance's own: nothing may be read or put
@@ -163,6 +167,8 @@ class RunRecord:
         fields = {**asdict(self), "init": base64.b64encode(self.init).decode()}
         if not self.copies:  # as it was before there were any, for an icecore that knows of none
             del fields["files_to"], fields["copies"]
+        if not self.user:
+            del fields["user"], fields["user_name"]
         return json.dumps(fields)
 
     @classmethod
@@ -188,7 +194,10 @@ class RunRecord:
                 *record.binds,
                 record.files_to,
                 *record.copies,
+                record.user_name,
             ]
+            if not 0 <= record.user < _NO_USER:
+                raise ValueError("its user is none")
             if any(b"\0" in os.fsencode(text) for text in texts):
                 raise ValueError("a text holds a NUL")
         except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:

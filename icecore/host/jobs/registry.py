@@ -23,6 +23,7 @@ from typing import Self
 from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
+from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Description, Job, boot_id, init_of
 from icecore.host.jobs.namespaces import (
     INSTANCE_MOUNT,
@@ -153,12 +154,13 @@ class Registry:
         umask: int | None = None,
         resident: bool = False,
         keep_resident: bool = False,
+        identity: Identity | None = None,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
 
         It gets no descriptors but /dev/null and its two logs, no terminal, a session of its own,
-        default signal handling, and this process's resource limits.
+        default signal handling, and this process's resource limits, or those of ``identity``.
 
         Args:
             command: Program (looked up in the environment's PATH) and arguments.
@@ -173,10 +175,14 @@ class Registry:
             keep_resident: With ``resident``: from its first snapshot on that memory shall outlive
                 the job, unless it ends with status 0, for a restore from there
                 (`icecore.restorer.options.RestoreOptions.from_resident`). `remove` lets go of it.
+            identity: The user that it runs as. Its program and directory are looked up with that
+                user's rights. Default: this process's.
+            emit: Gets ``run.started``, ``run.environment``, and ``run.limits`` if this process
+                cannot raise a limit as far as ``identity`` has it.
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
-                ``keep_resident`` without ``resident``.
+                ``keep_resident`` without ``resident``; an ``identity`` that only root can take.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
@@ -188,24 +194,18 @@ class Registry:
                 "only resident memory can be kept",
                 cure="leave out --keep-resident, or --no-resident",
             )
+        if identity is not None and os.geteuid() != 0:
+            raise UsageError("only root can start jobs of other users", cure="run icecore as root")
         isolation = isolation or Isolation()
         own = dict(job_environment(os.environ)[0] if environment is None else environment)
         added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
         own.update(added)
         directory = os.path.abspath(cwd or os.getcwd())
-        if not os.path.isdir(directory):
-            raise NotFound(f"there is no directory {directory}")
-        path = shutil.which(command[0], path=own.get("PATH", os.defpath))
-        if path is None:
-            path = os.path.join(directory, command[0])
-            if "/" not in command[0] or not os.path.exists(path):
-                raise NotFound(
-                    f"there is no program {command[0]}",
-                    cure="give its path, or add its directory to PATH",
-                )
-        path = os.path.abspath(os.path.join(directory, path))
+        path = command[0] if identity is not None else _program(command[0], directory, own)
         binds = bindable_mounts() if isolation.root else []
         described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
+        if identity is not None:
+            described = replace(described, user=identity.user, user_name=identity.name)
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
             if resident:
@@ -224,9 +224,10 @@ class Registry:
             command=[path, *command],
             cwd=directory,
             environment=own,
-            umask=_umask() if umask is None else umask,
+            umask=_chosen_umask(umask, identity),
             isolation=isolation,
             binds=binds,
+            identity=identity,
         )
         try:
             with Starting(wanted) as starting:
@@ -246,6 +247,9 @@ class Registry:
                     },
                 )
             )
+        short = [] if identity is None else identity.reachable_limits()[1]
+        if short:
+            emit(Event("run.limits", {"job": job.name, "short": short}))
         emit(
             Event(
                 "run.started",
@@ -290,13 +294,22 @@ class Registry:
             snapshot=snapshot,
             lineage=lineage,
         )
-        described = replace(described, files_to=record.files_to, copies=record.copies)
+        described = replace(
+            described,
+            files_to=record.files_to,
+            copies=record.copies,
+            user=record.user,
+            user_name=record.user_name,
+        )
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
             for own in ("stdout.log", "stderr.log", "status"):
-                os.close(
-                    os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                )
+                made = os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    if record.user and own != "status":
+                        os.fchown(made, record.user, -1)
+                finally:
+                    os.close(made)
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
@@ -639,6 +652,30 @@ class Restoring:
         self._namespaces.close()
         if not self._started:
             shutil.rmtree(self.job.directory, ignore_errors=True)
+
+
+def _program(name: str, directory: str, environment: Mapping[str, str]) -> str:
+    """Return the absolute path of a program that this process's user may execute.
+
+    Raises:
+        NotFound: There is none, or no such directory.
+    """
+    if not os.path.isdir(directory):
+        raise NotFound(f"there is no directory {directory}")
+    path = shutil.which(name, path=environment.get("PATH", os.defpath))
+    if path is None:
+        path = os.path.join(directory, name)
+        if "/" not in name or not os.path.exists(path):
+            raise NotFound(
+                f"there is no program {name}", cure="give its path, or add its directory to PATH"
+            )
+    return os.path.abspath(os.path.join(directory, path))
+
+
+def _chosen_umask(wanted: int | None, identity: Identity | None) -> int:
+    if wanted is not None:
+        return wanted
+    return _umask() if identity is None or identity.umask is None else identity.umask
 
 
 def _umask() -> int:

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs import launch
+from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.namespaces import (
     INSTANCE_MOUNT,
     Isolation,
@@ -43,6 +44,8 @@ class Launch:
         cwd, environment, umask: The command's.
         isolation: Its namespaces.
         binds: The host's mount points to bind into a private root.
+        identity: The user that it runs as, who looks up the program in the environment's PATH;
+            None: this process's.
     """
 
     directory: Path
@@ -52,9 +55,14 @@ class Launch:
     umask: int
     isolation: Isolation
     binds: Sequence[str]
+    identity: Identity | None = None
 
     def as_line(self) -> bytes:
-        """Encode it for launch.py."""
+        """Encode it for launch.py.
+
+        Raises:
+            UsageError: A cgroup of the identity cannot be joined.
+        """
         paths = own_paths(self.directory, self.isolation)
         private = self.isolation.root
         binds = [[point, point] for point in self.binds] + [[str(self.directory), INSTANCE_MOUNT]]
@@ -72,6 +80,7 @@ class Launch:
                     "cwd": self.cwd,
                     "umask": self.umask,
                     "command": list(self.command),
+                    "identity": None if self.identity is None else self.identity.as_launch(),
                     "environment": dict(self.environment),
                 }
             ).encode()
@@ -189,7 +198,12 @@ class Starting:
         )
         text = answer.get("error", os.strerror(number))
         cure = ""
-        if number == errno.EPERM:
+        if step == "entering the working directory":
+            directory = self._wanted.cwd
+            if number == errno.ENOENT:
+                return NotFound(f"there is no directory {directory}")
+            cure = f"name one that the job's user can enter, with --cwd instead of {directory}"
+        elif number == errno.EPERM:
             cure = "icecore run needs root (CAP_SYS_ADMIN)"
         elif number == errno.EACCES and str(self._wanted.directory) in text:
             cure = "the state directory must not lie on a file system mounted noexec; set ICECORE_STATE"

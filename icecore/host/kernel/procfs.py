@@ -461,11 +461,14 @@ def mounts(pid: int | str = "self") -> list[Mount]:
             before, separator, after = line.partition(b" - ")
             if separator:  # blanks, newlines and backslashes within a name are escaped
                 words = before.split(b" ")
-                point = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), words[4])
-                found.append(
-                    Mount(int(words[0]), os.fsdecode(point), os.fsdecode(after.split(b" ", 1)[0]))
-                )
+                kind = os.fsdecode(after.split(b" ", 1)[0])
+                found.append(Mount(int(words[0]), unescaped(words[4]), kind))
     return found
+
+
+def unescaped(name: bytes) -> str:
+    """Return a path of mountinfo, in which blanks, newlines and backslashes are octal escapes."""
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name))
 
 
 def executable(pid: int) -> str:

@@ -47,6 +47,7 @@ def let_run(
         "pid": pid,
         "seconds": seconds,
         "instance": job.instance if job is not None else "",
+        "log_bytes": {str(stream): size for stream, size in prepared.log_sizes.items()},
     }
     attempt.emit(Event("restore.running", fields))
     return Restored(attempt.snapshot, pid, job, seconds, log_sizes=prepared.log_sizes)

@@ -1,0 +1,256 @@
+"""What the node service needs of repositories and of this machine.
+
+Repositories stay open between requests, because opening one takes as long as many requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from icecore import addressing, contained, passphrase
+from icecore.config import Config
+from icecore.errors import IcecoreError, NotFound, UsageError
+from icecore.host.jobs.identity import user_name
+from icecore.repository import Repository
+from icecore.service.api import models
+from icecore.service.api.core import Where, free_of
+from icecore.store.format.manifest import Manifest
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.maintenance.stats import Group
+from icecore.text import jsonable
+
+_KEPT_SECONDS = 300.0
+_STATISTICS_SECONDS = 30.0
+_MOST_OWNERS = 100_000
+
+
+class Repositories:
+    """The repositories of the users of a node; all methods may be called from any thread.
+
+    Args:
+        config: The service's.
+        location: The administrators' repository, and everybody's where none is configured for
+            users.
+    """
+
+    def __init__(self, config: Config, location: str) -> None:
+        self._config = config
+        self._location = location
+        self._lock = threading.Lock()
+        self._open: dict[str, _Opened] = {}
+
+    def where(self, uid: int | None) -> Where:
+        """Return the repository of a user; None: that of the administrators."""
+        template = self._config.service.repository
+        if uid is None or not template:
+            return Where(self._location, shared=True)
+        own = "{user}" in template or "{uid}" in template
+        name = user_name(uid)
+        if "/" in name or name.startswith("."):
+            name = str(uid)
+        where = template.replace("{user}", name).replace("{uid}", str(uid))
+        return Where(where, shared=not own)
+
+    def snapshots(self, where: Where) -> list[models.Snapshot]:
+        """Return the snapshots in commit order, with their owners."""
+        with self._opened(where) as opened:
+            return [
+                as_snapshot(record, opened.owner(record))
+                for record in opened.repository.snapshots()
+            ]
+
+    def find(self, snapshots: Sequence[models.Snapshot], name: str) -> models.Snapshot:
+        """Return the one that a name means."""
+        found = addressing.resolve([as_record(one) for one in snapshots], name)
+        return next(one for one in snapshots if one.snapshot == found.snapshot)
+
+    def details(self, where: Where, snapshot: str) -> models.SnapshotDetails:
+        """Return what a snapshot contains."""
+        with self._opened(where) as opened:
+            record = opened.repository.find(snapshot)
+            manifest = opened.repository.manifest(record)
+            listed = as_snapshot(record, opened.owner(record))
+        return models.SnapshotDetails(
+            snapshot=listed,
+            details=jsonable(contained.details(manifest)),
+            processes=[jsonable(one) for one in contained.processes(manifest)],
+            regions=[jsonable(one) for one in contained.regions(manifest)],
+            files=[jsonable(one) for one in contained.files(manifest)],
+        )
+
+    def statistics(self, where: Where) -> models.Repository:
+        """Return a repository's statistics, which are at most some seconds old."""
+        with self._opened(where) as opened:
+            return opened.statistics()
+
+    def staging(self) -> list[models.Staging]:
+        """Return the file systems for staging."""
+        own = {self._config.dump.workdir, self._config.restore.workdir or "/dev/shm"}
+        return [free_of(directory) for directory in sorted(own)]
+
+    def prepare(self, where: Where) -> None:
+        """Make a user's own repository where there is none yet."""
+        if where.shared:
+            return
+        try:
+            with self._opened(where):
+                return
+        except NotFound:
+            pass
+        given = passphrase.current(self._config)
+        Repository.create(
+            where.location,
+            passphrase=given if given.configured else None,
+            state=self._config.state,
+            config=self._config,
+        ).close()
+
+    def close(self) -> None:
+        """Close all repositories."""
+        with self._lock:
+            for one in self._open.values():
+                one.repository.close()
+            self._open.clear()
+
+    @contextmanager
+    def _opened(self, where: Where) -> Iterator[_Opened]:
+        """Lend an open repository; open it on first use."""
+        with self._lock:
+            now = time.monotonic()
+            for location, one in list(self._open.items()):
+                if not one.users and now - one.used > _KEPT_SECONDS:
+                    self._open.pop(location).repository.close()
+            found = self._open.get(where.location)
+            if found is None:
+                opened = self._repository(where)
+                found = self._open[where.location] = _Opened(opened)
+            found.users += 1
+        try:
+            yield found
+        finally:
+            with self._lock:
+                found.users -= 1
+                found.used = time.monotonic()
+
+    def _repository(self, where: Where) -> Repository:
+        if not where.location:
+            raise UsageError(
+                "no repository is configured for the service",
+                cure="set repository, or service.repository, in icecore.toml",
+            )
+        return Repository.open(
+            where.location,
+            replicas=self._config.replicas if where.location == self._location else (),
+            passphrase=passphrase.current(self._config),
+            state=self._config.state,
+            config=self._config,
+        )
+
+
+class _Opened:
+    """An open repository, with what is remembered of it."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self.users = 0
+        self.used = time.monotonic()
+        self._owners: dict[str, int | None] = {}
+        self._counting = threading.Lock()
+        self._counted: tuple[float, models.Repository] | None = None
+
+    def owner(self, record: SnapshotRecord) -> int | None:
+        """Return the uid of a snapshot's job, which never changes; None: it is not recorded."""
+        if record.snapshot not in self._owners:
+            try:
+                owner = owner_of(self.repository.manifest(record))
+            except IcecoreError:  # damaged, or on a replica alone; maybe readable later
+                return None
+            if len(self._owners) >= _MOST_OWNERS:
+                self._owners.clear()
+            self._owners[record.snapshot] = owner
+        return self._owners[record.snapshot]
+
+    def statistics(self) -> models.Repository:
+        """Return the statistics; one count at a time."""
+        with self._counting:
+            now = time.monotonic()
+            if self._counted is None or now - self._counted[0] > _STATISTICS_SECONDS:
+                self._counted = (now, self._count())
+            return self._counted[1]
+
+    def _count(self) -> models.Repository:
+        found, opened = self.repository.stats(), self.repository
+        return models.Repository(
+            location=opened.location,
+            id=opened.id,
+            encrypted=opened.encrypted,
+            snapshots=found.snapshots,
+            quarantined=found.quarantined,
+            logical=found.logical,
+            chunks=found.chunks,
+            chunk_bytes=found.chunk_bytes,
+            live=found.live,
+            dead=found.dead,
+            dedup_ratio=found.dedup_ratio,
+            compression_ratio=found.compression_ratio,
+            objects=dict(found.objects),
+            object_bytes=dict(found.object_bytes),
+            jobs=[_group(one) for one in found.jobs],
+            lineages=[_group(one) for one in found.lineages],
+            codecs=[
+                models.Codec(
+                    codec=one.codec, chunks=one.chunks, stored=one.stored, logical=one.logical
+                )
+                for one in found.forms
+            ],
+        )
+
+
+def _group(found: Group) -> models.Group:
+    return models.Group(
+        name=found.name,
+        snapshots=found.snapshots,
+        logical=found.logical,
+        reached=found.reached,
+        own=found.own,
+    )
+
+
+def owner_of(manifest: Manifest) -> int | None:
+    """Return the uid of the job of a snapshot; None: it is not recorded."""
+    owner = getattr(manifest, "owner", None)
+    return owner if isinstance(owner, int) else None
+
+
+def as_snapshot(record: SnapshotRecord, owner: int | None) -> models.Snapshot:
+    """Return a snapshot's record as a resource."""
+    fields = jsonable(contained.snapshot_fields(record))
+    return models.Snapshot(owner=owner, **{key: fields[key] for key in _FIELDS})
+
+
+def as_record(one: models.Snapshot) -> SnapshotRecord:
+    """Return a resource as a record, for what lists and names records."""
+    return SnapshotRecord(
+        snapshot=one.snapshot,
+        job=one.job,
+        lineage=one.lineage,
+        parent=one.parent,
+        created_ns=round(one.created * 1e9),
+        manifest="",
+        manifest_length=0,
+        manifest_digest=b"",
+        logical=one.logical,
+        stored=one.stored,
+        changed=one.changed,
+        window_seconds=one.window_seconds,
+        tags=one.tags,
+        pinned=one.pinned,
+        device=one.device,
+        quarantined=one.quarantined,
+    )
+
+
+_FIELDS = tuple(name for name in models.Snapshot.__struct_fields__ if name != "owner")

@@ -1,0 +1,177 @@
+"""The node service: serve, and the tokens of its clients on TCP."""
+
+from __future__ import annotations
+
+import argparse
+import pwd
+from typing import TYPE_CHECKING
+
+from icecore import units
+from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.config import SECONDS, ServiceSettings
+from icecore.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from icecore.service.api.tokens import Token
+
+_ROLES = ("read", "operate", "admin")
+
+
+def add(commands: Commands) -> None:
+    """Add the commands."""
+    parser = commands.add(
+        "serve",
+        serve,
+        "Run the service of this node.",
+        "icecore serve",
+        "icecore serve --socket /run/icecore/service.sock --listen 0.0.0.0:7443 --certificate FILE --key FILE",
+        more="Users who are not root run, snapshot and restore their own jobs through it. It serves a REST API"
+        " (/v1/openapi.json describes it) until it gets SIGTERM; operations and jobs then go on, and the next"
+        " service adopts them.",
+    )
+    for key, what in (
+        ("socket", "unix socket of the service"),
+        ("admin_group", "group whose members see and touch the jobs of all users, as root does"),
+        ("others", "what other users may do with their own jobs"),
+        ("listen", "HOST:PORT on which clients with tokens are served as well"),
+        ("certificate", "PEM file with the certificate for TLS"),
+        ("key", "PEM file with the key of the certificate"),
+        ("plain_loopback", "listen without TLS, on a loopback address"),
+    ):
+        add_setting(parser, ServiceSettings, key, what)
+
+    parser = commands.add(
+        "token",
+        token,
+        "Add, list or remove tokens for clients of the service on TCP.",
+        "icecore token add --role operate --user alice --jobs 'train*' --expires 30d ci",
+        "icecore token list",
+        "icecore token remove ci",
+        more="'add' prints the token once. A token with --user starts jobs as this user and touches only the"
+        " user's jobs; one without touches the jobs of all users.",
+        numpy=False,
+    )
+    parser.add_argument(
+        "action", choices=("add", "list", "remove"), metavar="add|list|remove", help="what to do"
+    )
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the token")
+    parser.add_argument(
+        "--role",
+        choices=_ROLES,
+        default="read",
+        metavar="read|operate|admin",
+        help="what its holder may do (default: read)",
+    )
+    parser.add_argument(
+        "--jobs",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only jobs with such a name, such as 'train*'; repeatable (default: all)",
+    )
+    parser.add_argument(
+        "--user", default="", metavar="USER", help="only this user's jobs (default: all users')"
+    )
+    parser.add_argument(
+        "--expires",
+        type=SECONDS,
+        default=0.0,
+        metavar="DURATION",
+        help="the token is valid for so long (default: until it is removed)",
+    )
+
+
+def serve(arguments: argparse.Namespace, context: Context) -> int:
+    """Run icecore serve."""
+    import asyncio
+    from dataclasses import replace
+    from importlib.metadata import version
+
+    try:
+        from icecore.service.api.app import build
+        from icecore.service.api.core import Service
+        from icecore.service.api.server import serve as run
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the service needs {error.name}", cure="pip install 'icecore[service]'"
+        ) from error
+    from icecore.backing import Repositories
+
+    config = replace(context.config, service=overridden(context.config.service, arguments))
+    backing = Repositories(config, context.location)
+    words = [f"--config={arguments.config}"] if arguments.config else []
+    service = Service.made(
+        config, context.registry(), backing, version=version("icecore"), words=words
+    )
+    try:
+        asyncio.run(run(service, build(service), context.output.event))
+    finally:
+        backing.close()
+    return 0
+
+
+def token(arguments: argparse.Namespace, context: Context) -> int:
+    """Run icecore token."""
+    from icecore.service.api.tokens import Tokens
+
+    tokens = Tokens(context.registry().state)
+    if arguments.action == "list":
+        return _list(tokens.all(), context)
+    if not arguments.name:
+        raise UsageError("no token is named", cure=f"icecore token {arguments.action} NAME")
+    if arguments.action == "remove":
+        tokens.remove(arguments.name)
+        context.output.result(
+            "token.removed", {"name": arguments.name}, f"token {arguments.name} removed"
+        )
+        return 0
+    uid = _uid(arguments.user) if arguments.user else None
+    secret = tokens.add(
+        arguments.name,
+        arguments.role,
+        jobs=arguments.jobs,
+        uid=uid,
+        seconds=arguments.expires,
+    )
+    context.output.result("token.added", {"name": arguments.name, "token": secret}, secret)
+    context.output.note("the token is shown only now; keep it like a password")
+    return 0
+
+
+def _list(tokens: list[Token], context: Context) -> int:
+    from icecore.host.jobs.identity import user_name
+
+    rows = []
+    for one in tokens:
+        context.output.result(
+            "token",
+            {
+                "name": one.name,
+                "role": one.role,
+                "jobs": list(one.jobs),
+                "uid": one.uid,
+                "created": one.created,
+                "expires": one.expires or None,
+            },
+        )
+        rows.append(
+            [
+                one.name,
+                one.role,
+                "all" if one.uid is None else user_name(one.uid),
+                " ".join(one.jobs),
+                units.moment(one.created),
+                units.moment(one.expires) if one.expires else "never",
+            ]
+        )
+    context.output.table(["TOKEN", "ROLE", "USER", "JOBS", "ADDED", "EXPIRES"], rows)
+    return 0
+
+
+def _uid(user: str) -> int:
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        if user.isdecimal() and int(user) < 2**32 - 1:
+            return int(user)
+        raise NotFound(f"there is no user {user}", cure="'getent passwd' lists them") from None

@@ -1,0 +1,404 @@
+"""The identity with which a job runs: user, groups, limits and whatever else a process inherits
+from the one that starts it.
+
+root starts the jobs of other users. A job gets what its user could have had without icecore, and
+nothing of root's: see `Identity.of_peer` for a client of a service, `Identity.of_process` for any
+process, `Identity.of_user` for a name.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import resource
+import select
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from icecore.errors import NotFound, UsageError
+from icecore.host.kernel import cgroups, libc, limits, procfs
+
+#: What /proc/PID/limits calls each limit → its number for setrlimit(2), the same on x86-64 and
+#: aarch64.
+LIMITS = {
+    "Max cpu time": resource.RLIMIT_CPU,
+    "Max file size": resource.RLIMIT_FSIZE,
+    "Max data size": resource.RLIMIT_DATA,
+    "Max stack size": resource.RLIMIT_STACK,
+    "Max core file size": resource.RLIMIT_CORE,
+    "Max resident set": resource.RLIMIT_RSS,
+    "Max processes": resource.RLIMIT_NPROC,
+    "Max open files": resource.RLIMIT_NOFILE,
+    "Max locked memory": resource.RLIMIT_MEMLOCK,
+    "Max address space": resource.RLIMIT_AS,
+    "Max file locks": 10,
+    "Max pending signals": resource.RLIMIT_SIGPENDING,
+    "Max msgqueue size": resource.RLIMIT_MSGQUEUE,
+    "Max nice priority": resource.RLIMIT_NICE,
+    "Max realtime priority": resource.RLIMIT_RTPRIO,
+    "Max realtime timeout": resource.RLIMIT_RTTIME,
+}
+UNLIMITED = -1
+
+_LIMIT_LINE = re.compile(r"(\S.*?) {2,}(\d+|unlimited) +(\d+|unlimited)")
+#: A process in another one of these sees another machine than icecore does.
+_SAME_NAMESPACES = ("user", "mnt", "pid", "net")
+_SO_PEERPIDFD = 77  # Linux 6.5
+_CREDENTIALS = struct.Struct("3i")  # struct ucred
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
+_IOPRIO_WHO_PROCESS = 1
+#: CAP_CHOWN … CAP_CHECKPOINT_RESTORE and whatever a kernel adds.
+ALL_CAPABILITIES = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a job inherits.
+
+    Attributes:
+        user, group: Its uid and gid: real, effective, saved and for file access.
+        groups: Its supplementary groups.
+        name: The user's name; the uid's digits if the user database has none.
+        home, shell: From the user database; empty if it has no entry.
+        limits: Number of each limit of setrlimit(2) → soft and hard limit; `UNLIMITED`: none.
+            Empty: those of the process that starts the job.
+        umask: Of the files that it makes; None: that of the process that starts the job.
+        nice: -20 … 19.
+        policy, priority: Scheduling policy (SCHED_…) and real-time priority.
+        cpus: The processors on which it may run; empty: those of the process that starts it.
+        io_priority: As ioprio_get(2) says it; 0: none of its own.
+        oom_score_adj: -1000 … 1000.
+        cgroups: By hierarchy (`icecore.host.kernel.cgroups`); None: those of the process that
+            starts it.
+        bounding: The capabilities that it can ever get, by executing a file, as a bit mask.
+        no_new_privs: Executing a file never gives it privileges.
+    """
+
+    user: int
+    group: int
+    groups: tuple[int, ...]
+    name: str
+    home: str = ""
+    shell: str = ""
+    limits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    umask: int | None = None
+    nice: int = 0
+    policy: int = 0
+    priority: int = 0
+    cpus: frozenset[int] = frozenset()
+    io_priority: int = 0
+    oom_score_adj: int = 0
+    cgroups: Mapping[str, str] | None = None
+    bounding: int = ALL_CAPABILITIES
+    no_new_privs: bool = False
+
+    @classmethod
+    def of_user(cls, who: str) -> Identity:
+        """Return the identity of a user: groups from the user database, everything else that of
+        this process.
+
+        Args:
+            who: ``USER``, ``UID``, ``USER:GROUP`` or ``UID:GID``. A uid needs no entry in the
+                user database; without one and without a group its gid is the same number.
+
+        Raises:
+            NotFound: There is no such user or group.
+            UsageError: It is no user or group.
+        """
+        wanted, colon, wanted_group = who.partition(":")
+        if not wanted or (colon and not wanted_group):
+            raise UsageError(f"{who!r} names no user", cure="write USER, UID, or USER:GROUP")
+        found = _user_entry(wanted)
+        user = found.pw_uid if found is not None else _number(wanted, "user")
+        group = found.pw_gid if found is not None else user
+        groups = tuple(os.getgrouplist(found.pw_name, group)) if found is not None else (group,)
+        if colon:
+            group = _group(wanted_group)
+            groups = (group,)  # as 'USER:GROUP' does elsewhere (chroot(1), docker run)
+        own = replace(cls.of_process(os.getpid()), home="", shell="", cgroups=None)
+        return _named(replace(own, user=user, group=group, groups=groups))
+
+    @classmethod
+    def of_process(cls, pid: int, *, pidfd: int = -1, user: int | None = None) -> Identity:
+        """Return the identity of a process, which is one process from the first to the last thing
+        that is read: a reused pid is noticed.
+
+        Args:
+            pid: The process.
+            pidfd: A descriptor of it that the caller holds; -1: one is opened.
+            user: The uid that it must have, if it is known (SO_PEERCRED).
+
+        Raises:
+            NotFound: There is no such process, or it has ended.
+            UsageError: It has several uids or gids at once (it executes a set-user-ID program), or
+                not ``user``; it changed them meanwhile; or it is in a sandbox that its job would
+                escape.
+        """
+        with _held(pid, pidfd) as own:
+            before = _credentials(pid)
+            found = cls._read(pid, before)
+            _require_same_machine(pid)
+            if _credentials(pid) != before:
+                raise UsageError(f"process {pid} changed its credentials while they were read")
+            if _has_ended(own):
+                raise NotFound(f"process {pid} has ended")
+        if user is not None and found.user != user:
+            raise UsageError(f"process {pid} is not of user {user}")
+        return _named(found)
+
+    @classmethod
+    def of_peer(cls, connection: socket.socket) -> Identity:
+        """Return the identity of the process that connected a unix socket (SO_PEERCRED).
+
+        Raises:
+            NotFound, UsageError: As `of_process`.
+        """
+        size = _CREDENTIALS.size
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        pid, user, _ = _CREDENTIALS.unpack(raw)
+        if pid <= 0:
+            raise UsageError("the client is in another pid namespace, or has ended")
+        try:
+            pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        except OSError:  # an older kernel: a process that has reused the pid has the same uid
+            return cls.of_process(pid, user=user)
+        try:
+            return cls.of_process(pid, pidfd=pidfd, user=user)
+        finally:
+            os.close(pidfd)
+
+    @classmethod
+    def _read(cls, pid: int, credentials: Mapping[str, list[str]]) -> Identity:
+        user = _only(pid, "uids", credentials["Uid"])
+        group = _only(pid, "gids", credentials["Gid"])
+        try:
+            return cls(
+                user=user,
+                group=group,
+                groups=tuple(map(int, credentials["Groups"])),
+                name=str(user),
+                limits=limits_of(pid),
+                umask=int(procfs.status_fields(pid)["Umask"][0], 8),
+                nice=os.getpriority(os.PRIO_PROCESS, pid),
+                policy=os.sched_getscheduler(pid) & ~os.SCHED_RESET_ON_FORK,
+                priority=os.sched_getparam(pid).sched_priority,
+                cpus=frozenset(os.sched_getaffinity(pid)),
+                io_priority=_io_priority(pid),
+                oom_score_adj=int(Path(f"/proc/{pid}/oom_score_adj").read_text()),
+                cgroups=cgroups.groups_of(pid),
+                bounding=int(credentials["CapBnd"][0], 16),
+                no_new_privs=credentials["NoNewPrivs"] == ["1"],
+            )
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise NotFound(f"process {pid} has ended") from error
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it is this process's own user."""
+        return self.user == os.geteuid()
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that name its user, as login programs set them."""
+        named = {"HOME": self.home or "/", "USER": self.name, "LOGNAME": self.name}
+        return {**named, **({"SHELL": self.shell} if self.shell else {})}
+
+    def reachable_limits(self) -> tuple[dict[int, tuple[int, int]], list[str]]:
+        """Return the limits as this process can set them, and sentences on those that it cannot
+        raise as far: that requires CAP_SYS_RESOURCE.
+        """
+        can_raise = "CAP_SYS_RESOURCE" in limits.capabilities()
+        names = {number: name for name, number in LIMITS.items()}
+        reachable, short = {}, []
+        for number, (soft, hard) in self.limits.items():
+            _, most = resource.getrlimit(number)
+            if not can_raise and _above(hard, most):
+                short.append(f"{names[number].lower()}: {_words(hard)} wanted, {_words(most)} set")
+                hard = most
+            reachable[number] = (hard if _above(soft, hard) else soft, hard)
+        return reachable, short
+
+    def as_launch(self) -> dict[str, Any]:
+        """Return it for launch.py, as JSON can hold it.
+
+        Raises:
+            UsageError: A cgroup cannot be joined from here.
+        """
+        reachable, _ = self.reachable_limits()
+        joined = [] if self.cgroups is None else cgroups.files_to_join(self.cgroups)
+        return {
+            "user": self.user,
+            "group": self.group,
+            "groups": list(self.groups),
+            "limits": [[number, *pair] for number, pair in reachable.items()],
+            "nice": self.nice,
+            "scheduling": [self.policy, self.priority],
+            "cpus": sorted(self.cpus),
+            "io_priority": self.io_priority,
+            "oom_score_adj": self.oom_score_adj,
+            "cgroups": joined,
+            "bounding": self.bounding,
+            "no_new_privs": self.no_new_privs,
+        }
+
+
+def may_touch(user: int, owner: int) -> bool:
+    """Return whether a user may see, signal, dump, restore or remove what belongs to ``owner``:
+    a job (`Description.user`) or a snapshot (`snapshot_owner`). root may touch everything.
+    """
+    return user in (0, owner)
+
+
+def user_name(user: int) -> str:
+    """Return the name of a uid; its digits if it has none here."""
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
+def limits_of(pid: int | str) -> dict[int, tuple[int, int]]:
+    """Return the limits of a process by number, soft and hard (/proc/PID/limits). Unlike prlimit(2)
+    that needs no CAP_SYS_RESOURCE for a process of another user.
+
+    Raises:
+        NotFound: There is no such process.
+    """
+    try:
+        text = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFound(f"there is no process {pid}") from error
+    found = {}
+    for line in text.splitlines():
+        words = _LIMIT_LINE.match(line)
+        if words is not None and words[1] in LIMITS:
+            soft, hard = (
+                UNLIMITED if text == "unlimited" else int(text) for text in words.groups()[1:]
+            )
+            found[LIMITS[words[1]]] = (soft, hard)
+    return found
+
+
+def _above(value: int, most: int) -> bool:
+    return most != UNLIMITED and (value == UNLIMITED or value > most)
+
+
+def _words(value: int) -> str:
+    return "unlimited" if value == UNLIMITED else str(value)
+
+
+def _named(identity: Identity) -> Identity:
+    try:
+        found = pwd.getpwuid(identity.user)
+    except KeyError:
+        return replace(identity, name=str(identity.user))
+    return replace(identity, name=found.pw_name, home=found.pw_dir, shell=found.pw_shell)
+
+
+def _user_entry(who: str) -> pwd.struct_passwd | None:
+    """Return the entry of a user by name or uid; None: a uid has none."""
+    try:
+        return pwd.getpwnam(who)
+    except KeyError:
+        pass
+    try:
+        return pwd.getpwuid(_number(who, "user"))
+    except KeyError:
+        return None
+
+
+def _group(who: str) -> int:
+    try:
+        return grp.getgrnam(who).gr_gid
+    except KeyError:
+        return _number(who, "group")
+
+
+def _number(text: str, kind: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,10}", text):
+        raise NotFound(f"there is no {kind} {text}", cure=f"'getent {_DATABASES[kind]}' lists them")
+    number = int(text)
+    if number >= 2**32 - 1:  # (uid_t)-1 means "unchanged" to the kernel
+        raise UsageError(f"{text} is no number of a {kind}")
+    return number
+
+
+_DATABASES = {"user": "passwd", "group": "group"}
+
+
+@contextmanager
+def _held(pid: int, pidfd: int) -> Iterator[int]:
+    """Hold a process: as long as the descriptor exists and the process has not ended, its pid is
+    its own.
+    """
+    if pidfd >= 0:
+        yield pidfd
+        return
+    try:
+        own = os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise NotFound(f"there is no process {pid}") from error
+    try:
+        yield own
+    finally:
+        os.close(own)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _credentials(pid: int) -> dict[str, list[str]]:
+    fields = procfs.status_fields(pid)
+    return {key: fields[key] for key in ("Uid", "Gid", "Groups", "CapBnd", "NoNewPrivs")}
+
+
+def _only(pid: int, what: str, values: list[str]) -> int:
+    """Return the one value that real, effective, saved and file-system ids have.
+
+    A process that executes a set-user-ID program is of two users, and its environment and limits
+    are not the privileged one's.
+    """
+    if len(set(values)) != 1:
+        raise UsageError(
+            f"process {pid} has several {what} ({', '.join(values)})",
+            cure="start the job from an ordinary process of one user",
+        )
+    return int(values[0])
+
+
+def _require_same_machine(pid: int) -> None:
+    """Require that a process is in no sandbox which a process that icecore starts would escape.
+
+    Raises:
+        UsageError: It is.
+    """
+    ours, theirs = procfs.namespaces(os.getpid()), procfs.namespaces(pid)
+    other = [kind for kind in _SAME_NAMESPACES if ours.get(kind) != theirs.get(kind)]
+    cure = "start the job outside of the container or sandbox"
+    if other:
+        raise UsageError(f"process {pid} has namespaces of its own ({', '.join(other)})", cure=cure)
+    try:
+        chrooted = not os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/proc/self/root"))
+    except FileNotFoundError as error:
+        raise NotFound(f"process {pid} has ended") from error
+    if chrooted:
+        raise UsageError(f"process {pid} has another root directory", cure=cure)
+    filters = [
+        int(procfs.status_fields(who).get("Seccomp_filters", ["0"])[0]) for who in (pid, "self")
+    ]
+    if filters[0] > filters[1]:
+        raise UsageError(f"process {pid} has seccomp filters", cure=cure)
+
+
+def _io_priority(pid: int) -> int:
+    number = _IOPRIO_GET.get(os.uname().machine)
+    return 0 if number is None else max(0, int(libc.syscall(number, _IOPRIO_WHO_PROCESS, pid)))

@@ -1,0 +1,299 @@
+"""The application: each request is authenticated, counted, checked against its route, given its
+subject, recorded, and only then handled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from icecore.errors import Denied, IcecoreError, UsageError
+from icecore.service.api import models, problems, snapshot_handlers
+from icecore.service.api.caller import Caller, Role, of_peer
+from icecore.service.api.connections import Guard
+from icecore.service.api.core import SERVICE, Service, blocking
+from icecore.service.api.handlers import may_see
+from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
+from icecore.service.api.routes import TABLE, Call, Route
+from icecore.service.api.starting import answer
+from icecore.service.api.table import ROUTES
+from icecore.service.api.tokens import Token
+
+#: A job's command and environment (ARG_MAX is 2 MiB), and what JSON adds.
+MOST_BODY = 8 << 20
+_BODY_SECONDS = 30.0
+_JSON = "application/json"
+
+
+def build(service: Service, more: Iterable[Route] = ()) -> web.Application:
+    """Return the application of a service.
+
+    Args:
+        more: Further routes, which are checked as those of the table are.
+    """
+    app = web.Application(client_max_size=MOST_BODY, middlewares=[_guarded, _problems])
+    app[SERVICE] = service
+    app[TABLE] = (*ROUTES, *more)
+    for route in app[TABLE]:
+        app.router.add_route(route.method, route.path, _dispatching(route), name=None)
+    return app
+
+
+Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _guarded(request: web.Request, handler: Handle) -> web.StreamResponse:
+    """Tell the connection's guard when a request begins and ends."""
+    guard = _guard(request)
+    if guard is None:
+        return await handler(request)
+    guard.begins()
+    try:
+        return await handler(request)
+    finally:
+        guard.ends()
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handle) -> web.StreamResponse:
+    """Turn errors into problems."""
+    try:
+        return await handler(request)
+    except IcecoreError as error:
+        return _refusal(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return _as_response(problems.plain(error.status, error.text or ""), headers)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        request.app.logger.exception("internal error in %s %s", request.method, request.path)
+        return _refusal(IcecoreError(f"internal error: {type(error).__name__}: {error}"))
+
+
+def _refusal(error: IcecoreError) -> web.Response:
+    headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = 'Bearer realm="icecore"'
+    if isinstance(error, Busy):
+        headers["Retry-After"] = str(max(1, round(error.after)))
+    return _as_response(problems.problem(error), headers)
+
+
+def _as_response(problem: models.Error, headers: dict[str, str]) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(problem),
+        status=problem.status,
+        content_type=problems.CONTENT_TYPE,
+        headers=headers,
+    )
+
+
+def _guard(request: web.Request) -> Guard | None:
+    transport = request.transport
+    protocol = transport.get_protocol() if transport is not None else None
+    return protocol if isinstance(protocol, Guard) else None
+
+
+# -- who calls
+
+
+def caller_of(service: Service, request: web.Request) -> Caller:
+    """Return who sends a request.
+
+    Raises:
+        Unauthenticated: It has no valid token.
+        Denied: Users like this may not use the service.
+    """
+    guard = _guard(request)
+    if guard is not None and guard.peer is not None:
+        found = of_peer(guard.peer, admin_gid=service.admin_gid, others=service.others)
+        if found.role == Role.PUBLIC:
+            raise Denied("only administrators use this service", cure="ask one")
+        return found
+    kind, _, secret = request.headers.get("Authorization", "").partition(" ")
+    token = service.tokens.find(secret.strip()) if kind.lower() == "bearer" else None
+    if token is None:
+        raise Unauthenticated(
+            "the request has no valid token", cure="'icecore token add' on the node makes one"
+        )
+    return _of_token(token, request)
+
+
+def _of_token(token: Token, request: web.Request) -> Caller:
+    return Caller(
+        name=f"token {token.name}",
+        kind="token",
+        role=Role[token.role.upper()],
+        uid=token.uid,
+        sees_all=token.uid is None,
+        jobs=tuple(token.jobs),
+        where=request.remote or "",
+    )
+
+
+# -- one request
+
+
+def _dispatching(route: Route) -> Handle:
+    async def dispatch(request: web.Request) -> web.StreamResponse:
+        service = request.app[SERVICE]
+        call = Call(service, request, None)
+        try:
+            await _authorise(route, call)
+            await _parse(route, call)
+            await _with_subject(route, call)
+        except IcecoreError as error:
+            if call.caller is not None or route.role > Role.PUBLIC:
+                _record_refusal(route, call, error)
+            raise
+        if not route.changes:
+            return await _handled(route, call)
+        return await _recorded(route, call)
+
+    return dispatch
+
+
+async def _authorise(route: Route, call: Call) -> None:
+    """Identify the caller, count its request, and compare its role with the route's."""
+    service, request = call.service, call.request
+    guard = _guard(request)
+    if route.role == Role.PUBLIC:
+        _count(service, guard.who if guard is not None else request.remote or "")
+        return
+    try:
+        call.caller = caller_of(service, request)
+    except Unauthenticated:
+        _count(service, guard.who if guard is not None else request.remote or "")
+        raise
+    _count(service, call.caller.name)
+    if call.caller.role < route.role:
+        raise Denied(
+            f"this needs the role {route.role.name.lower()};"
+            f" the caller has {call.caller.role.name.lower()}",
+            cure="ask an administrator",
+        )
+
+
+def _count(service: Service, who: str) -> None:
+    wait = service.rate.take(who)
+    if wait:
+        raise Busy("too many requests", cure="send fewer requests a second", after=wait)
+
+
+async def _parse(route: Route, call: Call) -> None:
+    """Read parameters and body as the route declares them."""
+    request = call.request
+    given = dict(request.query)
+    if len(given) < len(request.query):
+        raise UsageError("a parameter is given twice", cure="give each once")
+    query = route.query or models.Nothing
+    try:
+        call.query = msgspec.convert(given, query, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"parameters: {error}", cure="see /v1/openapi.json") from None
+    if route.body is None:
+        return
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            call.raw = await request.read()
+    except TimeoutError:
+        raise UsageError("the body did not arrive in time") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise TooLarge(f"the body has more than {MOST_BODY} bytes") from None
+    if call.raw and request.content_type != _JSON:
+        raise UsageError(f"a body of type {request.content_type}", cure=f"send {_JSON}")
+    try:
+        call.body = msgspec.json.decode(call.raw or b"{}", type=route.body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"body: {error}", cure="see /v1/openapi.json") from None
+
+
+async def _with_subject(route: Route, call: Call) -> None:
+    """Find what the request is about, among what the caller may touch."""
+    service, about = call.service, call.request.match_info
+    match route.scope:
+        case "job":
+            call.subject = await blocking(service.job, call.known, about["job"])
+        case "snapshot":
+            call.subject = await blocking(snapshot_handlers.find, call, about["snapshot"])
+        case "operation":
+            found = service.operations.get(about["operation"])
+            if not may_see(call, found):
+                service.operations.get("")  # raises what an unknown one raises
+            call.subject = found
+        case "repository":
+            call.subject = await blocking(service.own_repository, call.known)
+        case "node":
+            if not call.known.whole_node:
+                raise Denied(
+                    "only callers that see all jobs may do this", cure="ask an administrator"
+                )
+
+
+async def _handled(route: Route, call: Call) -> web.StreamResponse:
+    made = await route.handle(call)
+    if isinstance(made, web.StreamResponse):
+        return made
+    return answer(made, status=route.status)
+
+
+async def _recorded(route: Route, call: Call) -> web.StreamResponse:
+    """Handle a request that changes something: it is in the audit log before it happens."""
+    id = secrets.token_hex(8)
+    _audit(call.service, id=id, state="begun", **_who(call), **_what(route, call))
+    try:
+        response = await _handled(route, call)
+    except IcecoreError as error:
+        status, name = problems.status_of(error), type(error).__name__
+        _audit(call.service, id=id, state="failed", status=status, error=name)
+        raise
+    except BaseException as error:
+        _audit(call.service, id=id, state="failed", status=500, error=type(error).__name__)
+        raise
+    _audit(call.service, id=id, state="done", status=response.status, **(call.audit or {}))
+    return response
+
+
+def _record_refusal(route: Route, call: Call, error: IcecoreError) -> None:
+    status = problems.status_of(error)
+    _audit(
+        call.service,
+        state="refused",
+        status=status,
+        error=type(error).__name__,
+        **_who(call),
+        **_what(route, call),
+    )
+
+
+def _who(call: Call) -> dict[str, Any]:
+    if call.caller is not None:
+        return {"who": call.caller.name, "from": call.caller.where}
+    return {"who": "", "from": call.request.remote or ""}
+
+
+def _what(route: Route, call: Call) -> dict[str, Any]:
+    return {"what": route.name, "subject": dict(call.request.match_info)}
+
+
+def _audit(service: Service, **fields: Any) -> None:
+    """Write to the audit log.
+
+    Raises:
+        IcecoreError: It cannot be written, so nothing may be done.
+    """
+    try:
+        service.audit.write(**fields)
+    except OSError as error:
+        raise IcecoreError(
+            f"the audit log cannot be written: {error.strerror}", cure="free space on the node"
+        ) from error

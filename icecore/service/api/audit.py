@@ -1,0 +1,75 @@
+"""The audit log: one JSON object a line for each change that was asked for, and for each refusal.
+
+``STATE/service/audit.jsonl`` is only appended to. At its limit it becomes ``audit.jsonl.1``, and
+older ones move on; the oldest is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from icecore.private import private_state
+from icecore.service.api.tokens import FOLDER
+from icecore.text import jsonable
+
+_KEPT = 4
+
+
+class Audit:
+    """The audit log of a node.
+
+    Args:
+        state: icecore's state directory.
+        limit: Bytes of one file.
+    """
+
+    def __init__(self, state: Path, limit: int = 16 << 20) -> None:
+        self.path = private_state(state, FOLDER) / "audit.jsonl"
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._file = -1
+
+    def write(self, **fields: Any) -> None:
+        """Append one entry.
+
+        Raises:
+            OSError: It cannot be written; the caller must not do what it would record.
+        """
+        line = msgspec.json.encode(jsonable({"at": time.time(), **fields})) + b"\n"
+        with self._lock:
+            if self._file < 0:
+                self._open()
+            size = os.fstat(self._file).st_size
+            if size and size + len(line) > self._limit:
+                self._rotate()
+            os.write(self._file, line)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _open(self) -> None:
+        self._file = os.open(
+            self.path,
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
+
+    def _rotate(self) -> None:
+        os.close(self._file)
+        self._file = -1
+        for number in range(_KEPT - 1, 0, -1):
+            older = self.path.with_name(f"audit.jsonl.{number}")
+            if older.exists():
+                os.replace(older, self.path.with_name(f"audit.jsonl.{number + 1}"))
+        os.replace(self.path, self.path.with_name("audit.jsonl.1"))
+        self._open()

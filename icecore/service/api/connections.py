@@ -1,0 +1,145 @@
+"""Connections: bounded in number, and ended when a client is slow.
+
+A `Guard` stands between the transport and aiohttp's protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+from icecore.service.api.caller import Peer
+
+#: Time for a request's headers, and for a client that does not read what it asked for.
+SLOW_SECONDS = 30.0
+
+
+class Connections:
+    """The open connections of a service.
+
+    Args:
+        most: Their number; of one peer, a quarter of that.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: Counter[str] = Counter()
+        self._guards: set[Guard] = set()
+
+    def admit(self, guard: Guard) -> bool:
+        """Count a connection; False: there are too many."""
+        if self._open.total() >= self._most:
+            return False
+        if self._open[guard.who] >= max(1, self._most // 4):
+            return False
+        self._open[guard.who] += 1
+        self._guards.add(guard)
+        return True
+
+    def left(self, guard: Guard) -> None:
+        """Count a connection that was closed."""
+        if guard in self._guards:
+            self._guards.discard(guard)
+            self._open[guard.who] -= 1
+            self._open += Counter()
+
+    def __len__(self) -> int:
+        return self._open.total()
+
+
+class Guard(asyncio.Protocol):
+    """The protocol of one connection.
+
+    Args:
+        make: Makes aiohttp's protocol.
+        connections: Counts it.
+    """
+
+    def __init__(self, make: Callable[[], asyncio.Protocol], connections: Connections) -> None:
+        self._make = make
+        self._connections = connections
+        self._inner: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+        self._busy = False
+        self.peer: Peer | None = None
+        self.who = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
+        self._transport = cast(asyncio.Transport, transport)
+        connection = transport.get_extra_info("socket")
+        try:
+            if connection.family == socket.AF_UNIX:
+                self.peer = Peer.of(connection)
+                self.who = f"uid {self.peer.uid}"
+            else:
+                self.who = str(transport.get_extra_info("peername")[0])
+        except (OSError, TypeError):  # it has gone
+            self._transport.abort()
+            return
+        if not self._connections.admit(self):
+            self._transport.abort()
+            return
+        self._inner = self._make()
+        self._inner.connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        """The client has sent something."""
+        if self._timer is None and not self._busy:
+            self._await_request()
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """The client sends no more."""
+        return self._inner.eof_received() if self._inner is not None else None
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        self._reading = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._abort)
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The connection is closed."""
+        for timer in (self._timer, self._reading):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._reading = None
+        self._connections.left(self)
+        if self._inner is not None:
+            self._inner.connection_lost(error)
+        if self.peer is not None:
+            self.peer.close()
+
+    def begins(self) -> None:
+        """A request has been read up to its body."""
+        self._busy = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def ends(self) -> None:
+        """A request was answered."""
+        self._busy = False
+
+    def _await_request(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._abort)
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

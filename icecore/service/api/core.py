@@ -1,0 +1,232 @@
+"""The service's parts, and what it needs of the rest of icecore."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from icecore.config import Config
+from icecore.errors import Denied, NotFound, UsageError
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.registry import Registry
+from icecore.service.api import models
+from icecore.service.api.audit import Audit
+from icecore.service.api.caller import Caller, Role
+from icecore.service.api.connections import Connections
+from icecore.service.api.limits import Rate
+from icecore.service.api.operations import Bounds, Operations
+from icecore.service.api.tokens import Tokens
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Where:
+    """A repository as an operation names it: its location, and whether users share it."""
+
+    location: str
+    shared: bool
+
+
+class Backing(Protocol):
+    """What the service needs of repositories and of this machine; `icecore.backing` is the one.
+
+    All methods block, so they run in threads.
+    """
+
+    def where(self, uid: int | None) -> Where:
+        """Return the repository of a user; None: that of the administrators."""
+
+    def snapshots(self, where: Where) -> list[models.Snapshot]:
+        """Return the snapshots in commit order, with their owners."""
+
+    def find(self, snapshots: Sequence[models.Snapshot], name: str) -> models.Snapshot:
+        """Return the one that a name means (`icecore.addressing.resolve`)."""
+
+    def details(self, where: Where, snapshot: str) -> models.SnapshotDetails:
+        """Return what a snapshot contains."""
+
+    def statistics(self, where: Where) -> models.Repository:
+        """Return a repository's statistics."""
+
+    def prepare(self, where: Where) -> None:
+        """Make a user's own repository where there is none yet."""
+
+    def staging(self) -> list[models.Staging]:
+        """Return the file systems for staging."""
+
+
+@dataclass
+class Service:
+    """A running service."""
+
+    config: Config
+    registry: Registry
+    backing: Backing
+    operations: Operations
+    tokens: Tokens
+    audit: Audit
+    rate: Rate
+    connections: Connections
+    version: str
+    words: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.time)
+    stopping: bool = False
+    admin_gid: int | None = None
+
+    @classmethod
+    def made(
+        cls,
+        config: Config,
+        registry: Registry,
+        backing: Backing,
+        *,
+        version: str,
+        words: Sequence[str] = (),
+        worker: Sequence[str] = (),
+    ) -> Service:
+        """Make a service.
+
+        Args:
+            words: Options that every command line of an operation gets.
+            worker: As for `Operations`.
+
+        Raises:
+            UsageError: A setting is wrong.
+        """
+        own = config.service
+        bounds = Bounds(
+            max(1, own.operations), max(1, own.operations_per_user), own.supervised_per_user
+        )
+        return cls(
+            config=config,
+            registry=registry,
+            backing=backing,
+            operations=Operations(registry.state, worker, bounds),
+            tokens=Tokens(registry.state),
+            audit=Audit(registry.state, max(1 << 16, own.audit_bytes)),
+            rate=Rate(max(1, own.requests), 2.0 * max(1, own.requests)),
+            connections=Connections(max(8, own.connections)),
+            version=version,
+            words=list(words),
+            admin_gid=_group(own.admin_group),
+        )
+
+    @property
+    def others(self) -> Role:
+        """The role of users who are no administrators."""
+        return {"none": Role.PUBLIC, "read": Role.READ, "operate": Role.OPERATE}[
+            self.config.service.others
+        ]
+
+    # -- what callers may touch
+
+    def jobs(self, caller: Caller) -> list[Job]:
+        """Return the instances that a caller may see, oldest first."""
+        return [
+            job for job in self.registry.instances() if caller.may_touch(job.name, owner_of(job))
+        ]
+
+    def job(self, caller: Caller, which: str) -> Job:
+        """Return the job with a name, an instance id, or a pid, of those that a caller may touch.
+
+        Raises:
+            NotFound: It may touch none.
+        """
+        jobs = self.jobs(caller)
+        named = [job for job in jobs if which in (job.name, job.instance)]
+        named.sort(key=lambda job: job.state in ("running", "starting"))
+        if named:
+            return named[-1]
+        if which.isdecimal() and len(which) < 11:
+            found = self.registry.find(int(which))
+            if found.instance in {job.instance for job in jobs}:
+                return found
+        raise NotFound(f"there is no job {which}", cure="'icecore ps' lists the jobs of this node")
+
+    def where(self, caller: Caller, user: str = "") -> Where:
+        """Return the repository of a caller, or, for one that sees all, of a user."""
+        if user and not caller.sees_all:
+            raise Denied("only administrators name users", cure="leave 'user' out")
+        if user:
+            return self.backing.where(_uid(user))
+        return self.backing.where(caller.uid or None)
+
+    def snapshots(self, caller: Caller, where: Where) -> list[models.Snapshot]:
+        """Return the snapshots of a repository that a caller may see, in commit order."""
+        found = self.backing.snapshots(where)
+        if not where.shared and not caller.sees_all:
+            # It is the user's own repository; older snapshots have no owner.
+            owners = {caller.uid, None}
+            return [
+                one
+                for one in found
+                if one.owner in owners and caller.may_touch(one.job, caller.uid)
+            ]
+        return [one for one in found if caller.may_touch(one.job, one.owner)]
+
+    def own_repository(self, caller: Caller) -> Where:
+        """Return the repository whose whole a caller may look after.
+
+        Raises:
+            Denied: It shares it with others.
+        """
+        where = self.where(caller)
+        if caller.whole_node or (not where.shared and "*" in caller.jobs):
+            return where
+        raise Denied(
+            "users share this repository, so only administrators look after it as a whole",
+            cure="ask an administrator",
+        )
+
+
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+def owner_of(job: Job) -> int:
+    """Return the uid that a job runs as."""
+    return job.description.user
+
+
+async def blocking(call: Callable[..., T], *arguments: Any) -> T:
+    """Run what blocks in a thread."""
+    return await asyncio.to_thread(call, *arguments)
+
+
+def _group(name: str) -> int | None:
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise UsageError(
+            f"service.admin_group: there is no group {name}", cure="make it, or name another"
+        ) from None
+
+
+def _uid(user: str) -> int:
+    import pwd
+
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        if user.isdecimal() and len(user) < 11:
+            return int(user)
+        raise NotFound(f"there is no user {user}") from None
+
+
+def free_of(directory: str) -> models.Staging:
+    """Return the sizes of the file system of a directory."""
+    about = os.statvfs(directory)
+    return models.Staging(
+        directory=directory,
+        total_bytes=about.f_blocks * about.f_frsize,
+        free_bytes=about.f_bavail * about.f_frsize,
+    )

@@ -1,0 +1,30 @@
+"""Lists in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from icecore.errors import UsageError
+from icecore.service.api.models import Page
+
+T = TypeVar("T")
+
+
+def page(items: Sequence[T], query: Page, key: Callable[[T], str]) -> tuple[list[T], str]:
+    """Return one page of a list, and the parameter ``after`` of the next; empty: it is the last.
+
+    Raises:
+        UsageError: What ``after`` names is not in the list.
+    """
+    first = 0
+    if query.after:
+        keys = [key(item) for item in items]
+        if query.after not in keys:
+            raise UsageError(
+                f"the list has no item {query.after}", cure="begin again, without 'after'"
+            )
+        first = keys.index(query.after) + 1
+    shown = list(items[first : first + query.limit])
+    more = first + query.limit < len(items)
+    return shown, key(shown[-1]) if more and shown else ""

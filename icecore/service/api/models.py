@@ -1,0 +1,445 @@
+"""The resources of the service's API, as msgspec structs; the OpenAPI document is made from them.
+
+Times are Unix times or durations in seconds, sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN, description="name of a job")]
+Text = Annotated[str, msgspec.Meta(max_length=4096, pattern=r"^[^\x00]*$")]
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Labels = Annotated[list[Label], msgspec.Meta(max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Keep = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
+Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Word = Annotated[str, msgspec.Meta(max_length=1 << 17, pattern=r"^[^\x00]*$")]
+Host = Literal["host", "private"]
+State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Kind = Literal[
+    "run", "dump", "restore", "show", "diff", "mark", "forget", "gc", "check", "stats", "doctor"
+]
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what the service answers."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what the service is sent; a field that it does not know is an error."""
+
+
+class Items(Model, Generic[T], frozen=True, kw_only=True):
+    """One page of a list. ``next`` continues it (parameter ``after``); empty: this is the last."""
+
+    items: list[T]
+    next: str = ""
+
+
+class Reason(Model, frozen=True, kw_only=True):
+    """One failed check."""
+
+    name: str
+    message: str
+    cure: str = ""
+
+
+class Error(Model, frozen=True, kw_only=True):
+    """A problem (RFC 9457), with icecore's class of error, exit status and cure.
+
+    ``type`` is ``about:blank``, or ``urn:icecore:error:CLASS``; ``detail`` is the message.
+    """
+
+    type: str
+    title: str
+    status: int
+    detail: str = ""
+    error_class: str = ""
+    exit_status: int = 1
+    cure: str = ""
+    reasons: list[Reason] = []
+
+
+class Schedule(Model, frozen=True, kw_only=True):
+    """What is known of a supervised job's snapshots."""
+
+    snapshots: int = 0
+    last_snapshot: float | None = None
+    window_seconds: float = 0.0
+    background_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    stop_seconds: float = 0.0
+    failures: int = 0
+    ran_seconds: float = 0.0
+
+
+class Job(Model, frozen=True, kw_only=True):
+    """An instance of a job on this node.
+
+    ``owner`` is the uid that it runs as, ``user`` the name; ``how`` says how it ended; ``log_bytes`` are the sizes of
+    its logs; ``isolation`` its namespaces; ``operation`` is the operation that supervises it.
+    """
+
+    name: str
+    instance: str
+    owner: int
+    user: str
+    state: Literal["starting", "running", "ended", "failed"]
+    pid: int
+    created: float
+    command: list[str]
+    cwd: str
+    isolation: dict[str, bool] = {}
+    restored_from: str = ""
+    snapshot: str = ""
+    lineage: str = ""
+    how: str = ""
+    code: int | None = None
+    signal: int | None = None
+    exit_status: int | None = None
+    kept_bytes: int = 0
+    log_bytes: dict[str, int] = {}
+    operation: str = ""
+    schedule: Schedule | None = None
+
+
+class Snapshot(Model, frozen=True, kw_only=True):
+    """A committed snapshot, as `icecore ls` lists it. ``owner`` is null where it is not recorded."""
+
+    snapshot: str
+    job: str
+    lineage: str
+    parent: str
+    created: float
+    logical: int
+    changed: int
+    stored: int
+    device: int
+    window_seconds: float
+    tags: list[str]
+    pinned: bool
+    quarantined: str
+    owner: int | None = None
+
+
+class SnapshotDetails(Model, frozen=True, kw_only=True):
+    """What a snapshot contains: the records of ``icecore show --json``."""
+
+    snapshot: Snapshot
+    details: dict[str, Any]
+    processes: list[dict[str, Any]]
+    regions: list[dict[str, Any]]
+    files: list[dict[str, Any]]
+
+
+class Operation(Model, frozen=True, kw_only=True):
+    """Work that a process of its own does.
+
+    ``caller`` asked for it, ``owner`` is the uid of the job that it works on, ``attempt`` counts
+    the processes that supervised the job; ``result`` is its last result (the fields of that event).
+    ``exit_status`` and ``error`` are as the command line has them.
+    """
+
+    id: str
+    kind: Kind
+    state: State
+    caller: str
+    owner: int
+    job: str = ""
+    snapshot: str = ""
+    created: float
+    started: float | None = None
+    ended: float | None = None
+    supervised: bool = False
+    attempt: int = 1
+    exit_status: int | None = None
+    error: Error | None = None
+    result: dict[str, Any] = {}
+
+
+class Group(Model, frozen=True, kw_only=True):
+    """Sizes of one job or lineage."""
+
+    name: str
+    snapshots: int
+    logical: int
+    reached: int
+    own: int
+
+
+class Codec(Model, frozen=True, kw_only=True):
+    """Sizes by codec."""
+
+    codec: str
+    chunks: int
+    stored: int
+    logical: int
+
+
+class Repository(Model, frozen=True, kw_only=True):
+    """A repository and its statistics."""
+
+    location: str
+    id: str
+    encrypted: bool
+    snapshots: int
+    quarantined: int
+    logical: int
+    chunks: int
+    chunk_bytes: int
+    live: int
+    dead: int
+    dedup_ratio: float
+    compression_ratio: float
+    objects: dict[str, int]
+    object_bytes: dict[str, int]
+    jobs: list[Group]
+    lineages: list[Group]
+    codecs: list[Codec]
+
+
+class Finding(Model, frozen=True, kw_only=True):
+    """One finding of ``icecore doctor``."""
+
+    name: str
+    state: Literal["good", "warning", "bad"]
+    message: str
+    cure: str = ""
+
+
+class Staging(Model, frozen=True, kw_only=True):
+    """The file system on which dumps and restores keep what they stage."""
+
+    directory: str
+    total_bytes: int
+    free_bytes: int
+
+
+class Node(Model, frozen=True, kw_only=True):
+    """This node and its service."""
+
+    host: str
+    version: str
+    started: float
+    jobs_running: int
+    operations: dict[str, int]
+    staging: list[Staging]
+
+
+class Self(Model, frozen=True, kw_only=True):
+    """The caller, as the service knows it."""
+
+    name: str
+    kind: Literal["socket", "token"]
+    role: str
+    uid: int | None
+    jobs: list[str]
+    repository: str
+
+
+class Health(Model, frozen=True, kw_only=True):
+    """Whether the service works."""
+
+    status: Literal["ok", "stopping"]
+
+
+# -- requests
+
+
+class Page(Request, frozen=True, kw_only=True):
+    """Parameters of lists."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1000
+    after: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
+class JobsQuery(Page, frozen=True, kw_only=True):
+    """Parameters of the list of jobs."""
+
+    all: bool = False
+
+
+class SnapshotsQuery(Page, frozen=True, kw_only=True):
+    """Parameters of the list of snapshots. ``user`` is for callers that see all."""
+
+    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    tag: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    user: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class SnapshotQuery(Request, frozen=True, kw_only=True):
+    """Parameters of routes to one snapshot. ``user`` is for callers that see all."""
+
+    user: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class OperationsQuery(Page, frozen=True, kw_only=True):
+    """Parameters of the list of operations."""
+
+    state: State | None = None
+
+
+class LogsQuery(Request, frozen=True, kw_only=True):
+    """Parameters of a job's logs. ``stdout`` and ``stderr`` are offsets in bytes."""
+
+    stream: Literal["both", "stdout", "stderr"] = "both"
+    follow: bool = False
+    stdout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
+    stderr: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
+
+
+class EventsQuery(Request, frozen=True, kw_only=True):
+    """Parameters of an operation's events. ``text`` includes what the command prints for people."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
+    text: bool = False
+
+
+class Nothing(Request, frozen=True, kw_only=True):
+    """A request without fields."""
+
+
+class Retention(Request, frozen=True, kw_only=True):
+    """A retention policy; -1 keeps all."""
+
+    keep_last: Keep = 0
+    keep_hourly: Keep = 0
+    keep_daily: Keep = 0
+    keep_weekly: Keep = 0
+    keep_monthly: Keep = 0
+    keep_yearly: Keep = 0
+    keep_within: Seconds = 0
+
+
+class Supervise(Request, frozen=True, kw_only=True):
+    """How a job is supervised: the options of ``icecore run`` with the same names.
+
+    The commands run as root, so only callers of the role admin may give them.
+    """
+
+    resume: bool = False
+    or_start: bool = False
+    fall_back: Count = 0
+    every: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | Literal["auto"] | None = None
+    on_term: Literal["snapshot", "pass"] | None = None
+    restarts: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = 0
+    preempted_exit: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
+    notice: Seconds | None = None
+    max_overhead: Share | None = None
+    max_loss: Seconds | None = None
+    keep: Retention | None = None
+    requeue_command: Text | None = None
+    notice_command: Text | None = None
+    notice_url: Text | None = None
+
+
+class RunRequest(Request, frozen=True, kw_only=True):
+    """Start a command as a job of the caller."""
+
+    command: Annotated[list[Word], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    cwd: Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
+    name: Name | Literal[""] = ""
+    environment: dict[str, Word] = {}
+    umask: Annotated[int, msgspec.Meta(ge=0, le=0o777)] = 0o022
+    gpu: bool = False
+    pid: Host | None = None
+    ipc: Host | None = None
+    network: Host | None = None
+    root: Host | None = None
+    resident: bool | None = None
+    keep_resident: bool | None = None
+    supervise: Supervise | None = None
+
+
+class DumpRequest(Request, frozen=True, kw_only=True):
+    """Take a snapshot of a job; the options of ``icecore dump`` with the same names."""
+
+    stop: bool = False
+    keep_resident: bool = False
+    tags: Labels = []
+    pinned: bool = False
+    max_window: Seconds | None = None
+    pre_copy: Literal["auto", "on", "off"] | None = None
+    memory: Literal["in-place", "streamed"] | None = None
+    files: Literal["content", "check"] | None = None
+    with_files: bool | None = None
+    verify_files: bool | None = None
+    tcp: Literal["keep", "close"] | None = None
+    gpu_shared: bool | None = None
+
+
+class RestoreRequest(Request, frozen=True, kw_only=True):
+    """Restore a snapshot; the options of ``icecore restore`` with the same names."""
+
+    dry_run: bool = False
+    name: Name | Literal[""] = ""
+    mode: Literal["full", "lazy"] | None = None
+    files: Literal["auto", "restore", "truncate", "leave"] | None = None
+    verify_files: bool | None = None
+    tcp: Literal["keep", "close"] | None = None
+    from_resident: bool = False
+    gpu_map: Annotated[dict[Label, Label], msgspec.Meta(max_length=64)] = {}
+
+
+class ShowRequest(Request, frozen=True, kw_only=True):
+    """Print what a snapshot contains."""
+
+    all: bool = False
+
+
+class DiffRequest(Request, frozen=True, kw_only=True):
+    """Compare a snapshot with an older one; empty: with its parent."""
+
+    older: Id | Literal[""] = ""
+    all: bool = False
+
+
+class MarkRequest(Request, frozen=True, kw_only=True):
+    """Pin or label a snapshot."""
+
+    pin: bool | None = None
+    add_tags: Labels = []
+    remove_tags: Labels = []
+
+
+class ForgetRequest(Request, frozen=True, kw_only=True):
+    """Forget snapshots: the named ones, or those that a policy does not keep of one job."""
+
+    dry_run: bool = True
+    snapshots: Annotated[list[Id], msgspec.Meta(max_length=1000)] = []
+    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    keep: Retention | None = None
+    keep_tags: Labels = []
+
+
+class SignalRequest(Request, frozen=True, kw_only=True):
+    """Send a signal: a name without SIG, or a number."""
+
+    signal: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9+]{1,16}$")] = "TERM"
+
+
+class GcRequest(Request, frozen=True, kw_only=True):
+    """Free the space of forgotten snapshots."""
+
+    dry_run: bool = True
+    fence: Seconds | None = None
+
+
+class CheckRequest(Request, frozen=True, kw_only=True):
+    """Verify the objects that snapshots need; ``read_data`` is the share of data to read."""
+
+    read_data: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class CancelRequest(Request, frozen=True, kw_only=True):
+    """Ask an operation to end: INT is Ctrl-C; TERM, HUP and USR1 are for supervised jobs."""
+
+    signal: Literal["INT", "TERM", "HUP", "USR1"] = "INT"

@@ -1,0 +1,531 @@
+"""The operations of a node: started within bounds, watched, cancelled, and found again after a
+restart of the service.
+
+Each runs in a process with a session of its own (docs/decisions/032-operations-are-processes.md).
+The process inherits a lock from the moment at which it is made, so a new service knows without a
+race which operations still have one. All methods run in the service's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from icecore.errors import NotFound, UsageError
+from icecore.host.jobs.job import boot_id
+from icecore.host.kernel import procfs
+from icecore.private import private_state
+from icecore.service.api import stored as files
+from icecore.service.api.journal import Reader
+from icecore.service.api.models import Error, Operation, State
+from icecore.service.api.problems import Busy, Conflict, problem_of_fields
+from icecore.service.api.stored import Process, Result, Stored
+from icecore.service.api.tokens import FOLDER
+
+_POLL_SECONDS = 0.1
+_KEPT_SECONDS = 7 * 86400.0
+_KEPT = 1000
+_QUEUED_PER_CALLER = 100
+KEY_SECONDS = 86400.0
+_BACK_OFF = (1.0, 60.0)
+#: A worker writes process.json within a fraction of a second.
+_SHOW_UP_SECONDS = 10.0
+_SIGNALS = {
+    "INT": signal.SIGINT,
+    "TERM": signal.SIGTERM,
+    "HUP": signal.SIGHUP,
+    "USR1": signal.SIGUSR1,
+}
+#: Variables by which a service manager speaks to the service alone.
+_NOT_INHERITED = (
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many operations run at a time: of the node, of one caller; supervised jobs of one caller."""
+
+    node: int = 8
+    caller: int = 4
+    supervised: int = 64
+
+
+@dataclass
+class _Entry:
+    """One operation as this service knows it."""
+
+    stored: Stored
+    directory: Path
+    process: Process | None = None
+    result: Result | None = None
+    child: subprocess.Popen[bytes] | None = None
+    state: State = "queued"
+    attempt: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was asked to end."""
+        return (self.directory / "cancel").exists()
+
+
+class Operations:
+    """The operations of a node.
+
+    Args:
+        state: icecore's state directory.
+        worker: The command line of a worker, without the operation's directory.
+        bounds: How many run at a time.
+    """
+
+    def __init__(
+        self, state: Path, worker: Sequence[str] = (), bounds: Bounds | None = None
+    ) -> None:
+        self._folder = private_state(state, FOLDER, files.FOLDER)
+        self._worker = list(worker) or [sys.executable, "-P", "-m", "icecore.worker"]
+        self._bounds = bounds or Bounds()
+        self._entries: dict[str, _Entry] = {}
+        self._keys: dict[tuple[str, str], str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    # -- the service starts and ends
+
+    async def recover(self) -> None:
+        """Adopt the operations that still run, note those that have ended, start those that wait."""
+        for directory in sorted(self._folder.iterdir()):
+            if directory.name.endswith(".new"):  # its service was killed before it answered
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
+            stored = files.read_stored(directory)
+            if stored is None:
+                continue
+            self._know(_Entry(stored, directory))
+        for entry in sorted(self._entries.values(), key=lambda one: one.stored.created):
+            await self._recover(entry)
+        self._forget_old()
+        self._pump()
+
+    async def _recover(self, entry: _Entry) -> None:
+        entry.process = files.read_process(entry.directory)
+        entry.attempt = entry.process.attempt if entry.process else 0
+        entry.result = files.read_result(entry.directory)
+        if entry.result is not None:
+            entry.state = _final_state(entry.result, cancelled=entry.cancelled)
+            return
+        descriptor = files.lock(entry.directory)
+        if descriptor < 0:
+            self._watch(entry)
+            return
+        os.close(descriptor)
+        if entry.process is not None or entry.cancelled:
+            self._lost(entry)
+
+    async def close(self) -> None:
+        """Leave all operations to themselves."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- what a client does
+
+    def create(self, wanted: Stored) -> tuple[Operation, bool]:
+        """Start an operation, or let it wait for its turn.
+
+        Returns:
+            The operation, and whether it is new: the same key and digest of the same caller give
+            the same operation.
+
+        Raises:
+            Conflict: The key came with another request.
+            Busy: The caller has too many operations.
+        """
+        known = self._by_key(wanted)
+        if known is not None:
+            return known, False
+        self._require_room(wanted)
+        directory = self._folder / wanted.id
+        making = self._folder / f"{wanted.id}.new"
+        making.mkdir(mode=0o700)
+        files.write(making, "request.json", wanted)
+        os.rename(making, directory)
+        entry = _Entry(wanted, directory)
+        self._know(entry)
+        self._pump()
+        return self._as_model(entry), True
+
+    def get(self, id: str) -> Operation:
+        """Return an operation.
+
+        Raises:
+            NotFound: There is none.
+        """
+        return self._as_model(self._entry(id))
+
+    def all(self) -> list[Operation]:
+        """Return all operations, oldest first."""
+        entries = sorted(
+            self._entries.values(), key=lambda one: (one.stored.created, one.stored.id)
+        )
+        return [self._as_model(entry) for entry in entries]
+
+    def supervising(self) -> Mapping[str, str]:
+        """Return the ids of the operations that supervise jobs now, by the jobs' names."""
+        return {
+            entry.stored.job: id
+            for id, entry in self._entries.items()
+            if entry.stored.supervised and entry.result is None
+        }
+
+    def cancel(self, id: str, name: str = "INT") -> Operation:
+        """Ask an operation to end, as Ctrl-C asks a command; nothing happens to one that has ended.
+
+        Args:
+            name: The signal: INT, TERM, HUP or USR1.
+
+        Raises:
+            NotFound: There is none.
+            UsageError: The signal is another one.
+        """
+        entry = self._entry(id)
+        number = _SIGNALS.get(name.upper())
+        if number is None:
+            raise UsageError(f"signal {name}", cure=f"one of {', '.join(_SIGNALS)}")
+        if entry.result is None:
+            (entry.directory / "cancel").touch(mode=0o600)
+            if entry.state == "queued":
+                self._lost(entry)
+            else:
+                self._signal(entry, number)
+        return self._as_model(entry)
+
+    async def wait(self, id: str, seconds: float) -> Operation:
+        """Return an operation once it has ended, or after a time."""
+        entry = self._entry(id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while entry.result is None:
+                    await entry.changed.wait()
+        return self._as_model(entry)
+
+    async def records(self, id: str, after: int = 0) -> AsyncIterator[tuple[int, bytes] | None]:
+        """Yield the records of an operation after an offset until it ends; None: nothing is new."""
+        entry = self._entry(id)
+        reader = Reader(entry.directory, after)
+        while True:
+            over = entry.result is not None  # before the look: nothing is written afterwards
+            empty = True
+            for record in reader.read():
+                empty = False
+                yield record
+            if not empty:
+                continue
+            if over:
+                return
+            yield None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await entry.changed.wait()
+
+    # -- processes
+
+    def _pump(self) -> None:
+        """Start what waits and has its turn, oldest first."""
+        if self._closing:
+            return
+        waiting = [entry for entry in self._entries.values() if entry.state == "queued"]
+        for entry in sorted(waiting, key=lambda one: one.stored.created):
+            if entry.stored.supervised or self._has_turn(entry.stored.caller_key):
+                self._start(entry)
+
+    def _has_turn(self, caller: str) -> bool:
+        busy = [
+            one
+            for one in self._entries.values()
+            if one.state == "running" and not one.stored.supervised
+        ]
+        of_caller = sum(one.stored.caller_key == caller for one in busy)
+        return len(busy) < self._bounds.node and of_caller < self._bounds.caller
+
+    def _start(self, entry: _Entry) -> None:
+        descriptor = files.lock(entry.directory)
+        if descriptor < 0:  # somebody else's worker has it; it writes the result
+            self._watch(entry)
+            return
+        entry.attempt += 1
+        entry.state = "running"
+        log = os.open(
+            entry.directory / "output.log",
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
+        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        try:
+            entry.child = subprocess.Popen(
+                [*self._worker, str(entry.directory), str(descriptor), str(entry.attempt)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(descriptor,),
+                env=environment,
+            )
+        except OSError as error:
+            self._finish(
+                entry,
+                Result(
+                    exit_status=1,
+                    ended=time.time(),
+                    error={
+                        "class": "IcecoreError",
+                        "message": f"cannot start a process: {error.strerror}",
+                        "cure": "",
+                        "exit_code": 1,
+                    },
+                ),
+            )
+            return
+        finally:
+            os.close(log)
+            os.close(descriptor)
+        self._watch(entry)
+
+    def _watch(self, entry: _Entry) -> None:
+        entry.state = "running"
+        task = asyncio.get_running_loop().create_task(self._until_end(entry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until_end(self, entry: _Entry) -> None:
+        """Wait until the worker has ended; note how."""
+        pidfd = await self._open(entry)
+        if pidfd >= 0:
+            try:
+                await _readable(pidfd)
+            finally:
+                os.close(pidfd)
+        if entry.child is not None:
+            entry.child.wait()  # at once: the pidfd says that it has ended
+            entry.child = None
+        entry.process = files.read_process(entry.directory)
+        result = files.read_result(entry.directory)
+        if result is not None:
+            self._finish(entry, result, written=True)
+        elif entry.stored.supervised and not entry.cancelled:
+            await self._again(entry)
+        else:
+            self._lost(entry)
+
+    async def _again(self, entry: _Entry) -> None:
+        """Start the supervisor of a job once more, later and later."""
+        entry.state = "queued"
+        least, most = _BACK_OFF
+        await asyncio.sleep(min(most, least * 2 ** min(entry.attempt - 1, 10)))
+        if entry.state == "queued":  # it was not cancelled meanwhile
+            self._start(entry)
+
+    async def _open(self, entry: _Entry) -> int:
+        """Return a pidfd of the worker; -1: it has ended."""
+        if entry.child is not None:
+            return os.pidfd_open(entry.child.pid)  # nobody else collects it
+        until = time.monotonic() + _SHOW_UP_SECONDS
+        while (process := files.read_process(entry.directory)) is None:
+            if time.monotonic() > until or _is_free(entry.directory):
+                return -1
+            await asyncio.sleep(_POLL_SECONDS / 2)
+        entry.process = process
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return -1
+        if not _is_same(process):  # after the open: from now on the pid cannot be reused
+            os.close(pidfd)
+            return -1
+        return pidfd
+
+    def _signal(self, entry: _Entry, number: int) -> None:
+        """Send a signal to the worker, and to no process that has its pid later."""
+        if entry.child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(entry.child.pid, number)  # it is ours: its pid is not free before `wait`
+            return
+        process = entry.process or files.read_process(entry.directory)
+        if process is None:
+            return  # it looks for the request to cancel when it begins
+        with suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(process.pid)
+            try:
+                if _is_same(process):
+                    signal.pidfd_send_signal(pidfd, number)
+            finally:
+                os.close(pidfd)
+
+    def _lost(self, entry: _Entry) -> None:
+        """The worker ended without a result, or never began."""
+        if entry.cancelled:
+            self._finish(entry, Result(exit_status=128 + signal.SIGINT, ended=time.time()))
+            return
+        if entry.stored.supervised:
+            entry.state = "queued"
+            return
+        error = {
+            "class": "IcecoreError",
+            "message": f"the process of operation {entry.stored.id} was killed",
+            "cure": "try again",
+            "exit_code": 1,
+        }
+        self._finish(entry, Result(exit_status=1, ended=time.time(), error=error))
+
+    def _finish(self, entry: _Entry, result: Result, *, written: bool = False) -> None:
+        if not written:
+            files.write(entry.directory, "result.json", result)
+        entry.result = result
+        entry.state = _final_state(result, cancelled=entry.cancelled)
+        entry.changed.set()
+        self._forget_old()
+        self._pump()
+
+    # -- the table
+
+    def _entry(self, id: str) -> _Entry:
+        try:
+            return self._entries[id]
+        except KeyError:
+            raise NotFound(
+                f"there is no operation {id}", cure="GET /v1/operations lists them"
+            ) from None
+
+    def _know(self, entry: _Entry) -> None:
+        self._entries[entry.stored.id] = entry
+        if entry.stored.key:
+            self._keys[entry.stored.caller_key, entry.stored.key] = entry.stored.id
+
+    def _by_key(self, wanted: Stored) -> Operation | None:
+        id = self._keys.get((wanted.caller_key, wanted.key)) if wanted.key else None
+        if id is None:
+            return None
+        entry = self._entries[id]
+        if entry.stored.created + KEY_SECONDS < time.time():
+            return None
+        if entry.stored.digest != wanted.digest:
+            raise Conflict("this Idempotency-Key came with another request", cure="use a new key")
+        return self._as_model(entry)
+
+    def _require_room(self, wanted: Stored) -> None:
+        own = [
+            one
+            for one in self._entries.values()
+            if one.result is None
+            and one.stored.caller_key == wanted.caller_key
+            and one.stored.supervised == wanted.supervised
+        ]
+        most = self._bounds.supervised if wanted.supervised else _QUEUED_PER_CALLER
+        if len(own) >= most:
+            raise Busy(
+                f"{wanted.caller} has {len(own)} operations that have not ended",
+                cure="wait for some, or cancel them",
+            )
+
+    def _forget_old(self) -> None:
+        """Remove the directories of operations that ended long ago, and of the oldest of many."""
+        ended = [one for one in self._entries.values() if one.result is not None]
+        ended.sort(key=lambda one: one.result.ended if one.result else 0.0)
+        oldest = time.time() - _KEPT_SECONDS
+        for place, entry in enumerate(ended):
+            assert entry.result is not None
+            if entry.result.ended >= oldest and place >= len(ended) - _KEPT:
+                continue
+            shutil.rmtree(entry.directory, ignore_errors=True)
+            del self._entries[entry.stored.id]
+            if self._keys.get((entry.stored.caller_key, entry.stored.key)) == entry.stored.id:
+                del self._keys[entry.stored.caller_key, entry.stored.key]
+
+    def _as_model(self, entry: _Entry) -> Operation:
+        stored, result = entry.stored, entry.result
+        error: Error | None = None
+        if result is not None and result.error is not None:
+            error = problem_of_fields(result.error)
+        return Operation(
+            id=stored.id,
+            kind=stored.kind,
+            state=entry.state,
+            caller=stored.caller,
+            owner=stored.owner,
+            job=stored.job,
+            snapshot=stored.snapshot,
+            created=stored.created,
+            started=entry.process.started if entry.process else None,
+            ended=result.ended if result else None,
+            supervised=stored.supervised,
+            attempt=max(1, entry.attempt),
+            exit_status=result.exit_status if result else None,
+            error=error,
+            result=result.result if result else {},
+        )
+
+
+def new_id() -> str:
+    """Return the id of a new operation."""
+    return secrets.token_hex(16)
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return the digest of a request."""
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
+
+
+def _final_state(result: Result, *, cancelled: bool) -> State:
+    if result.exit_status == 0:
+        return "succeeded"
+    return "cancelled" if cancelled else "failed"
+
+
+def _is_same(process: Process) -> bool:
+    """Return whether the worker's pid is still the worker's."""
+    try:
+        return process.boot == boot_id() and procfs.start_time(process.pid) == process.start_time
+    except NotFound:
+        return False
+
+
+def _is_free(directory: Path) -> bool:
+    descriptor = files.lock(directory)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return descriptor >= 0
+
+
+async def _readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def done() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, done)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)

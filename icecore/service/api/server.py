@@ -1,0 +1,250 @@
+"""Runs the service: listens on its sockets, tells the service manager, and stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import ipaddress
+import os
+import signal
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from icecore.config import ServiceSettings
+from icecore.errors import JobHeld, UsageError
+from icecore.events import Event, Sink
+from icecore.private import private_state, require_own
+from icecore.service.api.connections import Connections, Guard
+from icecore.service.api.core import Service
+from icecore.service.api.tokens import FOLDER
+
+_BACKLOG = 128
+_DRAIN_SECONDS = 5.0
+_FIRST_PASSED = 3  # sd_listen_fds(3)
+_KEEP_ALIVE_SECONDS = 75.0
+
+
+async def serve(service: Service, app: web.Application, emit: Sink) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Operations go on; the next service adopts them.
+
+    Raises:
+        JobHeld: Another service of this state directory runs.
+        UsageError: A setting is wrong, or an address is taken.
+    """
+    settings = service.config.service
+    held = _lock(service.registry.state)
+    try:
+        listening = [_unix_socket(settings.socket)]
+        context = None
+        if settings.listen:
+            context = _tls(settings)
+            listening.append(_tcp_socket(settings.listen, plain=context is None))
+        await service.operations.recover()
+        await _serve_on(service, app, listening, context, emit)
+    finally:
+        await service.operations.close()
+        service.audit.close()
+        os.close(held)
+
+
+async def _serve_on(
+    service: Service,
+    app: web.Application,
+    listening: list[socket.socket],
+    context: ssl.SSLContext | None,
+    emit: Sink,
+) -> None:
+    runner = web.AppRunner(
+        app, access_log=None, keepalive_timeout=_KEEP_ALIVE_SECONDS, shutdown_timeout=_DRAIN_SECONDS
+    )
+    await runner.setup()
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    assert runner.server is not None
+    make = guarded(runner.server, service.connections)
+    servers = []
+    for one in listening:
+        tls = context if one.family != socket.AF_UNIX else None
+        servers.append(await loop.create_server(make, sock=one, ssl=tls, backlog=_BACKLOG))
+        emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
+    beating = asyncio.create_task(_beat())
+    notify("READY=1")
+    try:
+        await stop.wait()
+    finally:
+        notify("STOPPING=1")
+        service.stopping = True
+        beating.cancel()
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+        emit(Event("serve.stopped", {}))
+
+
+def guarded(
+    make: Callable[[], asyncio.Protocol], connections: Connections
+) -> Callable[[], asyncio.Protocol]:
+    """Return a factory of protocols that counts connections and ends slow ones."""
+    return lambda: Guard(make, connections)
+
+
+def _lock(state: Path) -> int:
+    """Hold the lock of this node's service; its descriptor."""
+    folder = private_state(state, FOLDER)
+    descriptor = os.open(
+        folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise JobHeld(
+            f"another service runs with the state directory {state}",
+            cure="stop it, or name another directory (ICECORE_STATE)",
+        ) from None
+    return descriptor
+
+
+# -- sockets
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Return the listening unix socket: the one that systemd passes, or a new one at ``path``.
+
+    All users may connect; who they are decides what they may do. Nobody but root may replace it.
+    """
+    passed = _passed()
+    if passed is not None:
+        return passed
+    place = Path(path).absolute()
+    place.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    about = require_own(place.parent)
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UsageError(
+            f"others can write to {place.parent}, and could replace the service's socket",
+            cure=f"chmod go-w {place.parent}",
+        )
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(place).st_mode):
+            raise UsageError(f"{place} is no socket", cure="remove it, or set service.socket")
+    # Under its own name it appears once it listens with its mode; an old one is replaced.
+    new = place.with_name(f".{place.name}.{os.getpid()}")
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            new.unlink()
+        found.bind(str(new))
+        os.chmod(new, 0o666)
+        found.listen(_BACKLOG)
+        os.rename(new, place)
+    except OSError as error:
+        found.close()
+        raise UsageError(
+            f"cannot listen on {place}: {error.strerror}", cure="set service.socket"
+        ) from error
+    found.setblocking(False)
+    return found
+
+
+def _passed() -> socket.socket | None:
+    """Return the unix socket of systemd's socket activation (sd_listen_fds(3)), if there is one."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return None
+    if os.environ.get("LISTEN_FDS") != "1":
+        raise UsageError("systemd passes several sockets", cure="use one unix socket")
+    found = socket.socket(fileno=_FIRST_PASSED)
+    if found.family != socket.AF_UNIX or found.type != socket.SOCK_STREAM:
+        raise UsageError("systemd passes no unix stream socket", cure="ListenStream=/run/…")
+    os.set_inheritable(_FIRST_PASSED, False)
+    found.setblocking(False)
+    return found
+
+
+def _tcp_socket(listen: str, *, plain: bool) -> socket.socket:
+    host, separator, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if not separator or not port.isdecimal() or int(port) > 65535 or not host:
+        raise UsageError(f"service.listen = {listen!r}", cure="write HOST:PORT")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if plain and not ipaddress.ip_address(address[0]).is_loopback:
+            raise UsageError(
+                f"{listen} is no loopback address, and tokens would be sent in clear",
+                cure="set service.certificate and service.key",
+            )
+        found = socket.socket(family, kind)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {listen}: {error.strerror}") from error
+    found.setblocking(False)
+    return found
+
+
+def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:
+    """Return the TLS context; None: plain, which is allowed on loopback addresses if asked for.
+
+    Raises:
+        UsageError: There is no certificate, and plain is not asked for; or it cannot be read.
+    """
+    if not settings.certificate:
+        if settings.plain_loopback:
+            return None
+        raise UsageError(
+            "TCP without TLS sends tokens in clear",
+            cure="set service.certificate and service.key, or, on a loopback address,"
+            " service.plain_loopback",
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.certificate, settings.key or None)
+    except OSError as error:  # also ssl.SSLError
+        raise UsageError(
+            f"the certificate {settings.certificate} cannot be used: {error}",
+            cure="give PEM files in service.certificate and service.key",
+        ) from error
+    return context
+
+
+def _name(listening: socket.socket) -> str:
+    where = listening.getsockname()
+    if isinstance(where, tuple):
+        return f"{where[0]}:{where[1]}"
+    return str(where)
+
+
+# -- the service manager
+
+
+def notify(text: str) -> None:
+    """Tell systemd how the service is (sd_notify(3)); nothing without it."""
+    where = os.environ.get("NOTIFY_SOCKET", "")
+    if not where:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+        to.sendto(text.encode(), "\0" + where[1:] if where.startswith("@") else where)
+
+
+async def _beat() -> None:
+    """Tell systemd's watchdog, twice in its time, that the event loop runs (sd_watchdog_enabled(3))."""
+    microseconds = os.environ.get("WATCHDOG_USEC", "")
+    if not microseconds.isdecimal() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(
+        os.getpid()
+    ):
+        return
+    while True:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(int(microseconds) / 2e6)

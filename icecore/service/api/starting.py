@@ -1,0 +1,121 @@
+"""Starts operations for the routes that do."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from icecore.errors import Denied, UsageError
+from icecore.host.jobs.identity import Identity
+from icecore.service.api import models, operations
+from icecore.service.api.caller import Caller
+from icecore.service.api.core import Where, blocking
+from icecore.service.api.routes import Call
+from icecore.service.api.stored import Stored
+
+_MOST_KEY = 255
+
+
+def start(
+    call: Call,
+    kind: models.Kind,
+    words: list[str],
+    *,
+    owner: int,
+    where: Where | None,
+    job: str = "",
+    snapshot: str = "",
+    **more: Any,
+) -> web.Response:
+    """Start an operation; return the response that names it.
+
+    Args:
+        words: The command and its options.
+        owner: The uid whose job or repository it works on.
+        where: The repository; None: it needs none.
+        more: Further fields of `Stored`.
+
+    Raises:
+        Conflict, Busy: As `Operations.create`.
+        UsageError: The Idempotency-Key is too long.
+    """
+    key = call.request.headers.get("Idempotency-Key", "")
+    if len(key) > _MOST_KEY or not key.isascii():
+        raise UsageError(f"an Idempotency-Key of {len(key)} characters", cure="255 suffice")
+    place = [f"--repository={where.location}"] if where is not None and where.location else []
+    wanted = Stored(
+        id=operations.new_id(),
+        kind=kind,
+        caller=call.known.name,
+        caller_key=key_of(call.known),
+        owner=owner,
+        created=time.time(),
+        words=[*call.service.words, *place, *words],
+        job=job,
+        snapshot=snapshot,
+        key=key,
+        digest=operations.digest_of(
+            call.request.method.encode(), call.request.rel_url.raw_path_qs.encode(), call.raw
+        ),
+        **more,
+    )
+    made, new = call.service.operations.create(wanted)
+    call.audit = {"operation": made.id, **({} if new else {"repeated": True})}
+    return answer(made, status=202, headers={"Location": f"/v1/operations/{made.id}"})
+
+
+def key_of(caller: Caller) -> str:
+    """Return what tells callers apart: the user or the token, however often it connects."""
+    return f"uid:{caller.uid}" if caller.kind == "socket" else caller.name
+
+
+def answer(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return a struct as a response."""
+    return web.Response(
+        body=msgspec.json.encode(value),
+        status=status,
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def owner_or_none(uid: int) -> int | None:
+    """Return the uid for `Backing.where`: root's jobs are the administrators'."""
+    return uid or None
+
+
+async def identity_of(caller: Caller) -> Identity:
+    """Return the identity of the jobs that a caller starts.
+
+    Raises:
+        Denied: It starts none.
+        NotFound, UsageError: Its process has ended, or changes its credentials meanwhile.
+    """
+    peer = caller.peer
+    if peer is not None:
+        found = await blocking(_of_peer, peer.pid, peer.pidfd, peer.uid)
+        if found.group != peer.gid or set(found.groups) != set(peer.gids):
+            raise Denied("the caller has changed its groups since it connected")
+        return found
+    if caller.uid is None:
+        if not caller.whole_node or caller.role < 3:
+            raise Denied(
+                "this token starts no jobs, because it names no user",
+                cure="'icecore token add --user USER …' makes one that does",
+            )
+        return Identity.of_user("0")
+    return Identity.of_user(str(caller.uid))
+
+
+def _of_peer(pid: int, pidfd: int, uid: int) -> Identity:
+    return Identity.of_process(pid, pidfd=pidfd, user=uid)
+
+
+def as_json(identity: Identity) -> dict[str, Any]:
+    """Return an identity as JSON can hold it; `Identity` reads it back by `msgspec.convert`."""
+    found: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(identity), str_keys=True)
+    return found

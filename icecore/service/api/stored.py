@@ -1,0 +1,119 @@
+"""What is kept of an operation in its directory, so that it survives a restart of the service.
+
+``STATE/service/operations/ID/`` holds ``request.json`` (`Stored`), ``process.json`` (`Process`, by
+the worker, before anything else), ``cancel`` (once it was asked for), ``result.json`` (`Result`, by
+the worker, after everything else), the records (`journal`), ``output.log`` (what the worker wrote
+besides) and ``lock``, on which the worker has a lock for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from icecore.private import create_private
+from icecore.service.api.models import Kind
+
+T = TypeVar("T")
+
+FOLDER = "operations"
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for.
+
+    Attributes:
+        caller: Who asked, for people; ``caller_key``: for comparison.
+        owner: The uid whose job or repository it works on.
+        words: The command line of icecore that does it; ``command``: the job's, after ``--``.
+        environment: The job's; ``umask``: the umask of the job.
+        identity: The identity of the job's user (`icecore.host.jobs.identity`), as JSON.
+        supervised: It supervises a job, and is started again if its process is killed.
+        as_json: It prints what ``--json`` prints.
+        key, digest: Idempotency key and digest of the request that it came with.
+    """
+
+    id: str
+    kind: Kind
+    caller: str
+    caller_key: str
+    owner: int
+    created: float
+    words: list[str]
+    command: list[str] = []
+    environment: dict[str, str] | None = None
+    umask: int | None = None
+    identity: dict[str, Any] | None = None
+    job: str = ""
+    snapshot: str = ""
+    supervised: bool = False
+    key: str = ""
+    digest: str = ""
+
+
+class Process(msgspec.Struct, frozen=True):
+    """The worker: its pid counts only with its start time (clock ticks after boot) and the boot."""
+
+    pid: int
+    start_time: int
+    boot: str
+    started: float
+    attempt: int = 1
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """How it ended: the exit status of the command, the error that it reported, and its last result."""
+
+    exit_status: int
+    ended: float
+    error: dict[str, Any] | None = None
+    result: dict[str, Any] = {}
+
+
+def write(directory: Path, name: str, value: msgspec.Struct) -> None:
+    """Write one file of an operation, durably and in one step."""
+    new = directory / f"{name}.new"
+    with open(create_private(new), "wb") as file:
+        file.write(msgspec.json.encode(value))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, directory / name)
+
+
+def read_stored(directory: Path) -> Stored | None:
+    """Return what was asked for; None: it cannot be read."""
+    return _read(directory / "request.json", Stored)
+
+
+def read_process(directory: Path) -> Process | None:
+    """Return the worker; None: there is none yet."""
+    return _read(directory / "process.json", Process)
+
+
+def read_result(directory: Path) -> Result | None:
+    """Return how it ended; None: it has not, or its worker was killed."""
+    return _read(directory / "result.json", Result)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def lock(directory: Path) -> int:
+    """Return a descriptor that holds the lock of an operation; -1: its worker has it."""
+    descriptor = os.open(
+        directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return -1
+    return descriptor

@@ -1,0 +1,146 @@
+"""Requests as command lines of icecore, for the processes of operations.
+
+Only what is named here reaches a command line that runs as root: no hooks, no directories, no
+configuration of the caller's. A value is part of its option's word, so that it is never an option
+itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from icecore.service.api import models
+
+Words = list[str]
+
+
+def of_run(wanted: models.RunRequest) -> Words:
+    """Return the command line of ``run``, without the job's command."""
+    words = ["run", f"--cwd={wanted.cwd}"]
+    words += _options(wanted, "name", "pid", "ipc", "network", "root", "resident", "keep_resident")
+    words += ["--gpu"] if wanted.gpu else []
+    if wanted.supervise is None:
+        return [*words, "--detach"]
+    own = wanted.supervise
+    for flag in ("resume", "or_start"):
+        words += [f"--{_dashed(flag)}"] if getattr(own, flag) else []
+    words += _options(
+        own,
+        "every",
+        "on_term",
+        "preempted_exit",
+        "notice",
+        "max_overhead",
+        "max_loss",
+        "requeue_command",
+        "notice_command",
+        "notice_url",
+    )
+    words.append(f"--fall-back={own.fall_back}")
+    if own.restarts:
+        words.append("--restart=on-failure" + ("" if own.restarts < 0 else f":{own.restarts}"))
+    if own.keep is not None:
+        words += of_retention(own.keep)
+    return words
+
+
+def of_retention(keep: models.Retention) -> Words:
+    """Return a retention policy as options: all of them, so that no configured one applies."""
+    return [
+        f"--{_dashed(name)}={'all' if value == -1 else value}"
+        for name, value in msgspec.structs.asdict(keep).items()
+    ]
+
+
+def of_dump(wanted: models.DumpRequest, instance: str) -> Words:
+    """Return the command line of ``dump``."""
+    words = ["dump"]
+    words += ["--stop"] if wanted.stop else []
+    words += ["--keep-resident"] if wanted.keep_resident else []
+    words += ["--pin"] if wanted.pinned else []
+    words += [f"--tag={tag}" for tag in wanted.tags]
+    words += _options(
+        wanted,
+        "max_window",
+        "pre_copy",
+        "memory",
+        "files",
+        "with_files",
+        "verify_files",
+        "tcp",
+        "gpu_shared",
+    )
+    return [*words, instance]
+
+
+def of_restore(wanted: models.RestoreRequest, snapshot: str) -> Words:
+    """Return the command line of ``restore``."""
+    words = ["restore"]
+    words += ["--dry-run"] if wanted.dry_run else []
+    words += ["--from-resident"] if wanted.from_resident else []
+    words += _options(wanted, "name", "mode", "files", "verify_files", "tcp")
+    words += [f"--gpu-map={old}={new}" for old, new in wanted.gpu_map.items()]
+    return [*words, snapshot]
+
+
+def of_show(wanted: models.ShowRequest, snapshot: str) -> Words:
+    """Return the command line of ``show``."""
+    return ["show", *(["--all"] if wanted.all else []), snapshot]
+
+
+def of_diff(wanted: models.DiffRequest, snapshot: str) -> Words:
+    """Return the command line of ``diff``."""
+    words = ["diff", *(["--all"] if wanted.all else [])]
+    return [*words, wanted.older, snapshot] if wanted.older else [*words, snapshot]
+
+
+def of_mark(wanted: models.MarkRequest, snapshot: str) -> Words:
+    """Return the command line of ``mark``."""
+    words = ["mark"]
+    if wanted.pin is not None:
+        words.append("--pin" if wanted.pin else "--no-pin")
+    words += [f"--tag={tag}" for tag in wanted.add_tags]
+    words += [f"--untag={tag}" for tag in wanted.remove_tags]
+    return [*words, snapshot]
+
+
+def of_forget(wanted: models.ForgetRequest) -> Words:
+    """Return the command line of ``forget``."""
+    words = ["forget", *(["--dry-run"] if wanted.dry_run else [])]
+    if wanted.snapshots:
+        return [*words, *wanted.snapshots]
+    words += of_retention(wanted.keep or models.Retention())
+    words += [f"--keep-tag={tag}" for tag in wanted.keep_tags]
+    return [*words, f"--job={wanted.job}"]
+
+
+def of_gc(wanted: models.GcRequest) -> Words:
+    """Return the command line of ``gc``."""
+    return ["gc", *(["--dry-run"] if wanted.dry_run else []), *_options(wanted, "fence")]
+
+
+def of_check(wanted: models.CheckRequest) -> Words:
+    """Return the command line of ``check``."""
+    share = wanted.read_data * 100
+    return ["check", *([f"--read-data={share}"] if share else [])]
+
+
+def _options(wanted: msgspec.Struct, *names: str) -> Words:
+    """Return the options of the fields that are set."""
+    words = []
+    for name in names:
+        value: Any = getattr(wanted, name)
+        option = f"--{_dashed(name)}"
+        if value is None or value == "":
+            continue
+        if value is True or value is False:
+            words.append(option if value else f"--no-{_dashed(name)}")
+        else:
+            words.append(f"{option}={value}")
+    return words
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
