@@ -17,13 +17,16 @@ from icecore.host.jobs.identity import user_name
 from icecore.repository import Repository
 from icecore.service.api import models
 from icecore.service.api.core import Where, free_of
+from icecore.service.facts.readings import Reading, Replica, read_repository
 from icecore.store.format.manifest import Manifest
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
+from icecore.watching import compare_replicas
 
 _KEPT_SECONDS = 300.0
 _STATISTICS_SECONDS = 30.0
+_READING_SECONDS = 2.0
 _MOST_OWNERS = 100_000
 
 
@@ -85,6 +88,18 @@ class Repositories:
         """Return a repository's statistics, which are at most some seconds old."""
         with self._opened(where) as opened:
             return opened.statistics()
+
+    def reading(self, where: Where) -> Reading:
+        """Return a repository's lists, which are at most some seconds old."""
+        with self._opened(where) as opened:
+            return opened.reading()
+
+    def replicas(self, where: Where) -> list[Replica]:
+        """Compare the replicas of a repository with it."""
+        if where.location != self._location:
+            return []
+        with self._opened(where) as opened:
+            return compare_replicas(opened.repository, self._config)
 
     def staging(self) -> list[models.Staging]:
         """Return the file systems for staging."""
@@ -160,6 +175,8 @@ class _Opened:
         self._owners: dict[str, int | None] = {}
         self._counting = threading.Lock()
         self._counted: tuple[float, models.Repository] | None = None
+        self._reading_lock = threading.Lock()
+        self._reading: Reading | None = None
 
     def owner(self, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job, which never changes; None: it is not recorded."""
@@ -172,6 +189,13 @@ class _Opened:
                 self._owners.clear()
             self._owners[record.snapshot] = owner
         return self._owners[record.snapshot]
+
+    def reading(self) -> Reading:
+        """Return the lists; one reader at a time."""
+        with self._reading_lock:
+            if self._reading is None or time.time() - self._reading.at > _READING_SECONDS:
+                self._reading = self.repository.loop.run(read_repository(self.repository.core))
+            return self._reading
 
     def statistics(self) -> models.Repository:
         """Return the statistics; one count at a time."""

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from icecore import config
 from icecore.commands import (
@@ -39,11 +39,14 @@ from icecore.commands.context import (
     TopParser,
     load_numpy,
 )
-from icecore.errors import IcecoreError, StoreFull, UsageError
+from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep
 from icecore.output import Output
 from icecore.places import state_directory
 from icecore.service.metrics.tally import counted
+
+if TYPE_CHECKING:
+    from icecore.remote.connection import Service
 
 #: The groups of commands in the order of the help text.
 GROUPS = (
@@ -58,6 +61,11 @@ GROUPS = (
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
 #: Commands whose outcome is counted here; `icecore.api` counts dumps and restores.
 _COUNTED = frozenset({"check", "copy", "forget", "gc", "repair", "sync"})
+#: Commands that the node service does for users who are not root.
+_OF_REPOSITORY = frozenset({"ls", "show", "diff", "mark", "forget"})
+_SERVED = _OF_REPOSITORY | {
+    *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore"),
+}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -108,6 +116,13 @@ def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
         metavar="FILE",
         default=default(""),
         help="read this configuration file after the standard ones (default: ICECORE_CONFIG)",
+    )
+    group.add_argument(
+        "--service",
+        metavar="SOCKET",
+        default=default(""),
+        help="let the node service at this socket do it (default: ICECORE_SERVICE; for users other"
+        " than root, the configured one, where it runs)",
     )
     group.add_argument(
         "--json",
@@ -251,7 +266,9 @@ def _run(
         recorder or Output(as_json=arguments.json, quiet=arguments.quiet) as output,
         Context(settings, output, arguments.repository or settings.repository, origin) as context,
     ):
-        if arguments.command in _OF_THIS_NODE:
+        if origin is None:
+            context.service = _service(arguments, settings)
+        if arguments.command in _OF_THIS_NODE and context.service is None:
             context.recover_files()
         for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
             sweep(workdir, output.event)
@@ -262,6 +279,32 @@ def _run(
         with counted(state, arguments.command, output.event):
             status = arguments.run(arguments, context)
         return status
+
+
+def _service(arguments: argparse.Namespace, settings: config.Config) -> Service | None:
+    """Return the node service that does the command for this user; None: this process does it.
+
+    Raises:
+        ServiceFailed: The service that is named is not there.
+    """
+    if arguments.command not in _SERVED:
+        return None
+    named = arguments.service or os.environ.get("ICECORE_SERVICE", "")
+    if not named and os.geteuid() == 0:
+        return None
+    own = arguments.repository or os.environ.get("ICECORE_REPOSITORY")
+    if arguments.command in _OF_REPOSITORY and own and not arguments.service:
+        return None
+    from icecore.remote.connection import Service, is_there
+
+    if is_there(named or settings.service.socket):
+        return Service(named or settings.service.socket)
+    if named:
+        raise ServiceFailed(
+            f"there is no service of root or of this user at {named}",
+            cure="'icecore serve' runs it; correct --service or ICECORE_SERVICE",
+        )
+    return None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -171,7 +171,7 @@ def _origin(wanted: Stored) -> Origin:
         if wanted.identity is None
         else msgspec.convert(wanted.identity, Identity, strict=False)
     )
-    return Origin(identity, wanted.environment or {}, wanted.umask)
+    return Origin(identity, wanted.environment or {})
 
 
 def _ended_by_itself(wanted: Stored) -> int | None:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.registry import Registry
+    from icecore.remote.connection import Service
     from icecore.repository import Repository
+    from icecore.store.format.state import SnapshotRecord
 
 Settings = TypeVar("Settings")
 #: Help texts that several commands share.
@@ -62,13 +64,11 @@ class Origin:
 
     Attributes:
         identity: With which a job runs.
-        environment: From which a job inherits.
-        umask: Of a job.
+        environment: Of a job.
     """
 
     identity: Identity | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    umask: int | None = None
 
 
 @dataclass
@@ -78,12 +78,14 @@ class Context:
     Attributes:
         location: The repository's location; empty if none is configured.
         origin: Whose request this is; None: this process's user's.
+        service: The node service that does it for this user; None: this process does it.
     """
 
     config: Config
     output: Output
     location: str
     origin: Origin | None = None
+    service: Service | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
     _repository: Repository | None = None
     _tally: Tally | None = None
@@ -123,8 +125,20 @@ class Context:
             self._repository = self._stack.enter_context(opened)
         return self._repository
 
+    def snapshots(self) -> list[SnapshotRecord]:
+        """Return the snapshots in commit order; of the service: those of this user."""
+        if self.service is None:
+            return self.repository().snapshots()
+        from icecore.remote.snapshots import listed
+
+        return listed(self.service)
+
     def registry(self) -> Registry:
-        """Return the registry of this node's jobs."""
+        """Return the registry of this node's jobs; of the service: those of this user."""
+        if self.service is not None:
+            from icecore.remote.jobs import RemoteRegistry
+
+            return RemoteRegistry(self.service)
         from icecore.host.jobs.registry import Registry
         from icecore.places import state_directory
 
@@ -154,7 +168,7 @@ class Context:
         Raises:
             NotFound: There is neither.
         """
-        if any(record.job == name for record in self.repository().snapshots()) or any(
+        if any(record.job == name for record in self.snapshots()) or any(
             job.name == name for job in self.registry().instances()
         ):
             return

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.job import Job, LogPiece, Stream
     from icecore.host.jobs.registry import Registry
+    from icecore.remote.connection import Service
 
 
 def add(commands: Commands) -> None:
@@ -210,6 +211,12 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.keep_resident and arguments.rm:
         raise UsageError("--rm releases what --keep-resident keeps", cure="leave out one of them")
+    if _stdin_holds_something():
+        context.output.note(
+            "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
+        )
+    if context.service is not None:
+        return _run_through(context.service, arguments, context)
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
         pid=own.pid == "private",
@@ -219,10 +226,6 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     )
     identity = _identity(arguments, context)
     environment = _environment(arguments, context, identity)
-    if _stdin_holds_something():
-        context.output.note(
-            "note: the job does not get this standard input; let its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
-        )
     registry = context.registry()
 
     def start() -> Job:
@@ -250,7 +253,6 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             isolation=isolation,
             cwd=arguments.cwd,
             environment=environment,
-            umask=None if context.origin is None else context.origin.umask,
             identity=identity,
             emit=context.output.event,
         )
@@ -267,6 +269,23 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.rm:
         registry.remove(job)
     return status
+
+
+def _run_through(service: Service, arguments: argparse.Namespace, context: Context) -> int:
+    """Run icecore run through the node service."""
+    from icecore.remote import commands as remote
+
+    supervised = supervise.is_wanted(arguments)
+    if supervised:
+        supervise.require(arguments)
+    return remote.run(
+        arguments,
+        context,
+        service,
+        supervised=supervised,
+        writer=lambda job: _Writer(job, context, "both").write,
+        followed=lambda job: follow(job, context),
+    )
 
 
 def _identity(arguments: argparse.Namespace, context: Context) -> Identity | None:

@@ -290,6 +290,10 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
 
 def forget(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore forget."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.forget(arguments, context, context.service)
     from icecore.addressing import shortest
     from icecore.store.maintenance.forget import Policy
     from icecore.store.maintenance.gc import Options
@@ -374,6 +378,10 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
 
 def mark(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore mark."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.mark(arguments, context, context.service)
     from icecore.contained import snapshot_fields
 
     if arguments.pin is None and not arguments.tag and not arguments.untag:

@@ -251,6 +251,10 @@ def _add_restore(commands: Commands) -> None:
 
 def dump(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore dump."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.dump(arguments, context, context.service)
     from icecore import api
 
     settings = replace(context.config, dump=overridden(context.config.dump, arguments))
@@ -275,8 +279,18 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
 
 def restore(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore restore."""
-    from icecore import api
     from icecore.commands.jobs import follow
+
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.restore(
+            arguments,
+            context,
+            context.service,
+            lambda job, seen: follow(job, context, seen=seen),
+        )
+    from icecore import api
 
     settings = replace(context.config, restore=overridden(context.config.restore, arguments))
     options = replace(
@@ -381,7 +395,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     from icecore import contained
     from icecore.addressing import shortest
 
-    everything = context.repository().snapshots()
+    everything = context.snapshots()
     if arguments.job:
         context.require_job(arguments.job)
     digits = shortest(everything)
@@ -428,6 +442,10 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
 
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.show(arguments, context, context.service)
     from icecore import contained
     from icecore.output import left_words
     from icecore.restorer.gpu.resident_record import left_to_driver
@@ -582,6 +600,10 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
 
 def diff(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore diff."""
+    if context.service is not None:
+        from icecore.remote import commands as remote
+
+        return remote.diff(arguments, context, context.service)
     repository = context.repository()
     older, newer = arguments.older, arguments.newer
     if not newer:

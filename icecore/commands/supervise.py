@@ -105,6 +105,27 @@ def is_wanted(arguments: argparse.Namespace) -> bool:
     return bool(arguments.resume or arguments.every or arguments.on_term or arguments.restart)
 
 
+def require(arguments: argparse.Namespace) -> None:
+    """Require what a supervised job needs.
+
+    Raises:
+        UsageError: It has no name, or options that exclude supervision.
+    """
+    from icecore.host.jobs.registry import require_name
+
+    if not arguments.name:
+        raise UsageError(
+            "a supervised job needs a name, under which its snapshots are found",
+            cure="add --name NAME",
+        )
+    require_name(arguments.name)
+    if arguments.detach or arguments.rm:
+        raise UsageError(
+            "a supervised job runs in the foreground and is remembered",
+            cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",
+        )
+
+
 def run(
     arguments: argparse.Namespace,
     context: Context,
@@ -118,21 +139,10 @@ def run(
         writer: Makes what shows the output of an instance.
     """
     from icecore.engine import RepositoryEngine
-    from icecore.host.jobs.registry import require_name
     from icecore.service.interval import Bounds
     from icecore.service.supervisor import Plan, Supervisor
 
-    if not arguments.name:
-        raise UsageError(
-            "a supervised job needs a name, under which its snapshots are found",
-            cure="add --name NAME",
-        )
-    require_name(arguments.name)
-    if arguments.detach or arguments.rm:
-        raise UsageError(
-            "a supervised job runs in the foreground and is remembered",
-            cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",
-        )
+    require(arguments)
     own = overridden(context.config.schedule, arguments)
     plan = Plan(
         name=arguments.name,

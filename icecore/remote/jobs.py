@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -100,7 +101,10 @@ class RemoteJob(Job):
         """
         seen, failures = dict(seen), 0
         while True:
-            query = {**seen, "follow": "true" if follow else ""}
+            query: dict[str, Any] = {
+                "follow": "true" if follow else "",
+                **{str(k): v for k, v in seen.items()},
+            }
             try:
                 with self.service.lines(at("jobs", self.instance, "logs"), **query) as lines:
                     for line in lines:
@@ -112,7 +116,7 @@ class RemoteJob(Job):
                             data = base64.b64decode(record["data"])
                             seen[record["stream"]] += len(data)
                             yield LogPiece(record["stream"], data)
-            except (ServiceFailed, OSError):
+            except (ServiceFailed, OSError, HTTPException):
                 failures += 1
                 if failures * _POLL_SECONDS > 30:
                     raise

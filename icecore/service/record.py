@@ -25,7 +25,11 @@ _LOCK_SECONDS = 1.0
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """One snapshot that the supervisor took. Times in seconds, sizes in bytes."""
+    """One snapshot that the supervisor took. Times in seconds, sizes in bytes.
+
+    ``phases`` are the seconds of phases of the dump (docs/reference/events.md); ``freeze`` is the
+    part of the window until CRIU had done its work.
+    """
 
     at: float
     window: float
@@ -33,6 +37,7 @@ class Taken(msgspec.Struct, frozen=True):
     committing: float
     stored: int
     snapshot: str
+    phases: dict[str, float] = {}
 
 
 class Measured(msgspec.Struct, frozen=True):

@@ -505,11 +505,14 @@ class Supervisor:
     def _take(self, job: Job, stop: bool) -> None:
         """Take one snapshot, in a thread of its own."""
         ended_window = 0.0
+        phases: dict[str, float] = {}
 
         def heard(event: Event) -> None:
             nonlocal ended_window
-            if event.name == "dump.window" and event.fields.get("state") == "end":
-                ended_window = time.monotonic()
+            if event.fields.get("state") == "end":
+                if event.name == "dump.window":
+                    ended_window = time.monotonic()
+                phases.update(_phases(event))
             self._emit(event)
 
         taken: Taken | None = None
@@ -519,7 +522,9 @@ class Supervisor:
         def made(snapshot: str, window: float, stored: int) -> Taken:
             ended = time.monotonic()
             committing = ended - ended_window if ended_window else 0.0
-            return Taken(time.time(), window, ended - began, committing, stored, snapshot)
+            return Taken(
+                time.time(), window, ended - began, committing, stored, snapshot, phases.copy()
+            )
 
         try:
             with self._turn(stop) as mine:
@@ -777,3 +782,11 @@ class Supervisor:
         event = Event(name, {"job": self._plan.name, **fields})
         self._tally.event(event)
         self._emit(event)
+
+
+def _phases(event: Event) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of a phase that ended, for the record of a snapshot."""
+    for name, key in ((event.name, "seconds"), ("freeze", "freeze_seconds")):
+        value = event.fields.get(key)
+        if isinstance(value, int | float):
+            yield name, float(value)

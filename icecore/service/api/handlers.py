@@ -7,6 +7,7 @@ import base64
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -114,6 +115,11 @@ async def run_job(call: Call) -> Any:
     if not caller.may_touch(wanted.name or os.path.basename(wanted.command[0]), caller.uid):
         raise Denied(f"the caller may not touch a job of the name {wanted.name!r}")
     identity = await identity_of(caller)
+    if wanted.umask is not None:
+        identity = replace(identity, umask=wanted.umask)
+    environment = dict(wanted.environment)
+    if caller.kind == "token":
+        environment = {"PATH": os.defpath, **identity.environment(), **environment}
     where = call.service.where(caller) if own is not None else None
     if own is not None and where is not None:
         if where.shared and own.keep is not None:
@@ -127,8 +133,7 @@ async def run_job(call: Call) -> Any:
         where=where,
         job=wanted.name,
         command=wanted.command,
-        environment=wanted.environment,
-        umask=wanted.umask,
+        environment=environment,
         identity=as_json(identity),
         supervised=own is not None,
     )

@@ -11,8 +11,8 @@ import msgspec
 
 T = TypeVar("T")
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN, description="name of a job")]
+MaybeName = Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,62})?$")]
+MaybeId = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")]
 Text = Annotated[str, msgspec.Meta(max_length=4096, pattern=r"^[^\x00]*$")]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Labels = Annotated[list[Label], msgspec.Meta(max_length=64)]
@@ -22,6 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Keep = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Word = Annotated[str, msgspec.Meta(max_length=1 << 17, pattern=r"^[^\x00]*$")]
+Variable = Annotated[str, msgspec.Meta(pattern=r"^[^=\x00]+$", max_length=1 << 12)]
 Host = Literal["host", "private"]
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Kind = Literal[
@@ -292,14 +293,14 @@ class LogsQuery(Request, frozen=True, kw_only=True):
 
     stream: Literal["both", "stdout", "stderr"] = "both"
     follow: bool = False
-    stdout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
-    stderr: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
+    stdout: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    stderr: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 class EventsQuery(Request, frozen=True, kw_only=True):
     """Parameters of an operation's events. ``text`` includes what the command prints for people."""
 
-    after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
+    after: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     text: bool = False
 
 
@@ -342,13 +343,18 @@ class Supervise(Request, frozen=True, kw_only=True):
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
-    """Start a command as a job of the caller."""
+    """Start a command as a job of the caller.
+
+    The job gets this environment and no other; with a token, also variables that name its user. Its
+    user, groups, limits, scheduling and cgroup are the caller's (on the unix socket), or those of
+    the token's user. ``umask``: default: the caller's.
+    """
 
     command: Annotated[list[Word], msgspec.Meta(min_length=1, max_length=1 << 16)]
     cwd: Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
-    name: Name | Literal[""] = ""
-    environment: dict[str, Word] = {}
-    umask: Annotated[int, msgspec.Meta(ge=0, le=0o777)] = 0o022
+    name: MaybeName = ""
+    environment: Annotated[dict[Variable, Word], msgspec.Meta(max_length=1 << 14)] = {}
+    umask: Annotated[int, msgspec.Meta(ge=0, le=0o777)] | None = None
     gpu: bool = False
     pid: Host | None = None
     ipc: Host | None = None
@@ -380,7 +386,7 @@ class RestoreRequest(Request, frozen=True, kw_only=True):
     """Restore a snapshot; the options of ``icecore restore`` with the same names."""
 
     dry_run: bool = False
-    name: Name | Literal[""] = ""
+    name: MaybeName = ""
     mode: Literal["full", "lazy"] | None = None
     files: Literal["auto", "restore", "truncate", "leave"] | None = None
     verify_files: bool | None = None
@@ -398,7 +404,7 @@ class ShowRequest(Request, frozen=True, kw_only=True):
 class DiffRequest(Request, frozen=True, kw_only=True):
     """Compare a snapshot with an older one; empty: with its parent."""
 
-    older: Id | Literal[""] = ""
+    older: MaybeId = ""
     all: bool = False
 
 

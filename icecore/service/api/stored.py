@@ -30,7 +30,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         caller: Who asked, for people; ``caller_key``: for comparison.
         owner: The uid whose job or repository it works on.
         words: The command line of icecore that does it; ``command``: the job's, after ``--``.
-        environment: The job's; ``umask``: the umask of the job.
+        environment: The job's.
         identity: The identity of the job's user (`icecore.host.jobs.identity`), as JSON.
         supervised: It supervises a job, and is started again if its process is killed.
         as_json: It prints what ``--json`` prints.
@@ -46,7 +46,6 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     words: list[str]
     command: list[str] = []
     environment: dict[str, str] | None = None
-    umask: int | None = None
     identity: dict[str, Any] | None = None
     job: str = ""
     snapshot: str = ""

@@ -1,0 +1,312 @@
+"""The commands that the node service runs for its caller: as operations whose output is printed
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+from icecore.commands.context import Context, overridden
+from icecore.config import DumpSettings, ForgetSettings, RestoreSettings, job_environment
+from icecore.errors import IcecoreError, UsageError
+from icecore.events import Event
+from icecore.host.jobs.job import Job, LogPiece, Stream
+from icecore.remote.connection import Service, at
+from icecore.remote.jobs import RemoteJob, RemoteRegistry
+from icecore.remote.replay import Record, cancel, follow
+from icecore.text import is_utf8
+
+Writer = Callable[[LogPiece], None]
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_DUMP = (
+    "max_window",
+    "pre_copy",
+    "memory",
+    "files",
+    "with_files",
+    "verify_files",
+    "tcp",
+    "gpu_shared",
+)
+_RESTORE = ("mode", "files", "verify_files", "tcp")
+
+
+def dump(arguments: argparse.Namespace, context: Context, service: Service) -> int:
+    """Run icecore dump."""
+    _refuse(arguments, [*_others(DumpSettings, _DUMP), "job", "repository"])
+    body = {
+        "stop": arguments.stop,
+        "keep_resident": arguments.keep_resident,
+        "tags": arguments.tag,
+        "pinned": arguments.pin,
+        **_given(arguments, _DUMP),
+    }
+    begun = service.post(at("jobs", arguments.target, "dump"), body)
+    return int(follow(service, begun, context)["exit_status"])
+
+
+def restore(
+    arguments: argparse.Namespace,
+    context: Context,
+    service: Service,
+    followed: Callable[[Job, dict[Stream, int]], int],
+) -> int:
+    """Run icecore restore.
+
+    Args:
+        followed: Follows a job's output until it ends; returns its exit status.
+    """
+    others = _others(RestoreSettings, _RESTORE)
+    _refuse(arguments, [*others, "root", "files_to", "read_only", "repository"])
+    body = {
+        "dry_run": arguments.dry_run,
+        "name": arguments.name,
+        "from_resident": arguments.from_resident,
+        "gpu_map": _pairs(arguments.gpu_map),
+        **_given(arguments, _RESTORE),
+    }
+    running: Record = {}
+
+    def told(record: Record) -> bool:
+        if record["do"] == "event" and record["event"]["event"] == "restore.running":
+            running.update(record["event"])
+        return True
+
+    begun = service.post(at("snapshots", arguments.snapshot, "restore"), body)
+    status = int(follow(service, begun, context, told=told)["exit_status"])
+    if not arguments.attach or status or not running.get("instance"):
+        return status
+    job = RemoteRegistry(service).find(running["instance"])
+    return followed(job, {"stdout": 0, "stderr": 0, **running["log_bytes"]})
+
+
+def show(arguments: argparse.Namespace, context: Context, service: Service) -> int:
+    """Run icecore show."""
+    begun = service.post(at("snapshots", arguments.snapshot, "show"), {"all": arguments.all})
+    return int(follow(service, begun, context)["exit_status"])
+
+
+def diff(arguments: argparse.Namespace, context: Context, service: Service) -> int:
+    """Run icecore diff."""
+    newer, older = arguments.newer or arguments.older, ""
+    if arguments.newer:
+        older = service.get(at("snapshots", arguments.older))["snapshot"]["snapshot"]
+    body = {"older": older, "all": arguments.all}
+    begun = service.post(at("snapshots", newer, "diff"), body)
+    return int(follow(service, begun, context)["exit_status"])
+
+
+def mark(arguments: argparse.Namespace, context: Context, service: Service) -> int:
+    """Run icecore mark."""
+    body = {"pin": arguments.pin, "add_tags": arguments.tag, "remove_tags": arguments.untag}
+    begun = service.post(at("snapshots", arguments.snapshot, "mark"), body)
+    return int(follow(service, begun, context)["exit_status"])
+
+
+def run(
+    arguments: argparse.Namespace,
+    context: Context,
+    service: Service,
+    *,
+    supervised: bool,
+    writer: Callable[[Job], Writer],
+    followed: Callable[[Job], int],
+) -> int:
+    """Run icecore run.
+
+    Args:
+        writer: Makes what shows the output of a job.
+        followed: Follows a job's output until it ends; returns its exit status.
+    """
+    _refuse(arguments, ["user", "like_process", "repository"])
+    body = _run_body(arguments, context)
+    if supervised:
+        body["supervise"] = _supervise_body(arguments)
+    begun = service.post("/v1/jobs", body)
+    if supervised:
+        return _supervised(service, begun, context, writer)
+    started: Record = {}
+
+    def told(record: Record) -> bool:
+        if record["do"] == "event" and record["event"]["event"] == "run.started":
+            started.update(record["event"])
+        return bool(arguments.detach or record["do"] != "line")
+
+    status = int(follow(service, begun, context, told=told)["exit_status"])
+    if status or arguments.detach:
+        return status
+    jobs = RemoteRegistry(service)
+    status = followed(jobs.find(started["instance"]))
+    if arguments.rm:
+        jobs.remove(jobs.find(started["instance"]))
+    return status
+
+
+def _supervised(
+    service: Service, begun: Record, context: Context, writer: Callable[[Job], Writer]
+) -> int:
+    """Show a supervised job until its supervisor ends; pass signals on to that."""
+    readers: list[threading.Thread] = []
+
+    def told(record: Record) -> bool:
+        event = record.get("event", {})
+        if event.get("event") == "run.following":
+            job = RemoteRegistry(service).find(event["instance"])
+            thread = threading.Thread(target=_show, args=(job, event["seen"], writer(job)))
+            thread.daemon = True
+            thread.start()
+            readers.append(thread)
+        return True
+
+    with _passing_signals(service, begun["id"]):
+        try:
+            return int(follow(service, begun, context, told=told)["exit_status"])
+        finally:
+            for thread in readers:
+                thread.join(30)
+
+
+def _show(job: RemoteJob, seen: dict[Stream, int], write: Writer) -> None:
+    with suppress(IcecoreError, OSError):  # the job was removed, or nobody reads
+        for piece in job.logs_after(seen, follow=True):
+            write(piece)
+
+
+@contextmanager
+def _passing_signals(service: Service, id: str) -> Iterator[None]:
+    def told(number: int, frame: FrameType | None) -> None:
+        with suppress(IcecoreError, OSError):
+            cancel(service, id, number)
+
+    before = {number: signal.signal(number, told) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]:
+    environment, held = job_environment(os.environ)
+    for pair in arguments.env:
+        name, separator, value = pair.partition("=")
+        if not name:
+            raise UsageError(
+                f"--env {pair!r} is wrong", cure="write NAME=VALUE, or NAME to pass a variable on"
+            )
+        if not separator and name not in os.environ:
+            raise UsageError(
+                f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE"
+            )
+        environment[name] = value if separator else os.environ[name]
+    held = [name for name in held if name not in environment]
+    if held:
+        context.output.event(Event("run.withheld", {"names": list(held)}))
+    words = [*arguments.job_command, *environment, *environment.values()]
+    if not all(map(is_utf8, words)):
+        raise UsageError(
+            "the command or the environment is not UTF-8, which the service cannot pass on",
+            cure="unset the variable, or run as root",
+        )
+    return {
+        "command": arguments.job_command,
+        "cwd": os.path.abspath(arguments.cwd or os.getcwd()),
+        "name": arguments.name,
+        "environment": environment,
+        "gpu": arguments.gpu,
+        **_given(arguments, ("pid", "ipc", "network", "root", "resident", "keep_resident")),
+    }
+
+
+def _supervise_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    own = _given(
+        arguments,
+        (
+            "every",
+            "on_term",
+            "preempted_exit",
+            "notice",
+            "max_overhead",
+            "max_loss",
+            "requeue_command",
+            "notice_command",
+            "notice_url",
+        ),
+    )
+    keep = _given(arguments, [about.name for about in fields(ForgetSettings)])
+    return {
+        "resume": arguments.resume,
+        "or_start": arguments.or_start,
+        "fall_back": arguments.fall_back,
+        "restarts": arguments.restart,
+        **own,
+        **({"keep": keep} if keep else {}),
+    }
+
+
+def forget(arguments: argparse.Namespace, context: Context, service: Service) -> int:
+    """Run icecore forget."""
+    _refuse(arguments, ["gc"])
+    given = {
+        about.name: getattr(arguments, about.name)
+        for about in fields(ForgetSettings)
+        if getattr(arguments, about.name) is not None
+    }
+    body: dict[str, Any] = {"dry_run": arguments.dry_run}
+    if arguments.snapshot:
+        if given or arguments.keep_tag or arguments.job:
+            raise UsageError(
+                "named snapshots and a policy exclude each other",
+                cure="forget by name, then by policy",
+            )
+        body["snapshots"] = [
+            service.get(at("snapshots", name))["snapshot"]["snapshot"]
+            for name in arguments.snapshot
+        ]
+    else:
+        if not arguments.job:
+            raise UsageError("through the service a policy is for one job", cure="add --job JOB")
+        keep = overridden(context.config.forget, arguments)
+        policy = {about.name: getattr(keep, about.name) for about in fields(keep)}
+        body |= {"job": arguments.job, "keep": policy, "keep_tags": arguments.keep_tag}
+    begun = service.post("/v1/snapshots/forget", body)
+    return int(follow(service, begun, context)["exit_status"])
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the options that the command line gives."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _others(settings: type[Any], names: Sequence[str]) -> list[str]:
+    return [about.name for about in fields(settings) if about.name not in names]
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise if an option is given that the service takes from nobody."""
+    for name in names:
+        if getattr(arguments, name, None) not in (None, "", False, []):
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"the service takes no --{option}, because it works as root",
+                cure="leave it out, let an administrator configure it, or run as root",
+            )
+
+
+def _pairs(pairs: list[str]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for pair in pairs:
+        old, separator, new = pair.partition("=")
+        if not separator or not old or not new or old in out:
+            raise UsageError(f"--gpu-map {pair!r} is wrong", cure="write OLD=NEW, each GPU once")
+        out[old] = new
+    return out

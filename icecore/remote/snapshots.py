@@ -1,0 +1,31 @@
+"""The snapshots that the node service shows to its caller."""
+
+from __future__ import annotations
+
+from icecore.remote.connection import Service
+from icecore.store.format.state import SnapshotRecord
+
+
+def listed(service: Service) -> list[SnapshotRecord]:
+    """Return the snapshots in commit order; where their objects are is not among what it shows."""
+    return [
+        SnapshotRecord(
+            snapshot=one["snapshot"],
+            job=one["job"],
+            lineage=one["lineage"],
+            parent=one["parent"],
+            created_ns=round(one["created"] * 1e9),
+            manifest="",
+            manifest_length=0,
+            manifest_digest=b"",
+            logical=one["logical"],
+            stored=one["stored"],
+            changed=one["changed"],
+            window_seconds=one["window_seconds"],
+            tags=one["tags"],
+            pinned=one["pinned"],
+            device=one["device"],
+            quarantined=one["quarantined"],
+        )
+        for one in service.items("/v1/snapshots")
+    ]
