@@ -18,7 +18,7 @@ from icecore.store.format.state import SnapshotRecord
 
 #: Where it runs is known from the lease of its name, or from this node's registry.
 State = Literal["running", "elsewhere", "starting", "ended", "failed", "stopped"]
-Freshness = Literal["fresh", "due", "late", "none", "idle"]
+Freshness = Literal["fresh", "due", "late", "new", "none", "idle"]
 
 _STOPS = (signal.SIGKILL, signal.SIGTERM)
 _NEWEST = 64
@@ -100,7 +100,7 @@ class JobFacts:
         if not self.runs:
             return "idle"
         if not self.good:
-            return "none"
+            return "new" if now <= self.due else "none"
         if not self.interval:
             return "fresh"
         intervals = (now - self.good_at) / self.interval

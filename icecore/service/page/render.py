@@ -45,6 +45,7 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
 _FOREVER = "public, max-age=31536000, immutable"
+_ZERO_REST = re.compile(r" 0 (s|min|h)$")
 _STATIC = re.compile(r"(vendor/)?[a-z0-9.-]+\.(css|js|svg)")
 
 
@@ -68,6 +69,7 @@ def templates() -> Environment:
     made.filters |= {
         "size": units.size,
         "seconds": duration,
+        "span": span,
         "moment": units.moment,
         "iso": iso,
         "ago": ago,
@@ -97,9 +99,18 @@ def iso(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
+def span(value: float | None) -> str:
+    """Return a duration in whole seconds or coarser; a dash where it is not known."""
+    if value is None:
+        return "\N{EN DASH}"
+    if value < 60:
+        return f"{value:.0f} s"
+    return _ZERO_REST.sub("", units.seconds(round(value)))
+
+
 def ago(at: float) -> Markup:
     """Return how long ago a time is, with the time itself for pointers and assistive technology."""
-    text = units.seconds(max(0.0, time.time() - at))
+    text = span(max(0.0, time.time() - at))
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
         iso(at), units.moment(at), text
     )

@@ -146,5 +146,6 @@ def _unknown(request: web.Request, error: Unauthenticated) -> web.StreamResponse
         return web.Response(
             status=204, headers={**render.HEADERS, "HX-Redirect": f"{PATH}/sign-in"}
         )
-    shown = "" if request.path in (PATH, f"{PATH}/") else error.message
-    return render.page("sign_in.html", status=401, title="Sign in", error=shown)
+    if request.method == "GET" and request.path != f"{PATH}/enter":
+        return web.Response(status=303, headers={**render.HEADERS, "Location": f"{PATH}/sign-in"})
+    return render.page("sign_in.html", status=401, title="Sign in", error=error.message)

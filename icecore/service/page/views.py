@@ -104,7 +104,7 @@ async def show_job_page(call: Call) -> web.Response:
         dump_words=words.of_dump(models.DumpRequest(), job.name),
         stop_words=words.of_dump(models.DumpRequest(stop=True), job.name),
         operation=call.service.operations.supervising().get(job.name, ""),
-        status=job.here.status() if job.here is not None else None,
+        ended=job.here.status() if job.here is not None and not job.runs else None,
     )
 
 
