@@ -23,6 +23,7 @@ from icecore.commands import (
     jobs,
     keys,
     node,
+    page,
     regions,
     repositories,
     serve,
@@ -54,7 +55,7 @@ GROUPS = (
     ("snapshots", (snapshots,)),
     ("repositories", (repositories, trust)),
     ("replicas and exchange", (regions, exchange)),
-    ("node and keys", (keys, node, serve, completion)),
+    ("node and keys", (keys, node, serve, page, completion)),
 )
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.

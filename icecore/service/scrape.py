@@ -24,7 +24,9 @@ def route(scrape: Scrape) -> Route:
 
     async def show_metrics(call: Call) -> Any:
         """Return the metrics of the repository and this node."""
-        operations = Counter((one.kind, one.state) for one in call.service.operations.all())
+        operations: Counter[tuple[str, str]] = Counter(
+            (one.kind, one.state) for one in call.service.operations.all()
+        )
         body = await scrape(operations)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 

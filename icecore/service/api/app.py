@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -24,16 +24,13 @@ from icecore.service.api.starting import answer
 from icecore.service.api.table import ROUTES
 from icecore.service.api.tokens import Token
 
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
+
 #: A job's command and environment (ARG_MAX is 2 MiB), and what JSON adds.
 MOST_BODY = 8 << 20
 _BODY_SECONDS = 30.0
 _JSON = "application/json"
-
-
-Middleware = Callable[
-    [web.Request, Callable[[web.Request], Awaitable[web.StreamResponse]]],
-    Awaitable[web.StreamResponse],
-]
 
 
 def build(
@@ -45,7 +42,7 @@ def build(
         more: Further routes, which are checked as those of the table are.
         inner: Middlewares that see errors before they become problems.
     """
-    middlewares = [_guarded, _problems, *inner]
+    middlewares: list[Middleware] = [_guarded, _problems, *inner]
     app = web.Application(client_max_size=MOST_BODY, middlewares=middlewares)
     app[SERVICE] = service
     app[TABLE] = (*ROUTES, *more)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from icecore.store.format.state import SnapshotRecord
 
-WIDTH, ROW, TOP, LEFT, RIGHT, BOTTOM = 960, 28, 14, 14, 18, 24
+WIDTH, ROW, TOP, LEFT, RIGHT, BOTTOM = 1280, 28, 10, 18, 22, 26
 #: Snapshots that are drawn; older ones are in the table.
 MOST = 200
 _MOST_ROWS = 24
 _STEPS = (60, 300, 900, 3600, 10800, 21600, 43200, 86400, 7 * 86400, 30 * 86400, 365 * 86400)
-_TICKS = 7
+_TICKS = 9
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import mimetypes
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -66,7 +66,7 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "size": units.size,
         "seconds": duration,
         "span": span,
@@ -80,6 +80,7 @@ def templates() -> Environment:
         "safe_text": harmless,
         "command": command,
     }
+    made.filters |= filters
     made.globals |= {"asset": asset, "now": time.time}
     return made
 

@@ -13,6 +13,18 @@
   };
   const seconds = (value) =>
     value === 0 ? "0" : value < 1 ? `${+(value * 1000).toPrecision(3)} ms` : value < 120 ? `${+value.toPrecision(3)} s` : `${+(value / 60).toPrecision(3)} min`;
+  // Marks of a binary axis are at powers of two.
+  const binary = Array.from({ length: 50 }, (_, power) => 2 ** power);
+  const pad = (number) => String(number).padStart(2, "0");
+  const times = (_, marks) => {
+    const days = marks.length > 1 && marks.at(-1) - marks[0] > 86400;
+    const fine = marks.length > 1 && marks[1] - marks[0] < 60;
+    return marks.map((mark) => {
+      const at = new Date(mark * 1000);
+      const clock = `${pad(at.getHours())}:${pad(at.getMinutes())}${fine ? `:${pad(at.getSeconds())}` : ""}`;
+      return days ? `${pad(at.getMonth() + 1)}-${pad(at.getDate())} ${clock}` : clock;
+    });
+  };
   const formats = { B: bytes, s: seconds, "×": (value) => `${+value.toPrecision(3)} ×` };
 
   // Columns of numbers: the time, then one for each series; a cell without data-value is a gap.
@@ -57,9 +69,15 @@
       height: 180,
       cursor: { sync: { key: "icecore" }, y: false, drag: { x: true, y: false } },
       legend: { live: true },
-      scales: { y: { range: (_, low, high) => [0, (high || 1) * 1.08] } },
-      axes: [axis, { ...axis, size: 64, values: (_, marks) => marks.map(format) }],
-      series: [{ value: (_, at) => (at === null ? "–" : new Date(at * 1000).toLocaleTimeString()) }, ...order.map((at) => series[at])],
+      scales: {
+        x: { range: (_, low, high) => { const room = stack ? (high - low || 60) * 0.04 : 0; return [low - room, high + room]; } },
+        y: { range: (_, low, high) => [0, (high || 1) * 1.08] },
+      },
+      axes: [
+        { ...axis, space: 70, size: 28, values: times },
+        { ...axis, size: 64, values: (_, marks) => marks.map(format), ...(plot.dataset.unit === "B" ? { incrs: binary } : {}) },
+      ],
+      series: [{ value: (_, at) => (at === null ? "–" : times(null, [at, at + 1])[0]) }, ...order.map((at) => series[at])],
     };
     charts.set(plot, new uPlot(options, [columns[0], ...order.map((at) => shown[at])], plot));
   };
