@@ -39,6 +39,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
 ]
+RESTORE_SOURCES = ["icecore/host/criu/detach.c", "icecore/host/criu/join.c"]
 PRELOAD_SOURCES = [
     str(path) for path in sorted(Path(RESIDENT).glob("*.c")) if path.name != "keeper.c"
 ]
@@ -119,7 +120,7 @@ setup(
         ),
         Program(
             "icecore.host.criu/libicecore-restore.so",
-            ["icecore/host/criu/detach.c"],
+            RESTORE_SOURCES,
             LIBRARY_FLAGS,
             "a restore fails where processes of the job end others in the moment in which CRIU lets them go",
             [],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ State = Literal["good", "warning", "bad"]
 _LEAST_KERNEL = (5, 11)
 _SCAN_KERNEL = (6, 7)
 _NEEDED = ("CAP_SYS_ADMIN", "CAP_SYS_PTRACE")
+#: To start jobs of other users, and to dump and restore them.
+_FOR_OTHERS = (
+    *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"),
+    *("CAP_SETPCAP", "CAP_SYS_NICE"),
+)
 _ROOM = 1 << 30
 
 
@@ -119,6 +125,7 @@ def _privileges() -> Iterator[Finding]:
     else:
         message = "CAP_SYS_RESOURCE missing: the OOM killer may kill CRIU during a dump, which can lose the job"
         yield Finding("OOM killer", "warning", message, oom.CURE)
+    yield _other_users()
     try:
         os.close(create())
     except (OSError, IcecoreError) as error:
@@ -130,6 +137,26 @@ def _privileges() -> Iterator[Finding]:
         )
     else:
         yield Finding("userfaultfd", "good", "available, with the events that a restore needs")
+
+
+def _other_users() -> Finding:
+    """Check what jobs of other users need, and what they lose."""
+    have = limits.capabilities()
+    missing = [name for name in _FOR_OTHERS if name not in have]
+    if missing:
+        message = f"{', '.join(missing)} missing: jobs of other users cannot be started or restored"
+        return Finding("other users", "warning", message, f"run as root with {', '.join(missing)}")
+    if "CAP_SYS_RESOURCE" in have:
+        return Finding("other users", "good", "root can start, dump and restore their jobs")
+    if not CRIU_LIBRARY.exists():
+        message = "CAP_SYS_RESOURCE missing, and no C compiler was there to do without: jobs of other users cannot be dumped"
+        return Finding("other users", "warning", message, oom.CURE)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)[::-1]
+    message = (
+        "CAP_SYS_RESOURCE missing: their jobs can be started, dumped and restored, but with no higher"
+        f" limits than icecore has ({files} open files, for example)"
+    )
+    return Finding("other users", "warning", message, oom.CURE)
 
 
 def _criu(config: Config) -> Iterator[Finding]:

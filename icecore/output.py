@@ -301,6 +301,8 @@ def describe(event: Event) -> list[str]:
         return _gpu_words(fields)
     if event.name == "run.withheld":
         return [_withheld_words(fields)]
+    if event.name in ("run.limits", "restore.limits"):
+        return [_limits_words(fields)]
     if event.name == "workdir.swept":
         return [f"note: removed {fields['directory']}, left by a killed dump or restore"]
     if event.name == "state.tightened":
@@ -323,6 +325,10 @@ def describe(event: Event) -> list[str]:
 
 def _withheld_words(fields: Mapping[str, Any]) -> str:
     return f"note: the job does not get {', '.join(fields['names'])}; '--env NAME' passes one on"
+
+
+def _limits_words(fields: Mapping[str, Any]) -> str:
+    return f"warning: limits of the job are lower than wanted: {', '.join(fields['short'])}"
 
 
 def _window_words(fields: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from icecore.host.jobs.identity import Identity
+
 
 @dataclass(frozen=True)
 class RestoreOptions:
@@ -46,6 +48,8 @@ class RestoreOptions:
         register: Protect what is read from collection meanwhile. False is for repositories that
             cannot be written to: a collection may then make the restore fail, with ``mode`` lazy
             even after the tree ran.
+        identity: On whose behalf it is restored: only snapshots of that user; the tree joins its
+            cgroups and gets no higher limits than it has. None: on this process's.
         criu_seconds: Seconds that CRIU may take to build the tree, not counting memory.
         stall_seconds: Seconds without any byte after which the storage counts as failed.
         attempts: How often a read is tried.
@@ -67,6 +71,7 @@ class RestoreOptions:
     from_resident: bool = False
     criu_plugins: str = ""
     register: bool = True
+    identity: Identity | None = None
     criu_seconds: float = 120.0
     stall_seconds: float = 60.0
     attempts: int = 4

@@ -313,7 +313,7 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
             f"process or thread ids {', '.join(map(str, taken[:5]))} are in use"
             if taken
             else "all process ids are free",
-            "wait until the processes that have them end; jobs of 'icecore run' have process ids of their own",
+            "wait until the processes that have them end; jobs of 'icecore run --pid private' have process ids of their own",
         )
     if manifest.namespaces.network == "host":
         busy = [port for port in manifest.requirements.ports if not _can_listen(port)]
@@ -323,7 +323,7 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
             f"the job listens on {', '.join(busy)}, where another process listens already"
             if busy
             else "all ports are free",
-            "end the process that listens there, or start the job in a private network namespace",
+            "end the process that listens there; jobs of 'icecore run --network private' have ports of their own",
         )
 
 

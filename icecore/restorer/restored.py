@@ -21,6 +21,8 @@ class Restored:
         seconds_to_resident: From the call until all memory was loaded; None until then.
         log_sizes: Bytes in the logs of ``job`` before it ran; the restored instance has written
             what follows them.
+        limits: The limits (setrlimit(2)) that are lower than they were when it was dumped, because
+            they cannot be raised here; a sentence each.
     """
 
     snapshot: str
@@ -29,6 +31,7 @@ class Restored:
     seconds_to_running: float
     seconds_to_resident: float | None = None
     log_sizes: Mapping[Stream, int] = field(default_factory=dict)
+    limits: list[str] = field(default_factory=list)
     _loaded: Future[float] = field(default_factory=Future)
     _exit: Future[int] = field(default_factory=Future)
 

@@ -18,6 +18,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
 from icecore.host.criu.program import Criu
 from icecore.host.gpu.backend import find_backend
+from icecore.host.jobs.namespaces import RunRecord
 from icecore.host.kernel import limits, procfs
 
 _SIZES = ("RssAnon", "VmLck", "HugetlbPages")
@@ -67,6 +68,8 @@ class Inspection:
         namespaces: This process's namespaces, by kind.
         gpus: The tree's processes that use an NVIDIA GPU; None: none.
         resident: Those of them with resident device memory; None: none.
+        run: How `icecore run` started the job; None: it did not. A cure must not be to do what was
+            done.
     """
 
     root: int
@@ -80,6 +83,7 @@ class Inspection:
     options: DumpOptions
     gpus: GpuInspection | None = None
     resident: ResidentInspection | None = None
+    run: RunRecord | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -92,8 +96,17 @@ class Inspection:
         return [p for p in self.processes if not p.status.zombie]
 
 
-def inspect_tree(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Inspection:
+def inspect_tree(
+    pid: int, criu: Criu, workdir: str, options: DumpOptions, run: RunRecord | None = None
+) -> Inspection:
     """Read everything that the checks need.
+
+    Args:
+        pid: Host pid of the tree's root.
+        criu: The CRIU that would dump it.
+        workdir: Where CRIU's images would go.
+        options: How it would be dumped.
+        run: How `icecore run` started the job; None: it did not.
 
     Raises:
         NotFound: The process has ended.
@@ -124,6 +137,7 @@ def inspect_tree(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> In
         options=options,
         gpus=gpus,
         resident=resident,
+        run=run,
     )
 
 

@@ -52,7 +52,7 @@ def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
     if refusals:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
     deaths.watch([target.pid])
-    found = inspect_tree(target.pid, request.criu, request.workdir, request.options)
+    found = inspect_tree(target.pid, request.criu, request.workdir, request.options, target.record)
     deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
     require(found)
     _require_one_mount_namespace(request, found)

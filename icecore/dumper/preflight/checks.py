@@ -13,7 +13,8 @@ from icecore.dumper.observe.files import ghosts
 from icecore.dumper.observe.inspection import Inspection
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import LEAST_BYTES, hides
-from icecore.host.kernel import limits, procfs
+from icecore.host.criu.program import CRIU_LIBRARY
+from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.pagemap import Pagemap
 from icecore.store.format.manifest_rules import MAX_REGIONS
 
@@ -100,10 +101,56 @@ def namespaces(found: Inspection) -> list[Refusal]:
             Refusal(
                 "namespaces",
                 f"process {found.root} is in a user namespace of its own, which CRIU cannot dump from outside",
-                "start the job without one, with 'icecore run'",
+                "start the job without one (no unshare --user, no rootless container)",
             )
         )
     return out
+
+
+def proc(found: Inspection) -> list[Refusal]:
+    """Refuse a tree for whose pid namespace CRIU would have to mount a /proc, by a process that may
+    not (criu/pie/parasite.c, get_proc_fd).
+    """
+    root = found.processes[0]
+    if in_hosts(found, "pid") or root.status.zombie or "CAP_SYS_ADMIN" in _capabilities(root.pid):
+        return []
+    try:
+        os.readlink(f"/proc/{root.pid}/root/proc/self")
+    except FileNotFoundError:
+        return []  # of a namespace in which this process has no pid: its own
+    except OSError:
+        pass
+    return [
+        Refusal(
+            "proc",
+            f"process {root.pid} has a pid namespace of its own but sees the /proc of another one, and may not mount its own",
+            "start the job with 'icecore run --user', or with a /proc of its own (unshare --pid --fork --mount-proc)",
+        )
+    ]
+
+
+def _capabilities(pid: int) -> frozenset[str]:
+    try:
+        return limits.capabilities(pid)
+    except NotFound:
+        return frozenset()
+
+
+def foreign_limits(found: Inspection) -> list[Refusal]:
+    """Refuse processes of other users, whose limits CRIU cannot read without CAP_SYS_RESOURCE, if
+    the library that reads them from /proc was not built (icecore/host/criu/limits.c).
+    """
+    if CRIU_LIBRARY.exists() or "CAP_SYS_RESOURCE" in limits.capabilities():
+        return []
+    return [
+        Refusal(
+            "limits",
+            f"CRIU may not read the limits of process {p.pid}, which is of user {p.status.user}: CAP_SYS_RESOURCE is missing",
+            f"install gcc, then reinstall icecore, which then reads them elsewhere; or {oom.CURE}",
+        )
+        for p in found.living
+        if p.status.user != os.geteuid()
+    ]
 
 
 # -- memory
@@ -168,7 +215,7 @@ def system_v(found: Inspection) -> list[Refusal]:
         Refusal(
             "system-v",
             f"process {p.pid} maps System V shared memory of the host, which does not belong to the job",
-            "start the job with 'icecore run', which gives it an ipc namespace of its own",
+            "start the job with 'icecore run --ipc private', which gives it an ipc namespace of its own",
         )
         for p in found.living
         if any(m.path.startswith("/SYSV") for m in p.mappings)
@@ -266,7 +313,7 @@ def message_queues(found: Inspection) -> list[Refusal]:
         Refusal(
             "message-queue",
             f"the tree uses the host's System V message queue {row[1]}, which is not part of its snapshot",
-            "start the job with 'icecore run', which gives it an ipc namespace of its own",
+            "start the job with 'icecore run --ipc private', which gives it an ipc namespace of its own",
         )
         for row in rows
         if used(row[5], row[11]) or used(row[6], row[12])

@@ -213,7 +213,12 @@ def mounts(found: Inspection) -> list[Refusal]:
                 Refusal(
                     "mount",
                     f"process {process.pid} uses files on mounts that it does not see: {'; '.join(hidden[:3])}",
-                    "have it close or reopen them; or start the job with 'icecore run', with a private root if it needs its own mounts or message queues",
+                    "have it close or reopen them"
+                    + (
+                        ""
+                        if found.run is not None and found.run.isolation.root
+                        else "; or start the job with 'icecore run --root private' if it needs its own mounts or message queues"
+                    ),
                 )
             )
     return out
@@ -282,7 +287,12 @@ def unix_peers(found: Inspection) -> list[Refusal]:
             Refusal(
                 "unix-peer",
                 f"descriptor {descriptor} of process {pid} is a unix socket that is connected to {who or 'a socket'} outside its tree",
-                "close the connection before the dump, or start the job with 'icecore run', which gives it none",
+                "close the connection before the dump"
+                + (
+                    ""
+                    if found.run is not None
+                    else ", or start the job with 'icecore run', which passes none on"
+                ),
             )
         )
     return out
@@ -319,7 +329,9 @@ def loose_pipes(found: Inspection) -> list[Refusal]:
                 Refusal(
                     "pipe",
                     f"the other end of descriptor {number} of process {pid} is outside its tree: after a restore, {after}",
-                    "start the job with 'icecore run', or with its output in files",
+                    "start the job with 'icecore run', or with its output in files"
+                    if found.run is None
+                    else "have the job open files instead of pipes that lead outside of it",
                 )
             )
     return out

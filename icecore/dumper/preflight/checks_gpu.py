@@ -122,8 +122,14 @@ def shared(found: Inspection) -> list[Refusal]:
             "gpu-shared",
             f"processes {', '.join(map(str, pids))} use GPUs and may share device memory by CUDA IPC, which cannot be detected "
             "and which this driver cannot restore",
-            "start the job with 'icecore run --gpu', which tracks what they share; or, if they share none (vLLM: --disable-custom-all-reduce), declare it with "
-            f"--gpu-shared; or install driver {_IPC_DRIVER} or newer",
+            (
+                "start it without CUDA IPC"
+                if all(pid in reports for pid in pids)
+                else "start the job with 'icecore run --gpu', which tracks what they share; or, if they share none"
+            )
+            + " (vLLM: --disable-custom-all-reduce)"
+            + ("" if all(pid in reports for pid in pids) else ", declare it with --gpu-shared")
+            + f"; or install driver {_IPC_DRIVER} or newer",
         )
     ]
 
@@ -161,7 +167,7 @@ def transports(found: Inspection) -> list[Refusal]:
         Refusal(
             "gpu-nccl",
             f"process {p.pid} has a communicator whose device memory did not come through the preload and would stay mapped",
-            "start the job with 'icecore run --gpu', or with NCCL_P2P_DISABLE=1 in its environment",
+            "start the job with NCCL_P2P_DISABLE=1 in its environment",
         )
         for p in ranks
         if parked
@@ -184,7 +190,7 @@ def sharing(found: Inspection) -> list[Refusal]:
                 Refusal(
                     "gpu-multicast",
                     f"process {pid} has had a multicast object (NVLS), which no window can take away and the driver does not restore",
-                    "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0; "
+                    "start the job with NCCL_NVLS_ENABLE=0 (the default of 'icecore run --gpu'); "
                     "PyTorch's symmetric memory requires TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
                 )
             )
@@ -193,7 +199,7 @@ def sharing(found: Inspection) -> list[Refusal]:
                 Refusal(
                     "gpu-sharing",
                     f"process {pid} has shared host memory of the driver's, or fabric memory, which no window can take away and the driver does not restore",
-                    "start the job with 'icecore run --gpu', or with NCCL_CUMEM_HOST_ENABLE=0 and NCCL_MNNVL_ENABLE=0 in its environment",
+                    "start the job with NCCL_CUMEM_HOST_ENABLE=0 and NCCL_MNNVL_ENABLE=0 (the default of 'icecore run --gpu')",
                 )
             )
     if found.resident.outsiders:
@@ -213,7 +219,7 @@ def _unsafe(process: GpuProcess, parked: bool) -> Iterator[Refusal]:
         yield Refusal(
             "gpu-nccl",
             f"process {process.pid} uses NCCL with {', '.join(one.what for one in wrong)}: the driver can checkpoint that, but not restore it",
-            f"start the job with 'icecore run --gpu', or with {', '.join(one.cure for one in wrong)} in its environment",
+            f"start the job with {', '.join(one.cure for one in wrong)} (the default of 'icecore run --gpu')",
         )
 
 

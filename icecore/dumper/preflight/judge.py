@@ -24,12 +24,14 @@ _OWN_MODULES = frozenset(
 )
 _PROGRAMS = frozenset({"icecore-keeper"})
 _RESTORE_GUARD = str(Path(checks.__file__).parents[2] / "restorer" / "guard" / "guard_process.py")
-_CAP_CURE = "run as root with CAP_SYS_ADMIN and CAP_SYS_PTRACE"
+_CAP_CURE = "run as root with {}; in a container: --cap-add or --privileged"
 
 CHECKS: tuple[Check, ...] = (
     checks.traced,
     checks.scheduling,
     checks.namespaces,
+    checks.proc,
+    checks.foreign_limits,
     checks.pipes,
     checks.guard_pages,
     checks.system_v,
@@ -78,7 +80,8 @@ def check_target(pid: int) -> list[Refusal]:
         )
     missing = _missing_capabilities()
     if missing:
-        return [Refusal("capabilities", f"{', '.join(sorted(missing))} missing", _CAP_CURE)]
+        names = ", ".join(sorted(missing))
+        return [Refusal("capabilities", f"{names} missing", _CAP_CURE.format(names))]
     if procfs.is_kernel_thread(pid):
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):

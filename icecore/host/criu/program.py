@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
 _HIDDEN = "ICECORE_HIDDEN"
+_CGROUPS, _KEYRING = "ICECORE_CGROUPS", "ICECORE_KEYRING"
 
 Version = tuple[int, int, int]
 NetworkLock = Literal["skip", "iptables", "nftables"]
@@ -303,13 +305,32 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
     return {**given, **({} if hidden is None else {_HIDDEN: hidden}), **_preloading(CRIU_LIBRARY)}
 
 
-def restore_environment() -> dict[str, str]:
+def restore_environment(
+    cgroups: Sequence[str] = (), *, own_keyring: bool = False
+) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
     (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another,
     or its own threads, while CRIU detaches them.
+
+    Args:
+        cgroups: Files cgroup.procs of the groups that CRIU, and with it the tree, joins
+            (icecore/host/criu/join.c).
+        own_keyring: The tree gets a session keyring of its own, because its user must not possess
+            the keys of this process's.
+
+    Raises:
+        MissingTool: One of them is wanted and there is no library.
     """
-    return _preloading(RESTORE_LIBRARY)
+    wanted = {_CGROUPS: ":".join(cgroups)} if cgroups else {}
+    if own_keyring:
+        wanted[_KEYRING] = "new"
+    if wanted and not RESTORE_LIBRARY.exists():
+        raise MissingTool(
+            "jobs of other users cannot be restored: CRIU's library was not built",
+            cure="install gcc, then reinstall icecore",
+        )
+    return wanted | _preloading(RESTORE_LIBRARY)
 
 
 def _preloading(library: Path) -> dict[str, str]:

@@ -213,14 +213,13 @@ class Identity:
         """Return the limits as this process can set them, and sentences on those that it cannot
         raise as far: that requires CAP_SYS_RESOURCE.
         """
-        can_raise = "CAP_SYS_RESOURCE" in limits.capabilities()
-        names = {number: name for name, number in LIMITS.items()}
+        most = highest_limits()
         reachable, short = {}, []
         for number, (soft, hard) in self.limits.items():
-            _, most = resource.getrlimit(number)
-            if not can_raise and _above(hard, most):
-                short.append(f"{names[number].lower()}: {_words(hard)} wanted, {_words(most)} set")
-                hard = most
+            bound = most.get(number, UNLIMITED)
+            if _above(hard, bound):
+                short.append(shortfall(number, hard, bound))
+                hard = bound
             reachable[number] = (hard if _above(soft, hard) else soft, hard)
         return reachable, short
 
@@ -246,6 +245,28 @@ class Identity:
             "bounding": self.bounding,
             "no_new_privs": self.no_new_privs,
         }
+
+
+def highest_limits(identity: Identity | None = None) -> dict[int, int]:
+    """Return the highest hard limits that a process started from here can have, by number; those
+    without a bound are left out.
+
+    Args:
+        identity: Whose limits bound it too; None: nobody's.
+    """
+    bounds: dict[int, int] = {}
+    if "CAP_SYS_RESOURCE" not in limits.capabilities():
+        bounds = {number: resource.getrlimit(number)[1] for number in LIMITS.values()}
+    for number, (_, hard) in (identity.limits if identity is not None else {}).items():
+        if _above(bounds.get(number, UNLIMITED), hard):
+            bounds[number] = hard
+    return {number: bound for number, bound in bounds.items() if bound != UNLIMITED}
+
+
+def shortfall(number: int, wanted: int, bound: int) -> str:
+    """Say that a limit is lower than wanted."""
+    name = next(name for name, known in LIMITS.items() if known == number).removeprefix("Max ")
+    return f"{name} {_words(bound)} instead of {_words(wanted)}"
 
 
 def may_touch(user: int, owner: int) -> bool:

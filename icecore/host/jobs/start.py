@@ -204,7 +204,7 @@ class Starting:
                 return NotFound(f"there is no directory {directory}")
             cure = f"name one that the job's user can enter, with --cwd instead of {directory}"
         elif number == errno.EPERM:
-            cure = "icecore run needs root (CAP_SYS_ADMIN)"
+            cure = "icecore run needs root, with the capabilities that 'icecore doctor' names"
         elif number == errno.EACCES and str(self._wanted.directory) in text:
             cure = "the state directory must not lie on a file system mounted noexec; set ICECORE_STATE"
         return StartFailed(f"{step}: {text}", cure=cure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 from icecore.events import phase
 from icecore.host.criu.program import restore_environment
 from icecore.host.cuda import holder as plugin
+from icecore.host.kernel.cgroups import files_to_join
 from icecore.restorer import workingset
 from icecore.restorer.files.images import FILE_NAME
+from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.files import Prepared
 from icecore.restorer.phases.planning import Plan, Workspace
@@ -84,7 +87,7 @@ def build_tree(
     tree.fill.listen()
     with phase(attempt.emit, "restore.criu") as running:
         with devices.holder() if devices is not None else nullcontext() as holder:
-            environment = restore_environment() | plugin.restore_environment(
+            environment = _joining(attempt, plan) | plugin.restore_environment(
                 holder.fileno() if holder is not None else None, plan.criu.version
             )
             given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
@@ -100,6 +103,19 @@ def build_tree(
             )
         running.fields["faults"] = tree.daemon.faults
     return Built(tree, early)
+
+
+def _joining(attempt: Attempt, plan: Plan) -> dict[str, str]:
+    """Return the environment that has CRIU join the cgroups of the user for whom it restores.
+
+    Raises:
+        UsageError: A cgroup cannot be joined from here.
+        MissingTool: The library that does so was not built.
+    """
+    identity = attempt.options.identity
+    groups = files_to_join(identity.cgroups or {}) if identity is not None else []
+    foreign = owner_of(plan.manifest, plan.record) != os.geteuid()
+    return restore_environment(groups, own_keyring=foreign)
 
 
 def _plugins(attempt: Attempt, images: Path, resources: Resources) -> list[str]:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
-from icecore.host.criu.image_changes import forget_sizes
+from icecore.host.criu.image_changes import bound_limits, forget_sizes
+from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
@@ -75,6 +77,7 @@ class Prepared:
         put_back: The changes of the job's files.
         expected: What the tree may have open; None: nothing is checked.
         log_sizes: Bytes in the logs of the new instance.
+        limits: The limits that are lower than they were, a sentence each.
     """
 
     memory: Memory
@@ -83,6 +86,7 @@ class Prepared:
     put_back: PutBack
     expected: ExpectedFiles | None
     log_sizes: Mapping[Stream, int]
+    limits: list[str]
 
 
 def prepare_files(
@@ -130,6 +134,7 @@ def prepare_files(
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
+        limits = _bound_limits(attempt, folder)
         expected = _expected_files(plan, put_back)
         log_sizes: Mapping[Stream, int] = {}
         if restoring is not None:
@@ -139,7 +144,17 @@ def prepare_files(
             "files": len(put_back.targets) + len(logs),
             "page_image_bytes": sum(target.size for target in memory.page_images),
         }
-    return Prepared(memory, device_file, spaces.device_bytes(), put_back, expected, log_sizes)
+    device_bytes = spaces.device_bytes()
+    return Prepared(memory, device_file, device_bytes, put_back, expected, log_sizes, limits)
+
+
+def _bound_limits(attempt: Attempt, folder: Path) -> list[str]:
+    """Lower the limits in CRIU's images to what they can be here; return a sentence on each."""
+    lowered = bound_limits(folder, highest_limits(attempt.options.identity))
+    short = [shortfall(number, *pair) for number, pair in sorted(lowered.items())]
+    if short:
+        attempt.emit(Event("restore.limits", {"snapshot": attempt.snapshot, "short": short}))
+    return short
 
 
 def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:

@@ -22,6 +22,7 @@ from icecore.restorer.files.file_recovery import recover
 from icecore.restorer.files.images import spaces_of
 from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.owner import require_owner
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements import Requirements, check_requirements
@@ -116,6 +117,8 @@ def plan_restore(attempt: Attempt, undo: Undo, workspace: Workspace) -> Plan:
     )
     criu = attempt.criu or find_criu()
     record = run_record(manifest)
+    if options.identity is not None:
+        require_owner(manifest, record, options.identity.user)
     requirements = compare(manifest, reader, record, options, criu, str(workspace.top))
     for warning in requirements.warnings:
         attempt.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))

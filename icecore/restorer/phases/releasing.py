@@ -50,7 +50,8 @@ def let_run(
         "log_bytes": {str(stream): size for stream, size in prepared.log_sizes.items()},
     }
     attempt.emit(Event("restore.running", fields))
-    return Restored(attempt.snapshot, pid, job, seconds, log_sizes=prepared.log_sizes)
+    sizes, limits = prepared.log_sizes, prepared.limits
+    return Restored(attempt.snapshot, pid, job, seconds, log_sizes=sizes, limits=limits)
 
 
 def remove_replaced(attempt: Attempt, prepared: Prepared) -> None:

@@ -1,0 +1,49 @@
+"""Whose snapshot it is, and who may restore it."""
+
+from __future__ import annotations
+
+from icecore.errors import RestoreRefused
+from icecore.host.jobs.identity import may_touch, user_name
+from icecore.host.jobs.namespaces import RunRecord
+from icecore.store.format.manifest import Manifest
+
+ROOT = 0
+
+
+def owner_of(manifest: Manifest, record: RunRecord | None) -> int:
+    """Return the uid whose snapshot it is: the user of the job; of processes that `icecore run` did
+    not start their user, root if they have several.
+
+    Args:
+        record: How `icecore run` started the job; None: it did not.
+    """
+    if record is not None:
+        return record.user
+    users = {process.user for process in manifest.processes}
+    return users.pop() if len(users) == 1 else ROOT
+
+
+def may_read_memory(user: int, manifest: Manifest, record: RunRecord | None) -> bool:
+    """Return whether a user may read what a snapshot holds, not only restore it: no process in it
+    ran with another user's rights, as set-user-ID programs do.
+    """
+    if not may_touch(user, owner_of(manifest, record)):
+        return False
+    processes = manifest.processes
+    if record is not None and record.user != ROOT:
+        processes = processes[1:]  # the init is root's, and holds nothing
+    return user == ROOT or all(process.user == user for process in processes)
+
+
+def require_owner(manifest: Manifest, record: RunRecord | None, user: int) -> None:
+    """Require that a user may restore a snapshot.
+
+    Raises:
+        RestoreRefused: It is another user's.
+    """
+    owner = owner_of(manifest, record)
+    if not may_touch(user, owner):
+        raise RestoreRefused(
+            f"the snapshot is of user {user_name(owner)}, and user {user_name(user)} restores it",
+            cure="restore it as that user, or as root",
+        )

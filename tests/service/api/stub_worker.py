@@ -1,0 +1,69 @@
+"""A worker that stands for a command: what it does is the first word that is no option."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from icecore.host.jobs.job import boot_id
+from icecore.host.kernel import procfs
+from icecore.service.api import stored as files
+from icecore.service.api.journal import Writer
+
+directory, descriptor, attempt = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+os.set_inheritable(descriptor, False)
+asked = []
+signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+pid = os.getpid()
+files.write(
+    directory,
+    "process.json",
+    files.Process(pid, procfs.start_time(pid), boot_id(), time.time(), attempt),
+)
+wanted = files.read_stored(directory)
+assert wanted is not None
+words = [word for word in wanted.words if not word.startswith("--")]
+writer = Writer(directory)
+
+
+def tell(number: int) -> None:
+    writer.write(b'{"do":"event","event":{"event":"stub.step","at":1.0,"number":%d}}' % number)
+    writer.write(b'{"do":"line","text":"step %d"}' % number)
+
+
+status = 0
+match os.environ.get("STUB", words[0]):
+    case "crash":
+        os.kill(pid, signal.SIGKILL)
+    case "crash-once" if attempt == 1:
+        os.kill(pid, signal.SIGKILL)
+    case "wait":
+        tell(0)
+        go = directory.parent.parent.parent / "go"
+        number = 1
+        while not asked and not go.exists():
+            time.sleep(0.02)
+        if asked:
+            status = 130
+        tell(number)
+    case "fail":
+        status = 5
+    case _:
+        for number in range(5):
+            tell(number)
+error = None
+if status == 5:
+    error = {"class": "DumpFailed", "message": "it failed", "cure": "try again", "exit_code": 5}
+files.write(
+    directory,
+    "result.json",
+    files.Result(
+        exit_status=status,
+        ended=time.time(),
+        error=error,
+        result={"event": "stub", "attempt": attempt},
+    ),
+)

@@ -1,0 +1,369 @@
+"""Operations: started within bounds, cancelled, repeated, found again, and never confused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icecore.errors import NotFound, UsageError
+from icecore.service.api import operations as module
+from icecore.service.api import stored as files
+from icecore.service.api.journal import Reader, Writer
+from icecore.service.api.models import Operation
+from icecore.service.api.operations import Bounds, Operations, new_id
+from icecore.service.api.problems import Busy, Conflict
+from icecore.service.api.stored import Process, Stored
+from tests.service.api.conftest import WORKER
+
+
+def wanted(word: str = "echo", **more: Any) -> Stored:
+    known: dict[str, Any] = {
+        "id": new_id(),
+        "kind": "dump",
+        "caller": "uid 1 (a)",
+        "caller_key": "uid:1",
+        "owner": 1,
+        "created": time.time(),
+        "words": [word],
+    }
+    return Stored(**{**known, **more})
+
+
+def running(
+    state: Path, test: Callable[[Operations], Awaitable[None]], bounds: Bounds | None = None
+) -> None:
+    async def whole() -> None:
+        own = Operations(state, WORKER, bounds)
+        await own.recover()
+        try:
+            await asyncio.wait_for(test(own), 60)
+        finally:
+            await own.close()
+
+    asyncio.run(whole())
+
+
+async def until(own: Operations, id: str, *states: str) -> Operation:
+    for _ in range(1000):
+        if own.get(id).state in states:
+            return own.get(id)
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{own.get(id)} is not {states}")
+
+
+def pid_of(state: Path, id: str) -> int:
+    for _ in range(500):
+        process = files.read_process(state / "service" / "operations" / id)
+        if process is not None:
+            return process.pid
+        time.sleep(0.01)
+    raise AssertionError("no process")
+
+
+def test_an_operation_ends_with_its_result(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        good, new = own.create(wanted())
+        bad, _ = own.create(wanted("fail"))
+        assert new
+        done = await own.wait(good.id, 30)
+        assert (done.state, done.exit_status, done.error) == ("succeeded", 0, None)
+        assert done.result == {"event": "stub", "attempt": 1}
+        failed = await own.wait(bad.id, 30)
+        assert failed.state == "failed" and failed.exit_status == 5
+        assert failed.error is not None and failed.error.error_class == "DumpFailed"
+        assert failed.error.cure == "try again"
+        with pytest.raises(NotFound):
+            own.get("0" * 32)
+
+    running(state, test)
+
+
+def test_a_killed_worker_is_a_failed_operation(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted("crash"))
+        done = await own.wait(made.id, 30)
+        assert done.state == "failed" and done.error is not None
+        assert "was killed" in done.error.detail
+
+    running(state, test)
+
+
+def test_cancel_is_ctrl_c(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted("wait"))
+        await until(own, made.id, "running")
+        await asyncio.to_thread(pid_of, state, made.id)
+        own.cancel(made.id)
+        done = await own.wait(made.id, 30)
+        assert (done.state, done.exit_status) == ("cancelled", 130)
+        assert own.cancel(made.id).state == "cancelled"  # once more: nothing
+        with pytest.raises(UsageError):
+            own.cancel(made.id, "KILL")
+
+    running(state, test)
+
+
+def test_bounds_and_the_order_of_those_that_wait(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        first, _ = own.create(wanted("wait"))
+        second, _ = own.create(wanted("wait"))  # the caller has one
+        third, _ = own.create(wanted("wait", caller_key="uid:2"))
+        fourth, _ = own.create(wanted("wait", caller_key="uid:3"))  # the node has two
+        states = [own.get(one.id).state for one in (first, second, third, fourth)]
+        assert states == ["running", "queued", "running", "queued"]
+        own.cancel(fourth.id)  # it never began
+        assert own.get(fourth.id).state == "cancelled"
+        await asyncio.to_thread(pid_of, state, first.id)
+        own.cancel(first.id)
+        await own.wait(first.id, 30)
+        await until(own, second.id, "running")
+        for one in (second, third):
+            await asyncio.to_thread(pid_of, state, one.id)
+            own.cancel(one.id)
+            await own.wait(one.id, 30)
+
+    running(state, test, Bounds(node=2, caller=1))
+
+
+def test_a_caller_cannot_fill_the_queue(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUEUED_PER_CALLER", 3)
+
+    async def test(own: Operations) -> None:
+        made = [own.create(wanted("wait"))[0] for _ in range(3)]
+        with pytest.raises(Busy):
+            own.create(wanted("wait"))
+        other, _ = own.create(wanted(caller_key="uid:2"))
+        assert (await own.wait(other.id, 30)).state == "succeeded"
+        for one in reversed(made):
+            own.cancel(one.id)
+        await own.wait(made[0].id, 30)
+
+    running(state, test, Bounds(node=4, caller=1))
+
+
+def test_the_same_key_is_the_same_operation(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        first, new = own.create(wanted(key="k", digest="d"))
+        again, repeated = own.create(wanted(key="k", digest="d"))
+        assert new and not repeated and first.id == again.id
+        with pytest.raises(Conflict):
+            own.create(wanted(key="k", digest="other"))
+        other, new = own.create(wanted(key="k", digest="other", caller_key="uid:2"))
+        assert new and other.id != first.id  # keys of callers are apart
+        await own.wait(first.id, 30)
+
+    running(state, test)
+
+    async def after_a_restart(own: Operations) -> None:
+        again, new = own.create(wanted(key="k", digest="d"))
+        assert not new and again.state == "succeeded"
+        late = wanted(key="k", digest="d", created=time.time() - 2 * module.KEY_SECONDS)
+        assert not own.create(late)[1]
+
+    running(state, after_a_restart)
+
+
+def test_a_key_is_forgotten_after_a_day(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        old = wanted(key="k", digest="d", created=time.time() - module.KEY_SECONDS - 1)
+        first, _ = own.create(old)
+        again, new = own.create(wanted(key="k", digest="d"))
+        assert new and again.id != first.id
+
+    running(state, test)
+
+
+def test_a_new_service_adopts_what_runs(state: Path) -> None:
+    ids: list[str] = []
+
+    async def first(own: Operations) -> None:
+        made, _ = own.create(wanted("wait"))
+        ids.append(made.id)
+        await asyncio.to_thread(pid_of, state, made.id)
+
+    async def second(own: Operations) -> None:
+        assert own.get(ids[0]).state == "running"
+        own.cancel(ids[0])  # by its pidfd: it is nobody's child here
+        assert (await own.wait(ids[0], 30)).exit_status == 130
+
+    running(state, first)
+    running(state, second)
+
+
+def test_a_new_service_reports_what_ended_meanwhile(state: Path) -> None:
+    ids: list[str] = []
+
+    async def first(own: Operations) -> None:
+        for _ in range(2):
+            made, _ = own.create(wanted("wait"))
+            ids.append(made.id)
+            await asyncio.to_thread(pid_of, state, made.id)
+
+    running(state, first)
+    good, killed = ids
+    pid = pid_of(state, good)
+    (state / "go").touch()
+    os.kill(pid_of(state, killed), signal.SIGKILL)
+    until = time.monotonic() + 20
+    while files.read_result(state / "service" / "operations" / good) is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    for one in (pid, pid_of(state, killed)):
+        _collect(one)
+
+    async def second(own: Operations) -> None:
+        assert (await own.wait(good, 30)).state == "succeeded"
+        assert (await own.wait(killed, 30)).state == "failed"
+
+    running(state, second)
+
+
+def _collect(pid: int) -> None:
+    """Collect a child that the first service left to this process."""
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def test_a_pid_of_another_process_is_left_alone(state: Path) -> None:
+    """The worker is gone, and its pid belongs to somebody else."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        stored = wanted("wait")
+        directory = state / "service" / "operations" / stored.id
+        directory.mkdir(parents=True, mode=0o700)
+        files.write(directory, "request.json", stored)
+        files.write(
+            directory, "process.json", Process(other.pid, 1, module.boot_id(), time.time(), 1)
+        )
+
+        async def test(own: Operations) -> None:
+            assert own.get(stored.id).state == "failed"
+            own.cancel(stored.id)
+            assert other.poll() is None
+
+        running(state, test)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_request_that_never_began_begins_with_the_next_service(state: Path) -> None:
+    stored = wanted()
+    directory = state / "service" / "operations" / stored.id
+    directory.mkdir(parents=True, mode=0o700)
+    files.write(directory, "request.json", stored)
+    half = directory.with_name("abc.new")
+    half.mkdir()
+
+    async def test(own: Operations) -> None:
+        assert (await own.wait(stored.id, 30)).state == "succeeded"
+        assert not half.exists()
+
+    running(state, test)
+
+
+def test_a_supervisor_that_was_killed_is_started_again(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BACK_OFF", (0.05, 0.1))
+
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted("crash-once", supervised=True, job="train"))
+        assert own.supervising() == {"train": made.id}
+        done = await own.wait(made.id, 30)
+        assert done.state == "succeeded" and done.attempt == 2
+        assert own.supervising() == {}
+        hopeless, _ = own.create(wanted("crash", supervised=True, job="train"))
+        await asyncio.sleep(0.5)
+        own.cancel(hopeless.id)
+        assert (await own.wait(hopeless.id, 30)).state == "cancelled"
+
+    running(state, test)
+
+
+def test_supervised_jobs_do_not_wait_for_others(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        made = [own.create(wanted("wait", supervised=True))[0] for _ in range(3)]
+        assert all(own.get(one.id).state == "running" for one in made)
+        with pytest.raises(Busy):
+            own.create(wanted("wait", supervised=True))
+        short, _ = own.create(wanted())
+        assert (await own.wait(short.id, 30)).state == "succeeded"
+        (state / "go").touch()
+        for one in made:
+            await own.wait(one.id, 30)
+
+    running(state, test, Bounds(node=1, caller=1, supervised=3))
+
+
+def test_old_operations_are_forgotten(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT", 2)
+
+    async def test(own: Operations) -> None:
+        ids = []
+        for _ in range(4):
+            made, _ = own.create(wanted(key=new_id(), digest="d"))
+            await own.wait(made.id, 30)
+            ids.append(made.id)
+        assert {one.id for one in own.all()} == set(ids[2:])
+        assert not (state / "service" / "operations" / ids[0]).exists()
+
+    running(state, test)
+
+
+# -- records
+
+
+def test_a_reader_continues_where_it_was(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    lines = [b'{"n":%d}' % number for number in range(100)]
+    for line in lines:
+        writer.write(line)
+    found = list(Reader(tmp_path).read())
+    assert [line for _, line in found] == lines
+    for place in (0, 50, 99):
+        rest = list(Reader(tmp_path, found[place][0]).read())
+        assert [line for _, line in rest] == lines[place + 1 :]
+    inside = list(Reader(tmp_path, found[9][0] + 3).read())  # no end of a record: the next one
+    assert [line for _, line in inside] == lines[11:]
+    assert list(Reader(tmp_path, 10**9).read()) == []
+
+
+def test_records_are_bounded_and_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("icecore.service.api.journal._SEGMENT_BYTES", 1000)
+    writer = Writer(tmp_path)
+    reader = Reader(tmp_path)
+    seen: list[tuple[int, bytes]] = []
+    for number in range(1000):
+        writer.write(b'{"number":%d}' % number)
+        seen += reader.read()
+    assert [line for _, line in seen] == [b'{"number":%d}' % number for number in range(1000)]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3100
+    late = Reader(tmp_path)
+    rest: list[tuple[int, bytes]] = []
+    while more := list(late.read()):
+        rest += more
+    assert rest == seen[-len(rest) :] and len(rest) > 50  # the oldest are gone
+
+
+def test_a_torn_record_is_cut_off(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.write(b'{"n":1}')
+    path = next(tmp_path.iterdir())
+    with open(path, "ab") as file:
+        file.write(b'{"n":')
+    assert [line for _, line in Reader(tmp_path).read()] == [b'{"n":1}']
+    Writer(tmp_path).write(b'{"n":2}')
+    assert [line for _, line in Reader(tmp_path).read()] == [b'{"n":1}', b'{"n":2}']

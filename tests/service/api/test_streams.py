@@ -1,0 +1,201 @@
+"""Events and logs as they come: resumed, left by their readers, and followed to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from icecore.service.api import connections
+from tests.service.api.conftest import Go, Node, ended
+from tests.service.api.test_operations import pid_of
+
+Event = tuple[str, str, Any]
+
+
+async def read(response: Any, most: int = 1000) -> list[Event]:
+    """Return the server-sent events of a response: id, name, data."""
+    found: list[Event] = []
+    fields: dict[str, str] = {}
+    async for raw in response.content:
+        line = raw.decode().rstrip("\n")
+        if line.startswith(":"):
+            continue
+        if line:
+            key, _, value = line.partition(": ")
+            fields[key] = value
+        elif fields:
+            found.append((fields.get("id", ""), fields["event"], json.loads(fields["data"])))
+            fields = {}
+            if len(found) == most:
+                break
+    return found
+
+
+async def begin(session: ClientSession, monkeypatch: pytest.MonkeyPatch, stub: str) -> str:
+    monkeypatch.setenv("STUB", stub)
+    async with session.post("/v1/jobs/train/dump", json={}) as response:
+        return str((await response.json())["id"])
+
+
+def test_events_resume(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(session: ClientSession) -> None:
+        id = await begin(session, monkeypatch, "echo")
+        async with session.get(f"/v1/operations/{id}/events") as response:
+            assert response.content_type == "text/event-stream"
+            whole = await read(response)
+        assert [name for _, name, _ in whole] == ["stub.step"] * 5 + ["end"]
+        assert [data["number"] for _, _, data in whole[:5]] == list(range(5))
+        assert whole[-1][2]["state"] == "succeeded"
+        for place in range(5):
+            headers = {"Last-Event-ID": whole[place][0]}
+            async with session.get(f"/v1/operations/{id}/events", headers=headers) as response:
+                assert await read(response) == whole[place + 1 :]
+        async with session.get(f"/v1/operations/{id}/events?text=true") as response:
+            records = [data["do"] for _, _, data in await read(response)][:-1]
+        assert records == ["event", "line"] * 5
+        async with session.get(
+            f"/v1/operations/{id}/events", headers={"Last-Event-ID": "x"}
+        ) as response:
+            assert response.status == 400
+
+    go(test)
+
+
+def test_an_operation_outlives_its_client(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(session: ClientSession) -> None:
+        id = await begin(session, monkeypatch, "wait")
+        async with session.get(f"/v1/operations/{id}/events") as response:
+            assert await read(response, 1)
+            response.close()  # the client hangs up
+        await asyncio.sleep(0.2)
+        async with session.get(f"/v1/operations/{id}") as response:
+            assert (await response.json())["state"] == "running"
+        (node.state / "go").touch()
+        assert (await ended(session, id))["state"] == "succeeded"
+        assert len(node.service.connections) >= 1
+
+    go(test)
+
+
+def test_cancel_over_http(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(session: ClientSession) -> None:
+        id = await begin(session, monkeypatch, "wait")
+        await asyncio.to_thread(pid_of, node.state, id)
+        async with session.post(f"/v1/operations/{id}/cancel", json={"signal": "KILL"}) as response:
+            assert response.status == 400
+        async with session.post(f"/v1/operations/{id}/cancel") as response:
+            assert response.status == 200
+        done = await ended(session, id)
+        assert (done["state"], done["exit_status"]) == ("cancelled", 130)
+
+    go(test)
+
+
+def test_logs(node: Node, go: Go) -> None:
+    async def test(session: ClientSession) -> None:
+        async with session.get("/v1/jobs/train/logs?stream=stdout") as response:
+            assert response.content_type == "application/octet-stream"
+            assert await response.read() == b"out of train\n"
+        async with session.get("/v1/jobs/train/logs?stdout=4") as response:
+            lines = [json.loads(line) for line in (await response.text()).splitlines()]
+        assert [(one["stream"], base64.b64decode(one["data"])) for one in lines] == [
+            ("stdout", b"of train\n"),
+            ("stderr", b"err\n"),
+        ]
+        async with session.get("/v1/jobs/old/logs?follow=true") as response:
+            lines = [json.loads(line) for line in (await response.text()).splitlines()]
+        assert lines[-1] == {"ended": {"how": "exited 3", "code": 3, "signal": None}}
+
+    go(test)
+
+
+def test_a_log_is_followed(node: Node, go: Go) -> None:
+    async def test(session: ClientSession) -> None:
+        async with session.get("/v1/jobs/train/logs?follow=true") as response:
+            first = json.loads(await response.content.readline())
+            await response.content.readline()
+            path = next(node.state.glob("jobs/*/stdout.log"))
+            path.write_bytes(path.read_bytes() + b"more\n")
+            second = json.loads(await asyncio.wait_for(response.content.readline(), 10))
+            assert base64.b64decode(second["data"]) == b"more\n"
+            assert first["stream"] == "stdout"
+
+    go(test)
+
+
+# -- connections
+
+
+def test_slow_clients_are_let_go(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SLOW_SECONDS", 0.3)
+
+    async def test(session: ClientSession) -> None:
+        async def ends(first: bytes) -> None:
+            reader, writer = await asyncio.open_unix_connection(node.socket)
+            writer.write(first)
+            try:
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            except ConnectionResetError:
+                pass
+            writer.close()
+
+        await ends(b"")  # says nothing
+        await ends(b"GET /v1/self HTTP/1.1\r\nHo")  # never finishes
+        async with session.get("/v1/self") as response:  # one that is quiet between requests
+            assert response.status == 200
+
+    go(test)
+
+
+def test_a_reader_that_does_not_read_is_let_go(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SLOW_SECONDS", 0.5)
+    path = next(node.state.glob("jobs/*/stdout.log"))
+    path.write_bytes(b"x" * (32 << 20))
+
+    async def test(session: ClientSession) -> None:
+        before = len(node.service.connections)
+        client = socket.socket(socket.AF_UNIX)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, node.socket)
+        client.send(b"GET /v1/jobs/train/logs?stream=stdout HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert len(node.service.connections) == before + 1
+        for _ in range(100):
+            if len(node.service.connections) == before:
+                break
+            await asyncio.sleep(0.05)
+        assert len(node.service.connections) == before
+        client.close()
+
+    go(test)
+
+
+def test_connections_are_bounded(node: Node, go: Go) -> None:
+    node.service.connections = connections.Connections(8)
+
+    async def test(session: ClientSession) -> None:
+        held = [await asyncio.open_unix_connection(node.socket) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        assert len(node.service.connections) == 2  # a quarter for one user
+        reader, writer = held[-1]
+        with pytest.raises(ConnectionError):
+            writer.write(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            if await reader.read() == b"":
+                raise ConnectionResetError
+        for _, writer in held:
+            writer.close()
+        await asyncio.sleep(0.1)
+        async with session.get("/v1/healthz") as response:
+            assert response.status == 200
+
+    go(test)
