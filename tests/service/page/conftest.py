@@ -1,0 +1,62 @@
+"""The page over the service of `tests.service.api`, and the command line of `tests.cli`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from icecore.backing import as_record
+from icecore.service.api.app import build
+from icecore.service.api.core import Where
+from icecore.service.facts.readings import Reading, Replica
+from icecore.service.page import routes
+from tests.cli.conftest import cli, needs_criu, zygote
+from tests.service.api import conftest as api
+from tests.service.api.conftest import Node, listening, process, state
+
+__all__ = ["cli", "needs_criu", "process", "state", "zygote"]
+
+
+@dataclass
+class Backing(api.FakeBacking):
+    """Repositories without any, as the page reads them."""
+
+    def reading(self, where: Where) -> Reading:
+        records = [as_record(one) for one in self.snapshots(where)]
+        return Reading(time.time(), 1, records)
+
+    def replicas(self, where: Where) -> list[Replica]:
+        return [Replica("/replica", 2, 90.0), Replica("/gone", error="it is not there")]
+
+
+node = pytest.fixture(name="node")(api.node.__wrapped__)  # with the backing of the page
+
+
+@pytest.fixture(autouse=True)
+def _backing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "FakeBacking", Backing)
+
+
+Go = Callable[[Callable[[ClientSession], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture
+def go(node: Node) -> Go:
+    """Run a test against a service with the page."""
+
+    def run(test: Callable[[ClientSession], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            app = build(node.service, routes.routes(), [routes.errors_as_pages])
+            routes.prepare(app)
+            async with listening(node, app) as session:
+                await asyncio.wait_for(test(session), 60)
+
+        asyncio.run(whole())
+
+    return run
