@@ -188,12 +188,14 @@ class Course:
     Attributes:
         lines: Its log: the kind of each line (line, note, error, event), and its text.
         tables: What it printed as tables.
+        findings: What ``doctor`` found.
         last: The offset of its last record.
     """
 
     phases: list[Phase] = field(default_factory=list)
     lines: list[tuple[str, str]] = field(default_factory=list)
     tables: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
     last: int = 0
 
 
@@ -223,6 +225,8 @@ def with_record(course: Course, told: dict[str, Any]) -> None:
     match told.get("do"):
         case "line" | "note":
             course.lines.append((told["do"], told["text"]))
+        case "result" if told["event"]["event"] == "doctor.finding":
+            course.findings.append(told["event"])
         case "result" if told.get("text"):
             course.lines.append(("line", told["text"]))
         case "error":

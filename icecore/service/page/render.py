@@ -92,7 +92,9 @@ def command(words: Sequence[str]) -> str:
 
 def duration(value: float | None) -> str:
     """Return a duration for a table; a dash where it is not known."""
-    return "\N{EN DASH}" if value is None else units.seconds(value)
+    if value is None:
+        return "\N{EN DASH}"
+    return f"{1e3 * value:.0f} ms" if 0.01 <= value < 0.9995 else units.seconds(value)
 
 
 def iso(at: float) -> str:

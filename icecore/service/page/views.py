@@ -161,7 +161,7 @@ async def show_operation_page(call: Call) -> web.Response:
         **_operation(operation, course),
         can_apply=operation.kind == "gc"
         and operation.state == "succeeded"
-        and bool(operation.result.get("dry_run"))
+        and operation.result.get("event") == "gc.plan"
         and may_look_after(call),
         apply_words=words.of_gc(models.GcRequest(dry_run=False)),
     )

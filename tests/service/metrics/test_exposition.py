@@ -64,7 +64,7 @@ def exposed(cli: Cli, needs_criu: None) -> str:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=SECONDS)
     assert process.returncode == 85
-    cli.run("dump", "count", status=5)
+    cli.run("dump", "count", status=3)
     cli.run("gc")
     return running + _scrape(cli)
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import ClientSession
 
 from icecore.backing import as_record
+from icecore.service.api import models
 from icecore.service.api.app import build
 from icecore.service.api.core import Where
 from icecore.service.facts.readings import Reading, Replica
@@ -30,6 +31,22 @@ class Backing(api.FakeBacking):
     def reading(self, where: Where) -> Reading:
         records = [as_record(one) for one in self.snapshots(where)]
         return Reading(time.time(), 1, records)
+
+    def details(self, where: Where, snapshot: str) -> models.SnapshotDetails:
+        one = next(one for one in self.known if one.snapshot == snapshot)
+        hostile = "<script>alert(1)</script>"
+        return models.SnapshotDetails(
+            snapshot=one,
+            details={
+                **dict.fromkeys(("host", "architecture", "kernel", "criu"), hostile),
+                **{"by_codec": {"lz4": 3}, "own_namespaces": ["pid"]},
+                **{"gpus": [{"name": hostile, "uuid": "GPU-1"}]},
+                **{"resident_bytes": 1, "moved_bytes": 2},
+            },
+            processes=[{"pid": 1, "parent": 0, "threads": 1, "command": [hostile]}],
+            regions=[{"space": "process", "key": "1", "kind": "heap", "regions": 1, "bytes": 4096}],
+            files=[{"path": hostile, "policy": "checked", "bytes": 1}],
+        )
 
     def replicas(self, where: Where) -> list[Replica]:
         return [Replica("/replica", 2, 90.0), Replica("/gone", error="it is not there")]

@@ -58,7 +58,7 @@
       fill: stack ? css(`--c${(at % 6) + 1}`) : undefined,
       width: stack ? 0 : 1.75,
       points: { show: !stack && columns[0].length < 40, size: 5 },
-      paths: stack ? uPlot.paths.bars({ size: [0.7, 28, 2] }) : undefined,
+      paths: stack ? uPlot.paths.bars({ size: [0.7, 28, 4] }) : undefined,
       value: (_, __, ___, index) => (index === null || columns[at + 1][index] === null ? "–" : format(columns[at + 1][index])),
     }));
     // A stack is drawn from its top, so that each sum covers the one above it.
