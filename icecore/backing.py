@@ -15,10 +15,11 @@ from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.identity import user_name
 from icecore.repository import Repository
+from icecore.restorer.owner import owner_of
+from icecore.restorer.phases.planning import run_record
 from icecore.service.api import models
 from icecore.service.api.core import Where, free_of
 from icecore.service.facts.readings import Reading, Replica, read_repository
-from icecore.store.format.manifest import Manifest
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
@@ -179,10 +180,11 @@ class _Opened:
         self._reading: Reading | None = None
 
     def owner(self, record: SnapshotRecord) -> int | None:
-        """Return the uid of a snapshot's job, which never changes; None: it is not recorded."""
+        """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
         if record.snapshot not in self._owners:
             try:
-                owner = owner_of(self.repository.manifest(record))
+                manifest = self.repository.manifest(record)
+                owner = owner_of(manifest, run_record(manifest))
             except IcecoreError:  # damaged, or on a replica alone; maybe readable later
                 return None
             if len(self._owners) >= _MOST_OWNERS:
@@ -241,12 +243,6 @@ def _group(found: Group) -> models.Group:
         reached=found.reached,
         own=found.own,
     )
-
-
-def owner_of(manifest: Manifest) -> int | None:
-    """Return the uid of the job of a snapshot; None: it is not recorded."""
-    owner = getattr(manifest, "owner", None)
-    return owner if isinstance(owner, int) else None
 
 
 def as_snapshot(record: SnapshotRecord, owner: int | None) -> models.Snapshot:

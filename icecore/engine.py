@@ -7,11 +7,15 @@ from dataclasses import replace
 from icecore import api
 from icecore.config import Config
 from icecore.dumper.dump import DumpResult
+from icecore.errors import IcecoreError
 from icecore.events import Sink
+from icecore.host.jobs.identity import Identity
 from icecore.repository import Repository
+from icecore.restorer.owner import owner_of
+from icecore.restorer.phases.planning import run_record
 from icecore.restorer.restored import Restored
 from icecore.store.format.state import SnapshotRecord
-from icecore.store.maintenance.forget import Policy
+from icecore.store.maintenance.forget import Policy, plan
 
 
 class RepositoryEngine:
@@ -20,9 +24,15 @@ class RepositoryEngine:
     Args:
         repository: Where snapshots are.
         config: Settings of dumps and restores.
+        identity: The user whose snapshots alone count: others may have a job of the same name.
+            None: all count.
     """
 
-    def __init__(self, repository: Repository, config: Config) -> None:
+    def __init__(
+        self, repository: Repository, config: Config, identity: Identity | None = None
+    ) -> None:
+        self._identity = identity
+        self._owners: dict[str, int] = {}
         self.registry = api.registry(config)
         self.core = repository.core
         self.loop = repository.loop
@@ -31,7 +41,20 @@ class RepositoryEngine:
 
     def snapshots(self, job: str) -> list[SnapshotRecord]:
         """Return the snapshots of a job in order of their commits."""
-        return self._repository.snapshots(job=job)
+        found = self._repository.snapshots(job=job)
+        if self._identity is None:
+            return found
+        return [one for one in found if self._owner(one) == self._identity.user]
+
+    def _owner(self, record: SnapshotRecord) -> int | None:
+        """Return the uid of a snapshot's job; None: it cannot be read."""
+        if record.snapshot not in self._owners:
+            try:
+                manifest = self._repository.manifest(record)
+                self._owners[record.snapshot] = owner_of(manifest, run_record(manifest))
+            except IcecoreError:
+                return None
+        return self._owners[record.snapshot]
 
     def dump(self, instance: str, *, stop: bool, emit: Sink) -> DumpResult:
         """Take a snapshot of a job, and end it if ``stop``; raises what `icecore.dump` does."""
@@ -42,13 +65,15 @@ class RepositoryEngine:
         """Restore a snapshot as the job of a name, with all its memory; raises what
         `icecore.restore` does.
         """
-        options = replace(api.restore_options(self._config), instance=name, detach=True)
+        options = replace(
+            api.restore_options(self._config), instance=name, detach=True, identity=self._identity
+        )
         restored = api.restore(snapshot, self._repository, options, config=self._config, emit=emit)
         restored.wait_resident()
         return restored
 
     def forget(self, policy: Policy, job: str) -> None:
         """Forget what a policy does not keep of a job's snapshots."""
-        gone = [one.record for one in self._repository.plan_forget(policy, job=job) if not one.keep]
+        gone = [one.record for one in plan(self.snapshots(job), policy) if not one.keep]
         if gone:
             self._repository.forget(gone)

@@ -302,6 +302,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         detach=not arguments.attach,
         register=not arguments.read_only,
         gpu_map=_gpu_map(arguments.gpu_map),
+        identity=context.origin.identity if context.origin is not None else None,
     )
     repository = context.repository()
     if arguments.dry_run:

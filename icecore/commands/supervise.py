@@ -176,7 +176,8 @@ def run(
             for line in words(event):
                 context.output.note(line)
 
-    engine = RepositoryEngine(context.repository(), context.config)
+    identity = context.origin.identity if context.origin is not None else None
+    engine = RepositoryEngine(context.repository(), context.config, identity)
     return Supervisor(plan, engine, write=write, emit=emit).run()
 
 

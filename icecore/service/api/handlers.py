@@ -7,6 +7,7 @@ import base64
 import os
 import signal
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -212,19 +213,20 @@ async def job_logs(call: Call) -> Any:
     response.headers["Cache-Control"] = "no-store"
     await response.prepare(call.request)
     offsets: dict[Stream, int] = {"stdout": query.stdout, "stderr": query.stderr}
-    async for piece in _pieces(call, job, offsets):
-        if not both:
-            if piece is not None and piece.stream == query.stream:
-                await response.write(piece.data)
-            continue
-        # An empty line shows that the job is quiet and the service is there.
-        line = b"" if piece is None else _as_line(piece)
-        await response.write(line + b"\n")
-    if query.follow and both:
-        status = await blocking(job.wait)
-        ended = {"how": str(status), "code": status.code, "signal": status.signal}
-        await response.write(msgspec.json.encode({"ended": ended}) + b"\n")
-    await response.write_eof()
+    with suppress(ConnectionResetError):  # the client hangs up
+        async for piece in _pieces(call, job, offsets):
+            if not both:
+                if piece is not None and piece.stream == query.stream:
+                    await response.write(piece.data)
+                continue
+            # An empty line shows that the job is quiet and the service is there.
+            line = b"" if piece is None else _as_line(piece)
+            await response.write(line + b"\n")
+        if query.follow and both and not job.alive:
+            status = await blocking(job.wait)
+            ended = {"how": str(status), "code": status.code, "signal": status.signal}
+            await response.write(msgspec.json.encode({"ended": ended}) + b"\n")
+        await response.write_eof()
     return response
 
 
@@ -305,12 +307,20 @@ async def operation_events(call: Call) -> Any:
             raise UsageError(f"Last-Event-ID {last!r} is no id of an event")
         after = int(last)
     await response.prepare(call.request)
+    with suppress(ConnectionResetError):  # the client hangs up; the operation goes on
+        await _send_events(call, response, after)
+        await response.write_eof()
+    return response
+
+
+async def _send_events(call: Call, response: web.StreamResponse, after: int) -> None:
+    """Send an operation's events after an offset until it has ended, and then ``end``."""
     loop = asyncio.get_running_loop()
     beat = loop.time()
     async for record in call.service.operations.records(call.subject.id, after):
         if record is None:
             if call.service.stopping:
-                break
+                return
             if loop.time() - beat > _BEAT_SECONDS:
                 beat = loop.time()
                 await response.write(b": beat\n\n")
@@ -319,11 +329,8 @@ async def operation_events(call: Call) -> Any:
         data = _as_event(*record, text=call.query.text)
         if data:
             await response.write(data)
-    else:
-        ended = msgspec.json.encode(call.service.operations.get(call.subject.id))
-        await response.write(b"event: end\ndata: " + ended + b"\n\n")
-    await response.write_eof()
-    return response
+    ended = msgspec.json.encode(call.service.operations.get(call.subject.id))
+    await response.write(b"event: end\ndata: " + ended + b"\n\n")
 
 
 def _as_event(id: int, line: bytes, *, text: bool) -> bytes:

@@ -10,7 +10,7 @@ from icecore.service.api import models, words
 from icecore.service.api.core import Where, blocking
 from icecore.service.api.listing import page
 from icecore.service.api.routes import Call
-from icecore.service.api.starting import start
+from icecore.service.api.starting import as_json, identity_of, start
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ async def show_snapshot(call: Call) -> Any:
     return await blocking(call.service.backing.details, found.where, found.snapshot.snapshot)
 
 
-def _start(call: Call, kind: models.Kind, line: list[str]) -> Any:
+def _start(call: Call, kind: models.Kind, line: list[str], **more: Any) -> Any:
     found: Found = call.subject
     return start(
         call,
@@ -69,6 +69,7 @@ def _start(call: Call, kind: models.Kind, line: list[str]) -> Any:
         where=found.where,
         job=found.snapshot.job,
         snapshot=found.snapshot.snapshot,
+        **more,
     )
 
 
@@ -80,12 +81,16 @@ async def restore_snapshot(call: Call) -> Any:
         raise Damaged("snapshot", found.snapshot.snapshot, found.snapshot.quarantined)
     if found.snapshot.owner is None and not caller.whole_node:
         raise Denied(
-            "it is not recorded whose processes this snapshot holds",
+            "it cannot be read whose processes this snapshot holds",
             cure="ask an administrator to restore it",
         )
     if wanted.name and not caller.may_touch(wanted.name, found.owner):
         raise Denied(f"the caller may not touch a job of the name {wanted.name!r}")
-    return _start(call, "restore", words.of_restore(wanted, found.snapshot.snapshot))
+    # One who sees all restores on nobody's behalf: as the user whose it was, with the service's limits.
+    identity = None if caller.sees_all else as_json(await identity_of(caller))
+    return _start(
+        call, "restore", words.of_restore(wanted, found.snapshot.snapshot), identity=identity
+    )
 
 
 async def print_snapshot(call: Call) -> Any:
