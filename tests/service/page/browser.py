@@ -94,8 +94,9 @@ class Browser:
         found = self.driver.execute_async_script(
             "const done = arguments[arguments.length - 1];"
             f"axe.run(document, {{runOnly: {json.dumps(RULES)}, resultTypes: ['violations']}})"
-            ".then(done, (error) => done({violations: [{id: String(error), nodes: []}]}));"
+            ".then(done, (error) => done({violations: [{id: String(error), nodes: []}], passes: []}));"
         )
+        assert found["violations"] or len(found["passes"]) > 15, "axe has looked at nothing"
         return [
             f"{one['id']}: {node['html'][:120]} {node['failureSummary'][:200]}"
             for one in found["violations"]
