@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from icecore.service.api.app import build
 from icecore.service.api.core import Where
 from icecore.service.facts.readings import Reading, Replica
 from icecore.service.page import routes
-from tests.cli.conftest import cli, needs_criu, zygote
+from tests.cli.conftest import SECONDS, Cli, cli, needs_criu, until, zygote
 from tests.service.api import conftest as api
 from tests.service.api.conftest import Node, listening, process, state
 
@@ -79,3 +81,29 @@ def go(node: Node) -> Go:
         asyncio.run(whole())
 
     return run
+
+
+@pytest.fixture
+def service(cli: Cli) -> Iterator[str]:
+    """A service on loopback, for administrators with tokens; the socket is ``run/s``."""
+    cli.run("init")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (cli.folder / "run").mkdir(mode=0o755)
+    process = cli.start(
+        *("serve", "--socket", str(cli.folder / "run" / "s"), "--plain-loopback"),
+        *("--listen", f"127.0.0.1:{port}"),
+    )
+    try:
+
+        def answers() -> bool:
+            assert process.poll() is None, process.communicate(timeout=5)
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        until(answers, "the service listens")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
