@@ -14,12 +14,15 @@ from icecore import addressing, contained, passphrase
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.identity import user_name
+from icecore.places import state_directory
 from icecore.repository import Repository
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.planning import run_record
 from icecore.service.api import models
 from icecore.service.api.core import Where, free_of
 from icecore.service.facts.readings import Reading, Replica, read_repository
+from icecore.service.metrics.tally import Tally
+from icecore.store.backend.metrics import meters_of
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
@@ -45,6 +48,7 @@ class Repositories:
         self._location = location
         self._lock = threading.Lock()
         self._open: dict[str, _Opened] = {}
+        self._tally = Tally(state_directory(config.state))
 
     def where(self, uid: int | None) -> Where:
         """Return the repository of a user; None: that of the administrators."""
@@ -128,8 +132,9 @@ class Repositories:
         """Close all repositories."""
         with self._lock:
             for one in self._open.values():
-                one.repository.close()
+                self._close(one.repository)
             self._open.clear()
+        self._tally.flush()
 
     @contextmanager
     def _opened(self, where: Where) -> Iterator[_Opened]:
@@ -138,7 +143,7 @@ class Repositories:
             now = time.monotonic()
             for location, one in list(self._open.items()):
                 if not one.users and now - one.used > _KEPT_SECONDS:
-                    self._open.pop(location).repository.close()
+                    self._close(self._open.pop(location).repository)
             found = self._open.get(where.location)
             if found is None:
                 opened = self._repository(where)
@@ -150,6 +155,7 @@ class Repositories:
             with self._lock:
                 found.users -= 1
                 found.used = time.monotonic()
+            self._tally.tick()
 
     def _repository(self, where: Where) -> Repository:
         if not where.location:
@@ -157,13 +163,22 @@ class Repositories:
                 "no repository is configured for the service",
                 cure="set repository, or service.repository, in icecore.toml",
             )
-        return Repository.open(
+        opened = Repository.open(
             where.location,
             replicas=self._config.replicas if where.location == self._location else (),
             passphrase=passphrase.current(self._config),
             state=self._config.state,
             config=self._config,
+            emit=self._tally.event,
         )
+        for meter in meters_of(opened.core.backend):
+            self._tally.watch(meter.counts)
+        return opened
+
+    def _close(self, opened: Repository) -> None:
+        opened.close()
+        for meter in meters_of(opened.core.backend):
+            self._tally.forget(meter.counts)
 
 
 class _Opened:

@@ -123,6 +123,7 @@ class Context:
                 emit=self.emit,
             )
             self._repository = self._stack.enter_context(opened)
+            self._count_requests(opened)
         return self._repository
 
     def snapshots(self) -> list[SnapshotRecord]:
@@ -132,6 +133,14 @@ class Context:
         from icecore.remote.snapshots import listed
 
         return listed(self.service)
+
+    def _count_requests(self, opened: Repository) -> None:
+        """Count the requests to a bucket while it is open: a supervisor keeps it for weeks."""
+        from icecore.store.backend.metrics import meters_of
+
+        if self._tally is not None:
+            for meter in meters_of(opened.core.backend):
+                self._tally.watch(meter.counts)
 
     def registry(self) -> Registry:
         """Return the registry of this node's jobs; of the service: those of this user."""

@@ -10,9 +10,10 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -31,8 +32,26 @@ _FLUSH_AFTER = frozenset({"restore.resident", "store.requests"})
 _LAST = {"gc": known.LAST_GC, "sync": known.LAST_SYNC}
 _SUPERVISION = "run."
 
+_REQUESTS = (known.REQUESTS, known.REQUEST_FAILURES, known.REQUEST_BYTES, known.REQUEST_SECONDS)
+
 Labels = tuple[str, ...]
 Counts = dict[str, dict[Labels, float]]
+
+
+#: Calls, failures, bytes and seconds of one operation of a back end.
+Requests = tuple[int, int, int, float]
+
+
+class Counted(Protocol):
+    """What a meter says of one operation (`icecore.store.backend.metrics.Counts`)."""
+
+    calls: int
+    failures: int
+    bytes: int
+    seconds: float
+
+
+Meter = Callable[[], Mapping[str, Counted]]
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -104,6 +123,14 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: Counts = {}
         self._flushed = time.monotonic()
+        self._meters: list[tuple[Meter, dict[str, Requests]]] = []
+
+    def watch(self, meter: Meter) -> None:
+        """Count the requests of a back end while it is open. Events that report them when it is
+        closed then count no more.
+        """
+        with self._lock:
+            self._meters.append((meter, {}))
 
     def hears(self, emit: Sink) -> Sink:
         """Return a sink that counts an event and passes it on."""
@@ -114,11 +141,18 @@ class Tally:
 
         return heard
 
+    def forget(self, meter: Meter) -> None:
+        """Count the last requests of a back end that was closed."""
+        with self._lock:
+            self._read_meters()
+            self._meters = [one for one in self._meters if one[0] != meter]
+
     def event(self, event: Event) -> None:
         """Count an event."""
         with self._lock:
-            for family, labels, value in counts_of(event):
-                self._add(family, labels, value)
+            if event.name != "store.requests" or not self._meters:
+                for family, labels, value in counts_of(event):
+                    self._add(family, labels, value)
             late = time.monotonic() - self._flushed > _FLUSH_SECONDS
         if (
             event.name in _FLUSH_AFTER
@@ -135,11 +169,28 @@ class Tally:
     def flush(self) -> None:
         """Add what was counted to the totals of the node."""
         with self._lock:
+            self._read_meters()
             counts, self._counts = self._counts, {}
             self._flushed = time.monotonic()
         if counts:
             with suppress(OSError, IcecoreError):
                 add(self._state, counts)
+
+    def tick(self) -> None:
+        """Add what was counted to the totals, if the last time is long ago."""
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def _read_meters(self) -> None:
+        """Count the requests since the last look."""
+        for meter, before in self._meters:
+            for operation, now in meter().items():
+                counted = (now.calls, now.failures, now.bytes, now.seconds)
+                earlier = before.get(operation, (0, 0, 0, 0.0))
+                for family, value, known_value in zip(_REQUESTS, counted, earlier, strict=True):
+                    if value != known_value:
+                        self._add(family, (operation,), value - known_value)
+                before[operation] = counted
 
     def _add(self, family: Family, labels: Labels, value: float) -> None:
         found = self._counts.setdefault(family.name, {})
@@ -190,10 +241,10 @@ def counts_of(event: Event) -> Iterator[Count]:
             yield known.FAILOVERS, (), 1
         case "store.requests":
             operation = (_text(fields, "operation"),)
-            yield known.REQUESTS, operation, _number(fields, "calls")
-            yield known.REQUEST_FAILURES, operation, _number(fields, "failures")
-            yield known.REQUEST_BYTES, operation, _number(fields, "bytes")
-            yield known.REQUEST_SECONDS, operation, _number(fields, "seconds")
+            for family, key in zip(
+                _REQUESTS, ("calls", "failures", "bytes", "seconds"), strict=True
+            ):
+                yield family, operation, _number(fields, key)
         case "store.cache":
             for result in ("hit", "missed"):
                 yield known.CACHE_BYTES, (result,), _number(fields, f"{result}_bytes")

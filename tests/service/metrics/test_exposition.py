@@ -16,6 +16,7 @@ import pytest
 
 from icecore import Config, Repository
 from icecore.config import DumpSettings
+from icecore.service.record import read
 from icecore.watching import scraped, watch
 from tests.cli.conftest import SECONDS, Cli, until
 
@@ -54,7 +55,7 @@ def exposed(cli: Cli, needs_criu: None) -> str:
     )
     program = "import time\nfor n in range(600): print(n, flush=True); time.sleep(0.1)"
     process = cli.start(*words, "--", sys.executable, "-c", program)
-    until(lambda: len(cli.run("ls", "--json").stdout.splitlines()) >= 4, "snapshots")
+    until(lambda: len(read(cli.folder / "state", "count").taken) >= 3, "three snapshots")
     cli.run("init", "--replica-of", str(cli.folder / "repository"), str(cli.folder / "replica"))
     running = _scrape(cli)
     assert 'icecore_job_running{job="count"} 1.0' in running

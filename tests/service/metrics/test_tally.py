@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 from icecore.errors import PreflightRefused
 from icecore.events import Event, discard
 from icecore.service.metrics import families, tally
+from icecore.store.backend.blocks import Blocks
+from icecore.store.backend.cached import Cached
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.backend.metrics import Metered, meters_of
+from icecore.store.backend.retry import Patience, Retrying
 
 FORK = multiprocessing.get_context("fork")
 
@@ -78,3 +84,28 @@ def test_a_damaged_file_counts_as_empty_and_a_directory_of_others_is_left_alone(
     mine = tally.Tally(tmp_path / "file" / "state")  # cannot be made
     mine.count(families.SPILLS)
     mine.flush()
+
+
+def test_requests_are_counted_while_a_bucket_is_open(tmp_path: Path) -> None:
+    mine = tally.Tally(tmp_path)
+    backend = Cached(
+        Retrying(Metered(MemoryBackend(), mine.event), Patience(attempts=1)),
+        Blocks(tmp_path / "c", 1 << 20),
+    )
+    (meter,) = meters_of(backend)
+    mine.watch(meter.counts)
+
+    async def use(close: bool) -> None:
+        await backend.create(f"a{int(close)}", [b"12345"])
+        if close:
+            await backend.close()
+
+    for close in (False, True):  # closing reports the same requests as events
+        asyncio.run(use(close))
+        mine.flush()
+        found = tally.read(tmp_path)
+        assert found.of(families.REQUESTS)[("create",)] == 1 + close
+        assert found.of(families.REQUEST_BYTES)[("create",)] == 5 + 5 * close
+    mine.forget(meter.counts)
+    mine.flush()
+    assert tally.read(tmp_path).of(families.REQUESTS)[("create",)] == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from icecore.service.record import read
 from tests.cli.conftest import SECONDS, Cli, until
 from tests.service.page.browser import NARROW, WIDE, Browser, chromium
 
@@ -37,7 +38,7 @@ def job(cli: Cli, service: str) -> Iterator[subprocess.Popen[str]]:
         *("--", sys.executable, "-c", JOB),
     )
     try:
-        until(lambda: len(cli.run("ls", "--json").stdout.splitlines()) >= 3, "three snapshots")
+        until(lambda: len(read(cli.folder / "state", "train").taken) >= 2, "two snapshots")
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
@@ -66,10 +67,10 @@ def test_a_look_at_a_job_and_a_snapshot_of_it(job: subprocess.Popen[str], browse
     row.find_element("css selector", "a").send_keys(Keys.ENTER)
     browser.until(lambda: browser.one("h1").text == "train", "the job's page")
     browser.until(lambda: len(browser.all(".plot canvas")) == 3, "three charts")
-    assert len(browser.all("svg.lineage a")) >= 3
+    assert len(browser.all("svg.lineage a")) >= 2
     for plot in browser.all(".plot"):
         table = browser.one(f"table#{plot.get_attribute('data-from')}")
-        assert len(table.find_elements("css selector", "tbody tr")) >= 3
+        assert len(table.find_elements("css selector", "tbody tr")) >= 2
     assert "icecore dump train" in browser.one(".actions").text
     browser.press("Snapshot now")
     browser.until(lambda: "/page/operations/" in browser.driver.current_url, "the operation")
