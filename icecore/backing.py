@@ -5,16 +5,20 @@ Repositories stay open between requests, because opening one takes as long as ma
 
 from __future__ import annotations
 
+import shlex
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from icecore import addressing, contained, passphrase
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.identity import user_name
 from icecore.places import state_directory
+from icecore.private import components, is_own
 from icecore.repository import Repository
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.planning import run_record
@@ -22,7 +26,6 @@ from icecore.service.api import models
 from icecore.service.api.core import Where, free_of
 from icecore.service.facts.readings import Reading, Replica, read_repository
 from icecore.service.metrics.tally import Tally
-from icecore.store.backend.metrics import meters_of
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
@@ -48,6 +51,7 @@ class Repositories:
         self._location = location
         self._lock = threading.Lock()
         self._open: dict[str, _Opened] = {}
+        self._owners: dict[str, int] = {}
         self._tally = Tally(state_directory(config.state))
 
     def where(self, uid: int | None) -> Where:
@@ -66,7 +70,7 @@ class Repositories:
         """Return the snapshots in commit order, with their owners."""
         with self._opened(where) as opened:
             return [
-                as_snapshot(record, opened.owner(record))
+                as_snapshot(record, self._owner(opened.repository, record))
                 for record in opened.repository.snapshots()
             ]
 
@@ -80,7 +84,7 @@ class Repositories:
         with self._opened(where) as opened:
             record = opened.repository.find(snapshot)
             manifest = opened.repository.manifest(record)
-            listed = as_snapshot(record, opened.owner(record))
+            listed = as_snapshot(record, self._owner(opened.repository, record))
         return models.SnapshotDetails(
             snapshot=listed,
             details=jsonable(contained.details(manifest)),
@@ -132,30 +136,50 @@ class Repositories:
         """Close all repositories."""
         with self._lock:
             for one in self._open.values():
-                self._close(one.repository)
+                for repository in one.opened:
+                    repository.close()
             self._open.clear()
         self._tally.flush()
+
+    def _owner(self, repository: Repository, record: SnapshotRecord) -> int | None:
+        """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
+        key = f"{repository.id}/{record.manifest}"
+        owner = self._owners.get(key)
+        if owner is None:
+            try:
+                manifest = repository.manifest(record)
+                owner = owner_of(manifest, run_record(manifest))
+            except IcecoreError:  # damaged, or on a replica alone; maybe readable later
+                return None
+            if len(self._owners) >= _MOST_OWNERS:
+                self._owners.clear()
+            self._owners[key] = owner
+        return owner
 
     @contextmanager
     def _opened(self, where: Where) -> Iterator[_Opened]:
         """Lend an open repository; open it on first use."""
         with self._lock:
-            now = time.monotonic()
-            for location, one in list(self._open.items()):
-                if not one.users and now - one.used > _KEPT_SECONDS:
-                    self._close(self._open.pop(location).repository)
-            found = self._open.get(where.location)
-            if found is None:
-                opened = self._repository(where)
-                found = self._open[where.location] = _Opened(opened)
+            self._close_unused()
+            found = self._open.setdefault(where.location, _Opened())
             found.users += 1
         try:
+            with found.opening:  # others wait for this one alone
+                if not found.opened:
+                    found.opened.append(self._repository(where))
             yield found
         finally:
             with self._lock:
                 found.users -= 1
                 found.used = time.monotonic()
-            self._tally.tick()
+
+    def _close_unused(self) -> None:
+        now = time.monotonic()
+        for location, one in list(self._open.items()):
+            if not one.users and (not one.opened or now - one.used > _KEPT_SECONDS):
+                del self._open[location]
+                for repository in one.opened:
+                    repository.close()
 
     def _repository(self, where: Where) -> Repository:
         if not where.location:
@@ -163,7 +187,8 @@ class Repositories:
                 "no repository is configured for the service",
                 cure="set repository, or service.repository, in icecore.toml",
             )
-        opened = Repository.open(
+        _require_roots(where.location)
+        return Repository.open(
             where.location,
             replicas=self._config.replicas if where.location == self._location else (),
             passphrase=passphrase.current(self._config),
@@ -171,41 +196,25 @@ class Repositories:
             config=self._config,
             emit=self._tally.event,
         )
-        for meter in meters_of(opened.core.backend):
-            self._tally.watch(meter.counts)
-        return opened
-
-    def _close(self, opened: Repository) -> None:
-        opened.close()
-        for meter in meters_of(opened.core.backend):
-            self._tally.forget(meter.counts)
 
 
 class _Opened:
-    """An open repository, with what is remembered of it."""
+    """A repository that is opened on first use, with what is remembered of it."""
 
-    def __init__(self, repository: Repository) -> None:
-        self.repository = repository
+    def __init__(self) -> None:
+        self.opened: list[Repository] = []
+        self.opening = threading.Lock()
         self.users = 0
         self.used = time.monotonic()
-        self._owners: dict[str, int | None] = {}
         self._counting = threading.Lock()
         self._counted: tuple[float, models.Repository] | None = None
         self._reading_lock = threading.Lock()
         self._reading: Reading | None = None
 
-    def owner(self, record: SnapshotRecord) -> int | None:
-        """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
-        if record.snapshot not in self._owners:
-            try:
-                manifest = self.repository.manifest(record)
-                owner = owner_of(manifest, run_record(manifest))
-            except IcecoreError:  # damaged, or on a replica alone; maybe readable later
-                return None
-            if len(self._owners) >= _MOST_OWNERS:
-                self._owners.clear()
-            self._owners[record.snapshot] = owner
-        return self._owners[record.snapshot]
+    @property
+    def repository(self) -> Repository:
+        """The repository, once it is open."""
+        return self.opened[0]
 
     def reading(self) -> Reading:
         """Return the lists; one reader at a time."""
@@ -248,6 +257,31 @@ class _Opened:
                 for one in found.forms
             ],
         )
+
+
+def _require_roots(location: str) -> None:
+    """Require that users cannot write to a repository in a directory: a restore runs what is in it
+    as root.
+
+    Raises:
+        UsageError: They can.
+    """
+    scheme, separator, rest = location.partition("://")
+    if separator and scheme != "file":
+        return  # a bucket: its permissions are the administrator's affair
+    path = Path(rest if separator else location).expanduser().absolute()
+    with suppress(FileNotFoundError):  # opening it says so
+        for one, found in components(path):
+            if not is_own(found) or (
+                found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+                and not stat.S_ISLNK(found.st_mode)
+                and not found.st_mode & stat.S_ISVTX
+            ):
+                raise UsageError(
+                    f"{location}: others can replace {one}, and a restore runs what the repository"
+                    " holds as root",
+                    cure=f"chown root {shlex.quote(one)}; chmod go-w {shlex.quote(one)}",
+                )
 
 
 def _group(found: Group) -> models.Group:

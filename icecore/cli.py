@@ -168,6 +168,8 @@ def main(
     recorder = output
     output = output or Output(as_json="--json" in own, quiet=True)
     before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    if origin is not None and not origin.supervised:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threads_before = threading.excepthook
     threading.excepthook = lambda about: output.trace(
         "".join(traceback.format_exception(about.exc_type, about.exc_value, about.exc_traceback))

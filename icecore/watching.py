@@ -15,6 +15,8 @@ from icecore.service.facts.readings import Replica, staging_of
 from icecore.service.facts.watch import Watch
 from icecore.service.metrics import tally
 from icecore.service.metrics.exposition import Sample, exposition
+from icecore.service.metrics.tally import Tally
+from icecore.store.backend.metrics import meters_of
 from icecore.text import host_name
 
 
@@ -89,6 +91,7 @@ class Scraper:
         self._repository: Repository | None = None
         self._watch: Watch | None = None
         self._opening = asyncio.Lock()
+        self._tally = Tally(state_directory(config.state))
 
     async def scrape(self, operations: Mapping[tuple[str, str], int]) -> bytes:
         """Return the metrics.
@@ -103,6 +106,7 @@ class Scraper:
             if self._watch is None:
                 self._repository = await asyncio.to_thread(self._open)
                 self._watch = watch(self._repository, self._config)
+        await asyncio.to_thread(self._tally.flush)
         return await scraped(self._watch, self._config, operations)
 
     async def close(self) -> None:
@@ -111,12 +115,17 @@ class Scraper:
             await self._watch.close()
         if self._repository is not None:
             await asyncio.to_thread(self._repository.close)
+        await asyncio.to_thread(self._tally.flush)
 
     def _open(self) -> Repository:
-        return Repository.open(
+        opened = Repository.open(
             self._location,
             replicas=self._config.replicas,
             passphrase=passphrase.current(self._config),
             state=self._config.state,
             config=self._config,
+            emit=self._tally.event,
         )
+        for meter in meters_of(opened.core.backend):
+            self._tally.watch(meter.counts)
+        return opened

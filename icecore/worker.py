@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -126,6 +127,8 @@ def main() -> int:
     directory, descriptor, attempt = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(descriptor, False)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it already is: by the same open file
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, _not_now)
     pid = os.getpid()
     process = Process(pid, procfs.start_time(pid), boot_id(), time.time(), attempt)
     files.write(directory, "process.json", process)
@@ -142,8 +145,6 @@ def main() -> int:
     writer = Writer(directory)
     recorder = Recorder(writer, brief=wanted.supervised)
     status = run_command(_words(wanted, attempt), output=recorder, origin=_origin(wanted))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it is done
     result = Result(
         exit_status=status,
         ended=time.time(),
@@ -153,6 +154,10 @@ def main() -> int:
     files.write(directory, "result.json", result)
     writer.close()
     return 0
+
+
+def _not_now(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the command has not begun, in which case it finds out, or has ended."""
 
 
 def _words(wanted: Stored, attempt: int) -> list[str]:
@@ -171,7 +176,7 @@ def _origin(wanted: Stored) -> Origin:
         if wanted.identity is None
         else msgspec.convert(wanted.identity, Identity, strict=False)
     )
-    return Origin(identity, wanted.environment or {})
+    return Origin(identity, wanted.environment or {}, wanted.supervised)
 
 
 def _ended_by_itself(wanted: Stored) -> int | None:

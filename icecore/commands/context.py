@@ -65,10 +65,12 @@ class Origin:
     Attributes:
         identity: With which a job runs.
         environment: Of a job.
+        supervised: The command supervises a job, and takes signals once it does.
     """
 
     identity: Identity | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    supervised: bool = False
 
 
 @dataclass

@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
         "token",
         token,
         "Add, list or remove tokens for clients of the service on TCP.",
-        "icecore token add --role operate --user alice --jobs 'train*' --expires 30d ci",
+        "icecore token add ci --role operate --user alice --jobs 'train*' --expires 30d",
         "icecore token list",
         "icecore token remove ci",
         more="'add' prints the token once. A token with --user starts jobs as this user and touches only the"
@@ -100,7 +100,9 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.service.page import routes as page
     from icecore.watching import Scraper
 
-    config = replace(context.config, service=overridden(context.config.service, arguments))
+    own = overridden(context.config.service, arguments)
+    own = replace(own, repository=context.config.service.repository)  # -r is the administrators'
+    config = replace(context.config, service=own)
     backing = Repositories(config, context.location)
     words = [f"--config={arguments.config}"] if arguments.config else []
     service = Service.made(

@@ -154,14 +154,24 @@ def at(*parts: str) -> str:
 
 
 def is_there(path: str) -> bool:
-    """Return whether there is a socket that belongs to root or this user: nobody else's service is
-    told what a job's environment is.
+    """Return whether a service of root's or of this user's listens there: nobody else's is told what
+    a job's environment is.
     """
     try:
         about = os.stat(path)
     except OSError:
         return False
-    return stat.S_ISSOCK(about.st_mode) and is_own(about)
+    if not stat.S_ISSOCK(about.st_mode) or not is_own(about):
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.settimeout(_SECONDS)
+            tried.connect(path)
+    except (ConnectionRefusedError, FileNotFoundError):  # a service that was killed has left it
+        return False
+    except OSError:
+        return True  # it is busy
+    return True
 
 
 def error_of(problem: Mapping[str, Any]) -> IcecoreError:

@@ -250,6 +250,9 @@ class Supervisor:
             self._messages.put(_Signalled(number, time.monotonic()))
 
         before = {number: signal.signal(number, told) for number in SIGNALS}
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # the service starts it with them blocked
         try:
             yield
         finally:

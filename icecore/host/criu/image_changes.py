@@ -96,7 +96,9 @@ def forget_sizes(folder: Path, paths: Set[str]) -> None:
     write_image(folder / "files.img", entries, FILES)
 
 
-def bound_limits(folder: Path, most: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+def bound_limits(
+    folder: Path, most: Mapping[int, int], unsaid: int = 0
+) -> dict[int, tuple[int, int]]:
     """Bound the limits (setrlimit(2)) of all processes.
 
     CRIU (criu/pie/restorer.c, restore_rlims) ignores that a hard limit cannot be raised, and then
@@ -105,6 +107,7 @@ def bound_limits(folder: Path, most: Mapping[int, int]) -> dict[int, tuple[int, 
     Args:
         folder: CRIU's images.
         most: Number of a limit → the highest hard limit.
+        unsaid: A process whose limits need no mention; 0: none.
 
     Returns:
         Number of each limit that was lowered → the highest hard limit that a process had, and the
@@ -122,8 +125,9 @@ def bound_limits(folder: Path, most: Mapping[int, int]) -> dict[int, tuple[int, 
                 bound = most.get(number)
                 if bound is None or value.integer(_HARD) <= bound:
                     continue
-                before = max(value.integer(_HARD), lowered.get(number, (0, 0))[0])
-                lowered[number] = (before, bound)
+                if path.name != f"core-{unsaid}.img":
+                    before = max(value.integer(_HARD), lowered.get(number, (0, 0))[0])
+                    lowered[number] = (before, bound)
                 value.set(_HARD, bound)
                 value.set(_SOFT, min(bound, value.integer(_SOFT)))
                 changed = True

@@ -134,7 +134,7 @@ def prepare_files(
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
-        limits = _bound_limits(attempt, folder)
+        limits = _bound_limits(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
         log_sizes: Mapping[Stream, int] = {}
         if restoring is not None:
@@ -148,9 +148,12 @@ def prepare_files(
     return Prepared(memory, device_file, device_bytes, put_back, expected, log_sizes, limits)
 
 
-def _bound_limits(attempt: Attempt, folder: Path) -> list[str]:
+def _bound_limits(attempt: Attempt, plan: Plan, folder: Path) -> list[str]:
     """Lower the limits in CRIU's images to what they can be here; return a sentence on each."""
-    lowered = bound_limits(folder, highest_limits(attempt.options.identity))
+    # The init of another user's job has root's limits, which are none of the job's.
+    foreign = plan.record is not None and plan.record.user != 0
+    init = plan.manifest.processes[0].image_id if foreign else 0
+    lowered = bound_limits(folder, highest_limits(attempt.options.identity), init)
     short = [shortfall(number, *pair) for number, pair in sorted(lowered.items())]
     if short:
         attempt.emit(Event("restore.limits", {"snapshot": attempt.snapshot, "short": short}))

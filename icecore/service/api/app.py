@@ -16,7 +16,7 @@ from icecore.errors import Denied, IcecoreError, UsageError
 from icecore.service.api import models, problems, snapshot_handlers
 from icecore.service.api.caller import Caller, Role, of_peer
 from icecore.service.api.connections import Guard
-from icecore.service.api.core import SERVICE, Service, blocking
+from icecore.service.api.core import SERVICE, Service
 from icecore.service.api.handlers import may_see
 from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
 from icecore.service.api.routes import TABLE, Call, Route
@@ -231,16 +231,16 @@ async def _with_subject(route: Route, call: Call) -> None:
     service, about = call.service, call.request.match_info
     match route.scope:
         case "job":
-            call.subject = await blocking(service.job, call.known, about["job"])
+            call.subject = await service.locally(service.job, call.known, about["job"])
         case "snapshot":
-            call.subject = await blocking(snapshot_handlers.find, call, about["snapshot"])
+            call.subject = await service.stored(snapshot_handlers.find, call, about["snapshot"])
         case "operation":
             found = service.operations.get(about["operation"])
             if not may_see(call, found):
                 service.operations.get("")  # raises what an unknown one raises
             call.subject = found
         case "repository":
-            call.subject = await blocking(service.own_repository, call.known)
+            call.subject = await service.stored(service.own_repository, call.known)
         case "node":
             if not call.known.whole_node:
                 raise Denied(

@@ -7,6 +7,7 @@ import grp
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from icecore.service.api.tokens import Tokens
 from icecore.service.facts.readings import Reading, Replica
 
 T = TypeVar("T")
+_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Service:
     started: float = field(default_factory=time.time)
     stopping: bool = False
     admin_gid: int | None = None
+    _local: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
+    _storage: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
 
     @classmethod
     def made(
@@ -125,6 +129,22 @@ class Service:
             words=list(words),
             admin_gid=_group(own.admin_group),
         )
+
+    async def locally(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run what reads this machine in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._local, call, *arguments)
+
+    async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run what may wait for a repository in a thread, which keeps no other request waiting."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._storage, call, *arguments)
+
+    def close(self) -> None:
+        """Release the threads and the audit log."""
+        self._local.shutdown(wait=False, cancel_futures=True)
+        self._storage.shutdown(wait=False, cancel_futures=True)
+        self.audit.close()
 
     @property
     def others(self) -> Role:
@@ -200,11 +220,6 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 def owner_of(job: Job) -> int:
     """Return the uid that a job runs as."""
     return job.description.user
-
-
-async def blocking(call: Callable[..., T], *arguments: Any) -> T:
-    """Run what blocks in a thread."""
-    return await asyncio.to_thread(call, *arguments)
 
 
 def _group(name: str) -> int | None:

@@ -7,6 +7,7 @@ import base64
 import os
 import signal
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import models, words
 from icecore.service.api.caller import Role
-from icecore.service.api.core import blocking, free_of, owner_of
+from icecore.service.api.core import free_of, owner_of
 from icecore.service.api.listing import page
 from icecore.service.api.problems import Conflict
 from icecore.service.api.routes import Call
@@ -37,8 +38,12 @@ _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 # -- jobs
 
 
-def as_job(call: Call, job: Job) -> models.Job:
-    """Return an instance as a resource."""
+def as_job(call: Call, job: Job, supervising: Mapping[str, str]) -> models.Job:
+    """Return an instance as a resource.
+
+    Args:
+        supervising: The operations that supervise jobs, by the jobs' names.
+    """
     known, status = job.description, job.status()
     measured = read_schedule(call.service.registry.state, job.name)
     schedule = models.Schedule(
@@ -51,7 +56,7 @@ def as_job(call: Call, job: Job) -> models.Job:
         failures=measured.failures,
         ran_seconds=measured.ran_seconds,
     )
-    operation = call.service.operations.supervising().get(job.name, "")
+    operation = supervising.get(job.name, "")
     return models.Job(
         name=job.name,
         instance=job.instance,
@@ -82,19 +87,23 @@ def as_job(call: Call, job: Job) -> models.Job:
 async def list_jobs(call: Call) -> Any:
     """List the jobs that the caller may see."""
 
+    supervising = call.service.operations.supervising()
+
     def look() -> models.Items[models.Job]:
         jobs = call.service.jobs(call.known)
         if not call.query.all:
             jobs = [job for job in jobs if job.state in ("running", "starting")]
         shown, following = page(jobs, call.query, lambda job: job.instance)
-        return models.Items(items=[as_job(call, job) for job in shown], next=following)
+        return models.Items(items=[as_job(call, job, supervising) for job in shown], next=following)
 
-    return await blocking(look)
+    return await call.service.locally(look)
 
 
 async def show_job(call: Call) -> Any:
     """Show one job."""
-    return await blocking(as_job, call, call.subject)
+    return await call.service.locally(
+        as_job, call, call.subject, call.service.operations.supervising()
+    )
 
 
 async def run_job(call: Call) -> Any:
@@ -115,7 +124,7 @@ async def run_job(call: Call) -> Any:
         require_name(wanted.name)
     if not caller.may_touch(wanted.name or os.path.basename(wanted.command[0]), caller.uid):
         raise Denied(f"the caller may not touch a job of the name {wanted.name!r}")
-    identity = await identity_of(caller)
+    identity = await identity_of(call)
     if wanted.umask is not None:
         identity = replace(identity, umask=wanted.umask)
     environment = dict(wanted.environment)
@@ -125,7 +134,7 @@ async def run_job(call: Call) -> Any:
     if own is not None and where is not None:
         if where.shared and own.keep is not None:
             _require_admin_of_shared(call)
-        await blocking(call.service.backing.prepare, where)
+        await call.service.stored(call.service.backing.prepare, where)
     return start(
         call,
         "run",
@@ -159,7 +168,7 @@ async def dump_job(call: Call) -> Any:
         )
     owner = owner_of(job)
     where = call.service.backing.where(owner_or_none(owner))
-    await blocking(call.service.backing.prepare, where)
+    await call.service.stored(call.service.backing.prepare, where)
     return start(
         call,
         "dump",
@@ -174,11 +183,11 @@ async def signal_job(call: Call) -> Any:
     """Send a signal to a job; KILL ends all its processes."""
     job: Job = call.subject
     number = _signal(call.body.signal)
-    await blocking(job.kill, number)
+    await call.service.locally(job.kill, number)
     if number == signal.SIGKILL:
-        await blocking(job.wait, _KILL_SECONDS)
+        await call.service.locally(job.wait, _KILL_SECONDS)
     call.audit = {"signal": signal.Signals(number).name, "instance": job.instance}
-    return await blocking(as_job, call, job)
+    return await call.service.locally(as_job, call, job, call.service.operations.supervising())
 
 
 def _signal(text: str) -> int:
@@ -198,7 +207,7 @@ async def remove_job(call: Call) -> Any:
     job: Job = call.subject
     if job.state in ("running", "starting"):
         raise Conflict(f"job {job.name} ({job.instance}) runs", cure="end it first")
-    await blocking(call.service.registry.remove, job)
+    await call.service.locally(call.service.registry.remove, job)
     call.audit = {"instance": job.instance}
     return web.Response(status=204)
 
@@ -223,7 +232,7 @@ async def job_logs(call: Call) -> Any:
             line = b"" if piece is None else _as_line(piece)
             await response.write(line + b"\n")
         if query.follow and both and not job.alive:
-            status = await blocking(job.wait)
+            status = await call.service.locally(job.wait)
             ended = {"how": str(status), "code": status.code, "signal": status.signal}
             await response.write(msgspec.json.encode({"ended": ended}) + b"\n")
         await response.write_eof()
@@ -242,7 +251,7 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
     while True:
         ended = not call.query.follow or not job.alive
         for stream in _STREAMS:
-            while data := await blocking(_read_log, job, stream, offsets[stream]):
+            while data := await call.service.locally(_read_log, job, stream, offsets[stream]):
                 offsets[stream] += len(data)
                 beat = loop.time()
                 yield LogPiece(stream, data)
@@ -351,6 +360,8 @@ def _as_event(id: int, line: bytes, *, text: bool) -> bytes:
 async def show_node(call: Call) -> Any:
     """Show this node: its jobs, operations, and room for staging."""
 
+    operations = dict(Counter(str(one.state) for one in call.service.operations.all()))
+
     def look() -> models.Node:
         service = call.service
         return models.Node(
@@ -358,24 +369,28 @@ async def show_node(call: Call) -> Any:
             version=service.version,
             started=service.started,
             jobs_running=sum(job.state == "running" for job in service.registry.instances()),
-            operations=dict(Counter(one.state for one in service.operations.all())),
+            operations=operations,
             staging=service.backing.staging() or [free_of(str(service.registry.state))],
         )
 
-    return await blocking(look)
+    return await call.service.locally(look)
 
 
 async def examine_node(call: Call) -> Any:
     """Examine this machine, as ``icecore doctor`` does."""
     return start(
-        call, "doctor", ["doctor"], owner=0, where=await blocking(call.service.backing.where, None)
+        call,
+        "doctor",
+        ["doctor"],
+        owner=0,
+        where=await call.service.stored(call.service.backing.where, None),
     )
 
 
 async def show_self(call: Call) -> Any:
     """Show the caller as the service knows it."""
     caller = call.known
-    where = await blocking(call.service.where, caller)
+    where = await call.service.stored(call.service.where, caller)
     return models.Self(
         name=caller.name,
         kind="socket" if caller.kind == "socket" else "token",

@@ -219,6 +219,8 @@ class Operations:
         number = _SIGNALS.get(name.upper())
         if number is None:
             raise UsageError(f"signal {name}", cure=f"one of {', '.join(_SIGNALS)}")
+        if not entry.stored.supervised:
+            number = signal.SIGINT
         if entry.result is None:
             (entry.directory / "cancel").touch(mode=0o600)
             if entry.state == "queued":
@@ -288,6 +290,8 @@ class Operations:
             0o600,
         )
         environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # A signal that comes before the command has its handlers waits until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS.values())
         try:
             entry.child = subprocess.Popen(
                 [*self._worker, str(entry.directory), str(descriptor), str(entry.attempt)],
@@ -314,6 +318,7 @@ class Operations:
             )
             return
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(log)
             os.close(descriptor)
         self._watch(entry)
@@ -407,6 +412,9 @@ class Operations:
     def _finish(self, entry: _Entry, result: Result, *, written: bool = False) -> None:
         if not written:
             files.write(entry.directory, "result.json", result)
+        if entry.stored.environment is not None:  # it may hold secrets, and nobody needs it now
+            entry.stored = msgspec.structs.replace(entry.stored, environment=None)
+            files.write(entry.directory, "request.json", entry.stored)
         entry.result = result
         entry.state = _final_state(result, cancelled=entry.cancelled)
         entry.changed.set()

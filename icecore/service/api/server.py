@@ -25,13 +25,14 @@ from icecore.service.api.core import Service
 from icecore.service.api.tokens import FOLDER
 
 _BACKLOG = 128
+_HANDSHAKE_SECONDS = 10.0
 _DRAIN_SECONDS = 5.0
 _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
 
 
 async def serve(service: Service, app: web.Application, emit: Sink) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM, SIGINT or SIGHUP.
 
     Operations go on; the next service adopts them.
 
@@ -51,7 +52,7 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
         await _serve_on(service, app, listening, context, emit)
     finally:
         await service.operations.close()
-        service.audit.close()
+        service.close()
         os.close(held)
 
 
@@ -67,15 +68,24 @@ async def _serve_on(
     )
     await runner.setup()
     loop = asyncio.get_running_loop()
+    settings, own = service.config.service, _inode(service.config.service.socket)
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
     assert runner.server is not None
     make = guarded(runner.server, service.connections)
     servers = []
     for one in listening:
         tls = context if one.family != socket.AF_UNIX else None
-        servers.append(await loop.create_server(make, sock=one, ssl=tls, backlog=_BACKLOG))
+        servers.append(
+            await loop.create_server(
+                make,
+                sock=one,
+                ssl=tls,
+                backlog=_BACKLOG,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls is not None else None,
+            )
+        )
         emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
     beating = asyncio.create_task(_beat())
     notify("READY=1")
@@ -87,6 +97,8 @@ async def _serve_on(
         beating.cancel()
         for server in servers:
             server.close()
+        if own is not None:
+            _remove(settings.socket, own)
         await runner.cleanup()
         emit(Event("serve.stopped", {}))
 
@@ -154,6 +166,21 @@ def _unix_socket(path: str) -> socket.socket:
         ) from error
     found.setblocking(False)
     return found
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    """Return what tells a socket from a later one of its name; None: systemd's, which stays."""
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        return None
+    about = os.stat(path)
+    return about.st_dev, about.st_ino
+
+
+def _remove(path: str, inode: tuple[int, int]) -> None:
+    """Remove the socket, so that clients know at once that there is no service."""
+    with suppress(OSError):
+        if _inode(path) == inode:
+            os.unlink(path)
 
 
 def _passed() -> socket.socket | None:

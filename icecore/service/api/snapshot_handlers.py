@@ -7,7 +7,7 @@ from typing import Any
 
 from icecore.errors import Damaged, Denied, NotFound, UsageError
 from icecore.service.api import models, words
-from icecore.service.api.core import Where, blocking
+from icecore.service.api.core import Where
 from icecore.service.api.listing import page
 from icecore.service.api.routes import Call
 from icecore.service.api.starting import as_json, identity_of, start
@@ -49,14 +49,16 @@ async def list_snapshots(call: Call) -> Any:
             and (not call.query.tag or call.query.tag in one.tags)
         ]
 
-    shown, following = page(await blocking(look), call.query, lambda one: one.snapshot)
+    shown, following = page(await call.service.stored(look), call.query, lambda one: one.snapshot)
     return models.Items(items=shown, next=following)
 
 
 async def show_snapshot(call: Call) -> Any:
     """Show what a snapshot contains."""
     found: Found = call.subject
-    return await blocking(call.service.backing.details, found.where, found.snapshot.snapshot)
+    return await call.service.stored(
+        call.service.backing.details, found.where, found.snapshot.snapshot
+    )
 
 
 def _start(call: Call, kind: models.Kind, line: list[str], **more: Any) -> Any:
@@ -87,7 +89,7 @@ async def restore_snapshot(call: Call) -> Any:
     if wanted.name and not caller.may_touch(wanted.name, found.owner):
         raise Denied(f"the caller may not touch a job of the name {wanted.name!r}")
     # One who sees all restores on nobody's behalf: as the user whose it was, with the service's limits.
-    identity = None if caller.sees_all else as_json(await identity_of(caller))
+    identity = None if caller.sees_all else as_json(await identity_of(call))
     return _start(
         call, "restore", words.of_restore(wanted, found.snapshot.snapshot), identity=identity
     )
@@ -102,7 +104,7 @@ async def compare_snapshot(call: Call) -> Any:
     """Compare a snapshot with an older one, as ``icecore diff`` does."""
     if call.body.older:
         found: Found = call.subject
-        known = await blocking(call.service.snapshots, call.known, found.where)
+        known = await call.service.stored(call.service.snapshots, call.known, found.where)
         if call.body.older not in {one.snapshot for one in known}:
             raise NotFound(f"there is no snapshot {call.body.older!r}")
     return _start(call, "diff", words.of_diff(call.body, call.subject.snapshot.snapshot))
@@ -123,7 +125,7 @@ async def forget_snapshots(call: Call) -> Any:
     if wanted.snapshots and (wanted.keep or wanted.keep_tags):
         raise UsageError("named snapshots and a policy exclude each other", cure="give one of them")
     where = call.service.where(call.known, call.query.user)
-    known = await blocking(call.service.snapshots, call.known, where)
+    known = await call.service.stored(call.service.snapshots, call.known, where)
     ids = {one.snapshot for one in known}
     for id in wanted.snapshots:
         if id not in ids:
@@ -147,7 +149,7 @@ async def forget_snapshots(call: Call) -> Any:
 
 async def show_repository(call: Call) -> Any:
     """Show the repository's sizes."""
-    return await blocking(call.service.backing.statistics, call.subject)
+    return await call.service.stored(call.service.backing.statistics, call.subject)
 
 
 def _maintain(call: Call, kind: models.Kind, line: list[str]) -> Any:

@@ -13,7 +13,7 @@ from icecore.errors import Denied, UsageError
 from icecore.host.jobs.identity import Identity
 from icecore.service.api import models, operations
 from icecore.service.api.caller import Caller
-from icecore.service.api.core import Where, blocking
+from icecore.service.api.core import Where
 from icecore.service.api.routes import Call
 from icecore.service.api.stored import Stored
 
@@ -88,16 +88,17 @@ def owner_or_none(uid: int) -> int | None:
     return uid or None
 
 
-async def identity_of(caller: Caller) -> Identity:
-    """Return the identity of the jobs that a caller starts.
+async def identity_of(call: Call) -> Identity:
+    """Return the identity of the jobs that the caller starts.
 
     Raises:
         Denied: It starts none.
         NotFound, UsageError: Its process has ended, or changes its credentials meanwhile.
     """
+    caller = call.known
     peer = caller.peer
     if peer is not None:
-        found = await blocking(_of_peer, peer.pid, peer.pidfd, peer.uid)
+        found = await call.service.locally(_of_peer, peer.pid, peer.pidfd, peer.uid)
         if found.group != peer.gid or set(found.groups) != set(peer.gids):
             raise Denied("the caller has changed its groups since it connected")
         return found

@@ -167,6 +167,27 @@ def node(state: Path, process: int) -> Node:
     return Node(state, backing, config, made(state, backing, config))
 
 
+class Session(ClientSession):
+    """A session on the unix socket; what begins with ``http://127`` goes by TCP.
+
+    Args:
+        path: The socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__("http://x", connector=UnixConnector(path))
+        self.tcp = ClientSession()
+
+    async def _request(self, method: str, str_or_url: Any, **more: Any) -> Any:
+        if str(str_or_url).startswith("http://127"):
+            return await self.tcp._request(method, str_or_url, **more)
+        return await super()._request(method, str_or_url, **more)
+
+    async def close(self) -> None:
+        await self.tcp.close()
+        await super().close()
+
+
 @asynccontextmanager
 async def listening(node: Node, app: web.Application | None = None) -> AsyncIterator[ClientSession]:
     """Serve on a unix socket and a port of loopback; lend a session that uses the socket."""
@@ -182,7 +203,7 @@ async def listening(node: Node, app: web.Application | None = None) -> AsyncIter
     tcp = await loop.create_server(make, "127.0.0.1", 0)
     node.url = f"http://127.0.0.1:{tcp.sockets[0].getsockname()[1]}"
     try:
-        async with ClientSession("http://x", connector=UnixConnector(node.socket)) as session:
+        async with Session(node.socket) as session:
             yield session
     finally:
         service.stopping = True

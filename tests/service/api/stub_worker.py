@@ -17,6 +17,7 @@ directory, descriptor, attempt = Path(sys.argv[1]), int(sys.argv[2]), int(sys.ar
 os.set_inheritable(descriptor, False)
 asked = []
 signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 pid = os.getpid()
 files.write(
     directory,

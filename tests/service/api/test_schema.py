@@ -1,0 +1,73 @@
+"""Requests that are made from the OpenAPI document: whatever it allows, the service answers as the
+document says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from icecore.service.api.documents import document
+from icecore.service.api.table import ROUTES
+from tests.service.api.conftest import Node, listening
+
+#: Streams end with their operation or job, and what is run needs a real caller.
+_STREAMS = ("operation_events", "job_logs")
+_EXAMPLES = 8
+
+
+@pytest.fixture
+def url(node: Node) -> Iterator[str]:
+    """The address of a service that runs in a thread."""
+    ready, stop = threading.Event(), threading.Event()
+
+    async def whole() -> None:
+        async with listening(node):
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(whole()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield node.url
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+def test_the_service_does_what_its_document_says(node: Node, url: str, route: object) -> None:
+    """For each route, requests that fit the document and some that do not, with a token of the role
+    admin: no status that is not described, no body that does not fit, no failure (5xx).
+    """
+    assert isinstance(route, type(ROUTES[0]))
+    if route.name in _STREAMS:
+        pytest.skip("a stream is no document")
+    whole = schemathesis.openapi.from_dict(document([route], "0"))
+    whole.config.update(base_url=url)
+    operation = whole[route.path][route.method]
+    headers = node.token("t", "admin")
+    node.service.operations._bounds = replace(node.service.operations._bounds, node=0)  # none runs
+
+    @given(data=st.data())
+    @settings(
+        max_examples=_EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    def check(data: st.DataObject) -> None:
+        case = data.draw(operation.as_strategy())
+        case.call_and_validate(headers={**(case.headers or {}), **headers}, timeout=20)
+
+    check()

@@ -1,0 +1,438 @@
+"""A real ``icecore serve`` with real users: their jobs, and nothing of each other's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icecore.errors import ServiceFailed
+from icecore.remote.connection import Service, at
+from tests.service.api.conftest import ALICE, BOB
+
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(os.geteuid() != 0, reason="the service is root's"),
+]
+
+#: Users who can read this Python wherever it is, and can do nothing else that others cannot.
+_READS = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+COUNT = "i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done"
+
+
+@dataclass
+class Node:
+    """A node with a service.
+
+    Attributes:
+        more: Options of ``icecore serve``.
+    """
+
+    folder: Path
+    repository: Path
+    more: list[str] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "run" / "service.sock")
+
+    @property
+    def client(self) -> Service:
+        return Service(self.socket)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {"PATH": os.environ["PATH"], "HOME": "/", "PYTHONWARNINGS": "error"}
+        return {**kept, "ICECORE_STATE": str(self.folder / "state"), **more}
+
+    def start(self, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "icecore", "-r", str(self.repository), "serve",
+             "--socket", self.socket, *self.more],
+            cwd="/", env=self.environment(**environment), stderr=subprocess.PIPE,
+        )  # fmt: skip
+        until = time.monotonic() + 30
+        while True:
+            try:
+                assert self.client.get("/v1/healthz") == {"status": "ok"}
+                return
+            except ServiceFailed:
+                assert self.process.poll() is None, self.process.communicate()[1].decode()
+                assert time.monotonic() < until
+                time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGTERM) -> bytes:
+        """End the service; return what it wrote."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        _, said = self.process.communicate(timeout=30)
+        if number == signal.SIGTERM:
+            assert self.process.returncode == 0, said.decode()
+        self.process = None
+        return said
+
+    def command(self, uid: int, *words: str) -> list[str]:
+        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *_READS]
+        return [*user, sys.executable, "-P", "-m", "icecore", "--service", self.socket, *words]
+
+    def run(
+        self, uid: int, *words: str, timeout: float = 60, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of a user."""
+        kept = {"PATH": os.environ["PATH"], "HOME": "/", **more}
+        return subprocess.run(
+            self.command(uid, *words), cwd="/", env=kept, capture_output=True, text=True,
+            timeout=timeout,
+        )  # fmt: skip
+
+    def ok(self, uid: int, *words: str, **more: str) -> str:
+        done = self.run(uid, *words, **more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    found = Node(tmp_path, tmp_path / "repository")
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)  # so that the users reach the socket
+    subprocess.run(
+        [sys.executable, "-P", "-m", "icecore", "init", str(found.repository)],
+        env=found.environment(), check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    try:
+        yield found
+    finally:
+        _end_jobs(tmp_path / "state")
+        if found.process is not None:
+            found.process.kill()
+            found.process.communicate()
+
+
+def _end_jobs(state: Path) -> None:
+    from icecore.host.jobs.registry import Registry
+    from icecore.service.api import stored as files
+
+    for directory in (state / "service" / "operations").glob("*"):
+        process = files.read_process(directory)
+        if process is not None and files.read_result(directory) is None:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    for job in Registry(state).instances():
+        if job.alive:
+            job.kill(signal.SIGKILL)
+
+
+def test_a_user_runs_snapshots_and_restores_a_job(node: Node) -> None:
+    node.start()
+    done = node.run(
+        ALICE, "run", "--", "sh", "-c", "id -u; echo $FOO; echo e >&2; exit 3", FOO="bar"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"{ALICE}\nbar\n", "e\n")
+    assert node.ok(ALICE, "run", "-d", "--name", "count", "--", "sh", "-c", COUNT) == "count\n"
+    time.sleep(0.5)
+    snapshot = node.ok(ALICE, "dump", "--stop", "--tag", "a", "count").split()[0]
+    written = node.ok(ALICE, "logs", "count").split()
+    listed = [json.loads(line) for line in node.ok(ALICE, "--json", "ls").splitlines()]
+    assert [(one["snapshot"], one["tags"]) for one in listed] == [(snapshot, ["a"])]
+    assert f"snapshot       {snapshot}" in node.ok(ALICE, "show", "count")
+    assert "count runs as process" in node.ok(ALICE, "restore", "count")
+    time.sleep(0.5)
+    rest = node.ok(ALICE, "logs", "count").split()
+    assert len(rest) > len(written) > 3
+    assert rest == [str(number) for number in range(1, len(rest) + 1)]  # none lost, none twice
+    job = node.client.get(at("jobs", "count"))
+    assert job["owner"] == ALICE and job["state"] == "running"
+    assert os.stat(f"/proc/{job['pid']}").st_uid in (0, ALICE)
+    node.ok(ALICE, "kill", "-s", "KILL", "count")
+    assert node.run(ALICE, "wait", "count").returncode == 137
+    node.ok(ALICE, "rm", "count")
+
+    # another user sees nothing of it, and root everything
+    assert node.ok(BOB, "ps", "-a") == "" and node.ok(BOB, "ls") == ""
+    for words in (
+        ["restore", "count"],
+        ["show", snapshot],
+        ["dump", "count"],
+        ["logs", "sh"],
+        ["rm", "sh"],
+    ):
+        refused = node.run(BOB, *words)
+        assert refused.returncode == 3, (words, refused.stderr)
+        assert "there is no" in refused.stderr
+    assert len(list(node.client.items("/v1/snapshots"))) == 1
+
+
+def test_errors_and_statuses_are_those_of_the_command_line(node: Node) -> None:
+    node.start()
+    for words in (
+        ["dump", "nosuch"],
+        ["run", "--", "/no/such/program"],
+        ["run", "--cwd", "/nowhere", "--", "true"],
+        ["restore", "nosuch"],
+        ["kill", "nosuch"],
+        ["ls", "nosuch"],
+        ["--json", "dump", "nosuch"],
+        ["run", "--every", "1m", "--", "true"],
+        ["run", "-d", "--rm", "--", "true"],
+    ):
+        through = node.run(ALICE, *words)
+        own = [*words[:1], "--user", str(ALICE), *words[1:]] if words[0] == "run" else words
+        direct = subprocess.run(
+            [sys.executable, "-P", "-m", "icecore", "-r", str(node.repository), *own],
+            cwd="/", env=node.environment(), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (through.returncode, through.stderr) == (direct.returncode, direct.stderr), words
+        assert direct.returncode != 0
+        if "--json" in words:
+            one, two = json.loads(through.stdout), json.loads(direct.stdout)
+            assert {**one, "at": 0} == {**two, "at": 0}
+    refused = node.run(ALICE, "dump", "--before", "id", "x")
+    assert refused.returncode == 2 and "takes no --before" in refused.stderr
+    refused = node.run(ALICE, "-r", "/elsewhere", "dump", "x")
+    assert refused.returncode == 2 and "takes no --repository" in refused.stderr
+
+
+def test_without_a_service(tmp_path: Path, node: Node) -> None:
+    missing = node.run(ALICE, "ps")
+    assert missing.returncode == 19 and "there is no service" in missing.stderr
+    forged = tmp_path / "forged.sock"
+    with socket.socket(socket.AF_UNIX) as other:  # of somebody who would like to see environments
+        other.bind(str(forged))
+        os.chown(forged, BOB, BOB)
+        done = subprocess.run(
+            [*node.command(ALICE, "ps")[:-3], "--service", str(forged), "ps"],
+            cwd="/", env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == 19
+
+
+def test_a_supervised_job_outlives_client_and_service(node: Node) -> None:
+    node.start()
+    client = subprocess.Popen(
+        node.command(ALICE, "run", "--name", "s", "--every", "2s", "--preempted-exit", "85",
+                     "--", "sh", "-c", COUNT),
+        cwd="/", env={"PATH": os.environ["PATH"]}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert client.stdout is not None
+    assert client.stdout.readline() == b"1\n"
+    until = time.monotonic() + 30
+    while not list(node.client.items("/v1/snapshots")):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    node.stop(signal.SIGKILL)
+    node.start()
+    (operation,) = node.client.items("/v1/operations", state="running")
+    assert operation["supervised"] and operation["job"] == "s" and operation["attempt"] == 1
+    client.kill()  # hangs up
+    client.communicate()
+    time.sleep(0.5)
+    assert node.client.get(at("jobs", "s"))["state"] == "running"
+    assert node.client.get(at("jobs", "s"))["operation"] == operation["id"]
+
+    # A supervisor that is killed is replaced by one that takes the job over.
+    before = node.client.get(at("jobs", "s"))["instance"]
+    path = node.folder / "state" / "service" / "operations" / operation["id"] / "process.json"
+    os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
+    until = time.monotonic() + 30
+    while node.client.get(at("operations", operation["id"]))["attempt"] != 2:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(2)
+    assert node.client.get(at("jobs", "s"))["instance"] == before
+
+    node.client.post(at("operations", operation["id"], "cancel"), {"signal": "TERM"})
+    until = time.monotonic() + 40
+    while (found := node.client.get(at("operations", operation["id"])))["ended"] is None:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert found["exit_status"] == 85
+    assert node.client.get(at("jobs", "s"))["state"] == "ended"
+
+
+def test_a_new_service_finds_a_dump_under_way(node: Node) -> None:
+    """The service is killed while a dump runs; the dump commits, and the next service knows it."""
+    node.start()
+    node.ok(ALICE, "run", "-d", "--name", "c", "--", "sh", "-c", COUNT)
+    begun = node.client.post(at("jobs", "c", "dump"), {})
+    node.stop(signal.SIGKILL)
+    node.start()
+    records = list(node.client.events(begun["id"]))
+    assert records[-1]["operation"]["state"] == "succeeded"
+    assert records[-1]["operation"]["result"]["event"] == "dump.done"
+    assert len(list(node.client.items("/v1/snapshots"))) == 1
+
+
+def test_groups_and_policies(node: Node) -> None:
+    """Members of the group of administrators see all; users have repositories of their own."""
+    config = node.folder / "c.toml"
+    own = node.folder / "of"
+    own.mkdir()
+    config.write_text(
+        f'[service]\nadmin_group = "4000000"\nothers = "operate"\nrepository = "{own}/{{uid}}"\n'
+    )
+    node.more = ["--config", str(config)]
+    with pytest.raises(AssertionError, match="there is no group"):
+        node.start()
+    node.process = None
+    config.write_text(config.read_text().replace('"4000000"', '"daemon"'))
+    node.start()
+    node.ok(ALICE, "run", "-d", "--name", "c", "--", "sh", "-c", COUNT)
+    node.ok(ALICE, "dump", "c")
+    assert (own / str(ALICE)).is_dir() and (own / str(ALICE)).stat().st_mode & 0o777 == 0o700
+    assert len(node.ok(ALICE, "ls").splitlines()) == 2
+    assert node.ok(BOB, "ps", "-a") == ""
+    member = node.command(BOB, "ps", "-a")
+    member[3:4] = ["--groups=1"]  # daemon's, in place of --clear-groups
+    done = subprocess.run(
+        member,
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.splitlines()[1].startswith("c "), done.stderr
+    assert node.client.get("/v1/snapshots")["items"] == []  # the administrators' is another one
+    assert len(node.client.get("/v1/snapshots", user=str(ALICE))["items"]) == 1
+
+
+def test_tcp(node: Node) -> None:
+    """TCP is refused without TLS, except on loopback if asked for; tokens are required."""
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    for more, said in (
+        (["--listen", f"127.0.0.1:{port}"], "TCP without TLS"),
+        (["--listen", f"0.0.0.0:{port}", "--plain-loopback"], "no loopback address"),
+        (["--listen", "nonsense", "--plain-loopback"], "HOST:PORT"),
+        (["--listen", f"127.0.0.1:{port}", "--certificate", "/nowhere"], "cannot be used"),
+    ):
+        node.more = more
+        with pytest.raises(AssertionError, match=said):
+            node.start()
+        node.process = None
+    _certificate(node.folder)
+    node.more = ["--listen", f"127.0.0.1:{port}", "--certificate", str(node.folder / "c.pem")]
+    node.start()
+    token = subprocess.run(
+        [sys.executable, "-P", "-m", "icecore", "-q", "token", "add", "ci", "--role", "read"],
+        env=node.environment(), capture_output=True, text=True, check=True, timeout=30,
+    ).stdout.strip()  # fmt: skip
+    import ssl
+
+    context = ssl.create_default_context(cafile=str(node.folder / "c.pem"))
+
+    def get(path: str, **headers: str) -> tuple[int, Any]:
+        connection = http.client.HTTPSConnection("localhost", port, context=context, timeout=10)
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+    assert get("/v1/self")[0] == 401
+    status, about = get("/v1/self", Authorization=f"Bearer {token}")
+    assert (status, about["name"], about["role"]) == (200, "token ci", "read")
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        plain.sendall(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" not in plain.recv(1000)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "icecore", "token", "remove", "ci"],
+        env=node.environment(), check=True, timeout=30, capture_output=True,
+    )  # fmt: skip
+    assert get("/v1/self", Authorization=f"Bearer {token}")[0] == 401
+
+
+def _certificate(folder: Path) -> None:
+    """Write a key and a certificate for localhost into one file."""
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.Encoding.PEM
+    plain = serialization.NoEncryption()
+    (folder / "c.pem").write_bytes(
+        key.private_bytes(form, serialization.PrivateFormat.PKCS8, plain) + made.public_bytes(form)
+    )
+
+
+def test_the_service_manager_is_told(node: Node) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        where = str(node.folder / "notify")
+        manager.bind(where)
+        manager.settimeout(20)
+        node.start(NOTIFY_SOCKET=where, WATCHDOG_USEC="200000")
+        said = {manager.recv(100) for _ in range(6)}
+        assert said == {b"READY=1", b"WATCHDOG=1"}
+        node.stop()
+        while (word := manager.recv(100)) != b"STOPPING=1":
+            assert word == b"WATCHDOG=1"
+
+
+def test_a_socket_that_is_passed(node: Node) -> None:
+    """Socket activation: the listening socket is descriptor 3."""
+    path = Path(node.socket)
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as passed:
+        passed.bind(str(path))
+        passed.listen()
+        start = (
+            "import os, sys; os.dup2(int(sys.argv[1]), 3);"
+            " os.environ['LISTEN_PID'] = str(os.getpid());"
+            " os.execv(sys.executable, [sys.executable, '-P', '-m', 'icecore', *sys.argv[2:]])"
+        )
+        node.process = subprocess.Popen(
+            [sys.executable, "-c", start, str(passed.fileno()), "-r", str(node.repository), "serve"],
+            cwd="/", env=node.environment(LISTEN_FDS="1"), stderr=subprocess.PIPE,
+            pass_fds=(passed.fileno(),),
+        )  # fmt: skip
+        assert node.client.get("/v1/self")["name"] == "uid 0 (root)"  # waits until it serves
+    node.stop()
+
+
+def test_one_service_for_a_state_directory(node: Node) -> None:
+    node.start()
+    second = subprocess.run(
+        [sys.executable, "-P", "-m", "icecore", "-r", str(node.repository), "serve",
+         "--socket", str(node.folder / "run" / "other")],
+        env=node.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert second.returncode == 16 and "another service runs" in second.stderr
+    assert node.client.get("/v1/healthz") == {"status": "ok"}
+
+
+def test_a_directory_that_others_can_write(node: Node) -> None:
+    (node.folder / "run").mkdir(mode=0o777)
+    (node.folder / "run").chmod(0o777)
+    with pytest.raises(AssertionError, match="others can write"):
+        node.start()
+    node.process = None
