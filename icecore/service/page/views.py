@@ -14,7 +14,6 @@ from icecore.host.cuda.inventory import Inventory
 from icecore.host.gpu.backend import find_backend
 from icecore.service.api import models, words
 from icecore.service.api.caller import Role
-from icecore.service.api.core import blocking
 from icecore.service.api.handlers import may_see
 from icecore.service.api.journal import Reader
 from icecore.service.api.routes import Call
@@ -68,7 +67,7 @@ def may_look_after(call: Call) -> bool:
 
 async def show_jobs(call: Call) -> web.Response:
     """Show all jobs of the repository and of this node."""
-    found = await blocking(content.content_for, call.service, call.known)
+    found = await call.service.stored(content.content_for, call.service, call.known)
     wanted = call.query.q.strip().lower()
     jobs = [job for job in found.jobs if wanted in job.name.lower()]
     fresh = Counter(job.freshness(found.at) for job in found.jobs)
@@ -88,7 +87,7 @@ async def show_jobs(call: Call) -> web.Response:
 async def show_job_page(call: Call) -> web.Response:
     """Show one job: its schedule, its lineages, and its snapshots over time."""
     name = call.request.match_info["name"]
-    found = await blocking(content.content_for, call.service, call.known)
+    found = await call.service.stored(content.content_for, call.service, call.known)
     job = found.job(name)
     local = job.state == "running" and job.here is not None
     return render.page(
@@ -113,7 +112,7 @@ async def show_snapshot_page(call: Call) -> web.Response:
     found: Found = call.subject
     id = found.snapshot.snapshot
     try:
-        details = await blocking(call.service.backing.details, found.where, id)
+        details = await call.service.stored(call.service.backing.details, found.where, id)
         error = ""
     except IcecoreError as failure:
         details, error = None, f"{failure.message}  {failure.cure}"
@@ -154,7 +153,7 @@ async def show_operation_page(call: Call) -> web.Response:
     """Show one operation: its phases, its log and its result."""
     operation: models.Operation = call.subject
     reader = Reader(call.service.operations.directory(operation.id), 0)
-    course = await blocking(content.course_of, reader, Course())
+    course = await call.service.locally(content.course_of, reader, Course())
     return render.page(
         "operation.html",
         **base(call, "operations", f"{operation.kind} {operation.job}".strip()),
@@ -192,7 +191,7 @@ async def live_operation(call: Call) -> web.StreamResponse:
     shown, beat = (-1, ""), time.monotonic()
     while True:
         operation = service.operations.get(id)
-        await blocking(content.course_of, reader, course)
+        await call.service.locally(content.course_of, reader, course)
         over = operation.state not in ("queued", "running")
         if shown != (course.last, operation.state) or _runs(course):
             shown = course.last, operation.state
@@ -220,7 +219,7 @@ def _runs(course: Course) -> bool:
 
 async def show_repository_page(call: Call) -> web.Response:
     """Show how the repository grows."""
-    found = await blocking(content.content_for, call.service, call.known)
+    found = await call.service.stored(content.content_for, call.service, call.known)
     return render.page(
         "repository.html",
         **base(call, "repository", "Repository"),
@@ -234,20 +233,20 @@ async def show_repository_page(call: Call) -> web.Response:
 
 async def show_statistics(call: Call) -> web.Response:
     """Show what the repository holds, live and dead; this reads every map."""
-    found = await blocking(call.service.backing.statistics, call.subject)
+    found = await call.service.stored(call.service.backing.statistics, call.subject)
     return render.page("statistics.html", found=found)
 
 
 async def show_replicas(call: Call) -> web.Response:
     """Compare the replicas with the repository."""
-    found = await blocking(call.service.backing.replicas, call.subject)
+    found = await call.service.stored(call.service.backing.replicas, call.subject)
     return render.page("replicas.html", replicas=found)
 
 
 async def show_nodes(call: Call) -> web.Response:
     """Show this node, and where the jobs of the repository run."""
     service = call.service
-    found = await blocking(content.content_for, service, call.known)
+    found = await call.service.stored(content.content_for, service, call.known)
     hosts: dict[str, list[str]] = {}
     for job in found.jobs:
         if job.runs:
@@ -257,9 +256,9 @@ async def show_nodes(call: Call) -> web.Response:
         **base(call, "nodes", "Nodes"),
         found=found,
         hosts=sorted(hosts.items()),
-        staging=await blocking(service.backing.staging),
+        staging=await service.locally(service.backing.staging),
         started=service.started,
-        inventory=await blocking(_inventory),
+        inventory=await service.locally(_inventory),
         whole_node=call.known.whole_node,
         doctor_words=["doctor"],
     )
@@ -278,7 +277,7 @@ def _inventory() -> Inventory | str | None:
 
 async def show_audit(call: Call) -> web.Response:
     """Show the newest entries of the audit log."""
-    entries = await blocking(lambda: list(content.audit_of(call.service, _AUDIT)))
+    entries = await call.service.locally(lambda: list(content.audit_of(call.service, _AUDIT)))
     wanted = call.query.q.strip().lower()
     shown = [one for one in entries if wanted in str(sorted(one.items())).lower()]
     return render.page(
