@@ -277,7 +277,7 @@ def _run_through(service: Service, arguments: argparse.Namespace, context: Conte
 
     supervised = supervise.is_wanted(arguments)
     if supervised:
-        supervise.require(arguments)
+        supervise.require(arguments, served=True)
     return remote.run(
         arguments,
         context,

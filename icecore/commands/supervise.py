@@ -105,8 +105,11 @@ def is_wanted(arguments: argparse.Namespace) -> bool:
     return bool(arguments.resume or arguments.every or arguments.on_term or arguments.restart)
 
 
-def require(arguments: argparse.Namespace) -> None:
+def require(arguments: argparse.Namespace, *, served: bool = False) -> None:
     """Require what a supervised job needs.
+
+    Args:
+        served: The node service runs it, which outlives this command.
 
     Raises:
         UsageError: It has no name, or options that exclude supervision.
@@ -119,7 +122,7 @@ def require(arguments: argparse.Namespace) -> None:
             cure="add --name NAME",
         )
     require_name(arguments.name)
-    if arguments.detach or arguments.rm:
+    if (arguments.detach and not served) or arguments.rm:
         raise UsageError(
             "a supervised job runs in the foreground and is remembered",
             cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",

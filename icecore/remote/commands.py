@@ -131,6 +131,8 @@ def run(
     if supervised:
         body["supervise"] = _supervise_body(arguments)
     begun = service.post("/v1/jobs", body)
+    if supervised and arguments.detach:
+        return _detached(service, begun, context)
     if supervised:
         return _supervised(service, begun, context, writer)
     started: Record = {}
@@ -148,6 +150,25 @@ def run(
     if arguments.rm:
         jobs.remove(jobs.find(started["instance"]))
     return status
+
+
+def _detached(service: Service, begun: Record, context: Context) -> int:
+    """Wait until a supervised job runs, print its name, and leave it to the service."""
+
+    def told(record: Record) -> bool:
+        if record.get("event", {}).get("event") == "run.following":
+            raise _Runs
+        return True
+
+    try:
+        return int(follow(service, begun, context, told=told)["exit_status"])
+    except _Runs:
+        context.output.line(begun["job"])
+        return 0
+
+
+class _Runs(Exception):
+    """The job runs."""
 
 
 def _supervised(

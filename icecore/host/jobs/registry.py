@@ -215,7 +215,11 @@ class Registry:
                     else _RESIDENT / job.instance
                 )
                 job = job.with_resident(_keeper_place(job), keep=keep_resident)
-                own.update(_with_keeper(_keeper_place(job), seen, own))
+                user = job.description.user
+                own.update(_with_keeper(_keeper_place(job), seen, own, user))
+                if isolation.root and user:
+                    # The way to the keeper leads through it; it shows nothing else.
+                    job.directory.chmod(0o711)
         except BaseException:
             _discard(job)
             raise
@@ -528,11 +532,17 @@ def _keeper_place(job: Job) -> Path:
     )
 
 
-def _with_keeper(place: Path, seen: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Start a keeper; what its job's environment needs, which sees it there."""
+def _with_keeper(
+    place: Path, seen: Path, environment: Mapping[str, str], user: int
+) -> dict[str, str]:
+    """Start a keeper; what its job's environment needs, which sees it there.
+
+    Args:
+        user: Whose job it is.
+    """
     from icecore.host.resident import keeper
 
-    keeper.make_place(place)
+    keeper.make_place(place, user)
     keeper.start_keeper(place)
     return keeper.environment(str(seen), environment)
 

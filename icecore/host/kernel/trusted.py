@@ -24,6 +24,8 @@ _OPENAT2 = 437  # the same on every architecture
 _NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x02, 0x04, 0x10
 _HOW = struct.Struct("QQQ")  # struct open_how
 _TRIES = 100
+_KEEPER = "icecore-keeper"
+_GIVEN = "trusted.icecore.user"  # xattr(7): only CAP_SYS_ADMIN can set or see it
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
 _NAMED = re.compile(r"(/proc/\d+/root)(/.*)")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -63,14 +65,35 @@ def open_file(pid: int, path: str) -> int:
     return descriptor
 
 
+def give(directory: int, user: int) -> None:
+    """Give a directory to a user, as one in which root serves that user: see `require_private`.
+
+    Raises:
+        OSError: The file system keeps no extended attributes, or this process may not set them.
+    """
+    os.setxattr(directory, _GIVEN, str(user).encode())
+    os.fchmod(directory, 0o700)
+    os.fchown(directory, user, -1)
+
+
+def _was_given(directory: int, user: int) -> bool:
+    """Return whether root gave a directory to its owner: no other user can set the attribute."""
+    try:
+        return os.getxattr(f"/proc/self/fd/{directory}", _GIVEN) == str(user).encode()
+    except OSError:
+        return False
+
+
 def require_private(directory: int, path: Path) -> None:
-    """Require that a directory is root's or this user's own, and that nobody else can write to it.
+    """Require that a directory is root's, this user's own, or was given to its owner by root
+    (`give`), and that nobody else can write to it.
 
     Raises:
         PermissionError: It is not.
     """
     about = os.fstat(directory)
-    if about.st_uid not in (0, os.geteuid()) or about.st_mode & _OTHERS_WRITE:
+    own = about.st_uid in (0, os.geteuid()) or _was_given(directory, about.st_uid)
+    if not own or about.st_mode & _OTHERS_WRITE:
         raise PermissionError(errno.EPERM, "others could have put there what they like", str(path))
 
 
@@ -80,7 +103,8 @@ def connect(connection: socket.socket, path: Path, *, pid: int | None) -> None:
     Args:
         path: Where it is.
         pid: The process that must be listening there, as this machine sees it; None: a process of
-            root's or of this user's, in a directory of theirs.
+            root's or of this user's, in a directory of theirs; or a keeper of root's, in a
+            directory that root gave to another user.
 
     Raises:
         PermissionError: Another process listens there, or another user could have put the socket
@@ -89,6 +113,7 @@ def connect(connection: socket.socket, path: Path, *, pid: int | None) -> None:
     """
     directory = open_directory(path.parent)
     try:
+        owner = os.fstat(directory).st_uid
         if pid is None:
             require_private(directory, path.parent)
         found = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
@@ -109,6 +134,19 @@ def connect(connection: socket.socket, path: Path, *, pid: int | None) -> None:
         )
     if pid is None and user not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, f"a process of user {user} listens there", str(path))
+    if pid is None and owner not in (0, os.geteuid()) and not _is_keeper(listener):
+        raise PermissionError(errno.EPERM, f"process {listener} is no keeper", str(path))
+
+
+def _is_keeper(pid: int) -> bool:
+    """Return whether a process of root's is a keeper: in the directory of another user, a link may
+    lead to any server of root's.
+    """
+    try:
+        program = os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
+    except OSError:
+        return False
+    return os.path.basename(program) == _KEEPER
 
 
 def _open_below(root: int, path: str, flags: int, resolve: int = 0) -> int:

@@ -1,7 +1,10 @@
 /* The keeper: holds the descriptors of a job's GPU memory, so that the memory outlives the process
  * that allocated it.
  *
- *     icecore-keeper SOCKET
+ *     icecore-keeper SOCKET [UID]
+ *
+ * UID is the user whose job it is, if not the keeper's own. That user owns the directory, so it is
+ * touched with that user's rights only. The keeper talks to its own user, to root and to UID.
  *
  * It does nothing whose failure could lose a descriptor: no CUDA, no threads, no files except for
  * one line of the status file that it was given and a check whether a program still exists. Its
@@ -21,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
+#include <sys/fsuid.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -60,6 +64,7 @@ struct process {
 struct connection {
 	struct connection *next;
 	int socket;
+	bool job; /* of the job's user: it does not decide whether memory outlives the job */
 	struct process *process; /* that said hello here */
 	bool closed;
 };
@@ -514,6 +519,10 @@ static int serve(struct connection *connection)
 			answer.result = ENOENT;
 		break;
 	case KEEPER_KEEP:
+		if (connection->job) {
+			answer.result = EPERM;
+			break;
+		}
 		answer.result = keep(&message, descriptor);
 		descriptor = -1;
 		break;
@@ -569,6 +578,8 @@ static void sweep(void)
 	forget_empty();
 }
 
+static uid_t owner; /* the job's user */
+
 static void greet(int listener)
 {
 	struct ucred peer;
@@ -579,13 +590,14 @@ static void greet(int listener)
 	if (found < 0)
 		return;
 	if (getsockopt(found, SOL_SOCKET, SO_PEERCRED, &peer, &length) ||
-	    (peer.uid != 0 && peer.uid != geteuid()) ||
+	    (peer.uid != 0 && peer.uid != geteuid() && peer.uid != owner) ||
 	    !(connection = calloc(1, sizeof *connection))) {
 		close(found);
 		return;
 	}
 	packet_limit(found, LIMIT_SECONDS);
 	connection->socket = found;
+	connection->job = peer.uid != 0 && peer.uid != geteuid();
 	connection->next = connections;
 	connections = connection;
 	watch(found, connection);
@@ -702,17 +714,20 @@ int main(int count, char **words)
 	int64_t last_used = now();
 	int listener;
 
-	if (count != 2) {
-		fprintf(stderr, "usage: icecore-keeper SOCKET\n");
+	if (count != 2 && count != 3) {
+		fprintf(stderr, "usage: icecore-keeper SOCKET [UID]\n");
 		return 2;
 	}
+	owner = count == 3 ? (uid_t)strtoul(words[2], NULL, 10) : geteuid();
 	events = epoll_create1(EPOLL_CLOEXEC);
+	setfsuid(owner);
 	listener = listen_at(words[1]);
 	if (listener < 0 || events < 0 || stat(words[1], &ours)) {
 		perror(words[1]);
 		return errno == EADDRINUSE ? 3 : 1;
 	}
 	place = pinned(words[1]);
+	setfsuid(geteuid());
 	harden();
 	watch(listener, NULL);
 	printf("ready\n");
@@ -752,6 +767,7 @@ int main(int count, char **words)
 		if (processes)
 			last_used = now();
 		if (now() - last_used > IDLE_NANOSECONDS) {
+			setfsuid(owner);
 			if (is_found(place, &ours)) /* else it is another's by now */
 				/* its job is over; one that is not gets another with its next dump
 				 */

@@ -9,13 +9,14 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from icecore.errors import MissingTool, NotFound
+from icecore.errors import MissingTool, NotFound, UsageError
+from icecore.host.kernel.trusted import give, require_private
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.protocol import VARIABLE
-from icecore.private import make_parents, tighten
+from icecore.private import make_parents, require_own, tighten
 
 _START_SECONDS = 10.0
 _FOLDER = Path(__file__).parent
@@ -64,7 +65,8 @@ def claimed(directory: Path) -> Iterator[bool]:
         OSError: There is no such directory.
     """
     # A regular file: NFS has no such locks on directories.
-    lock = os.open(directory / "restoring", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock = os.open(directory / "restoring", flags, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,17 +78,48 @@ def claimed(directory: Path) -> Iterator[bool]:
         os.close(lock)
 
 
-def make_place(directory: Path) -> None:
-    """Make the directory of a keeper, accessible to root alone; no other user may own those above
-    it.
+def make_place(directory: Path, user: int = 0) -> None:
+    """Make the directory of a keeper, accessible to root and to the job's user alone; no other user
+    may own those above it.
+
+    Args:
+        user: Whose job it is; its processes make sockets there.
+
+    Raises:
+        UsageError: It belongs to somebody else.
+        PermissionError: Others can write to the directory above it.
     """
     make_parents(directory.parent)
-    tighten(directory)
+    if user in (0, os.geteuid()):
+        tighten(directory)
+        return
+    require_own(directory.parent)
+    parent = os.open(directory.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        require_private(parent, directory.parent)
+        with suppress(FileExistsError):
+            os.mkdir(directory.name, 0o700, dir_fd=parent)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        made = os.open(directory.name, flags, dir_fd=parent)
+    finally:
+        os.close(parent)
+    try:
+        if os.fstat(made).st_uid not in (0, user):
+            raise UsageError(f"the directory {directory} belongs to user {os.fstat(made).st_uid}")
+        try:
+            give(made, user)
+        except OSError as error:
+            raise MissingTool(
+                f"cannot give {directory} to user {user}: {error.strerror}",
+                cure="run the job with --no-resident",
+            ) from error
+    finally:
+        os.close(made)
 
 
 def start_keeper(directory: Path) -> Keeper:
     """Start the keeper of a directory, or find the one that runs. It is no child of this process
-    and need not be reaped.
+    and need not be reaped. The owner of the directory is the user whose job it serves.
 
     Raises:
         MissingTool: It was not built, or does not start.
@@ -98,14 +131,17 @@ def start_keeper(directory: Path) -> Keeper:
     except NotFound:
         pass
     program = keeper_path()
+    owner = os.stat(directory).st_uid
+    foreign = [str(owner)] if owner not in (0, os.geteuid()) else []
     # Through a shell that ends at once, so that the keeper is the init's child, not ours.
     done = subprocess.run(
         [
             "/bin/sh",
             "-c",
-            '"$0" "$1" >/dev/null 2>&1 </dev/null & echo $!',
+            '"$0" "$@" >/dev/null 2>&1 </dev/null & echo $!',
             str(program),
             str(directory / "keeper"),
+            *foreign,
         ],
         stdin=subprocess.DEVNULL,
         capture_output=True,

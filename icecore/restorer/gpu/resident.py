@@ -103,6 +103,7 @@ class Resident:
         limits: Threads, memory, patience.
         gpus: Which GPU each process gets.
         place: The directory of keeper and agents on this machine; made if missing.
+        user: Whose job it is.
         held: The directory of the keeper that holds the memory; None: none does.
         placers: Starts processes that place so many bytes, if they pay.
         word: Shows in the worker's command line.
@@ -118,6 +119,7 @@ class Resident:
         gpus: GpuPlan,
         place: Path,
         *,
+        user: int,
         held: Path | None,
         placers: Callable[[int], Placers | None],
         word: str,
@@ -127,6 +129,7 @@ class Resident:
         self._repository, self._loop, self._reader, self._limits = repository, loop, reader, limits
         self._emit = emit
         self._place = place
+        self._user = user
         self._held = held is not None
         self._holder = Keeper(held) if held is not None else None
         self._elsewhere = held is not None and held != place
@@ -247,7 +250,7 @@ class Resident:
         return targets
 
     def _have_keeper(self) -> None:
-        make_place(self._place)
+        make_place(self._place, self._user)
         keeper = start_keeper(self._place)
         if self._holder is not None:
             self._take(self._holder)

@@ -13,6 +13,7 @@ from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.jobs.registry import Restoring
 from icecore.host.kernel.limits import memory_available
+from icecore.private import make_parents
 from icecore.restorer.files.copies import make_directory, remove_empty
 from icecore.restorer.files.images import SPARE
 from icecore.restorer.files.jobfiles import JobFiles, Owner
@@ -135,8 +136,13 @@ def _start_resident(
         if record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
             place = restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
         restoring.has_keeper(place, keep=outlives(manifest))
+        if record.isolation.root and record.user:
+            restoring.job.directory.chmod(0o711)  # the way to the keeper leads through it
+    user = record.user if record is not None else 0
+    if user and not options.root:
+        make_parents(place.parent)  # so that the user can enter it
     # A path of the job's own, which no other user may redirect.
-    if place == Path(f"{options.root}{directory}"):
+    if place == Path(f"{options.root}{directory}") and not (user and place.is_dir()):
         try:
             with JobFiles(options.root) as files:
                 files.make_directories(directory, Owner(os.geteuid(), os.getegid()), 0o700)
@@ -160,6 +166,7 @@ def _start_resident(
         plan.limits,
         devices.plan,
         place,
+        user=user,
         held=held,
         placers=lambda size: _placers(attempt, plan, size, word),
         word=word,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
@@ -167,29 +167,43 @@ def node(state: Path, process: int) -> Node:
     return Node(state, backing, config, made(state, backing, config))
 
 
-class Session(ClientSession):
-    """A session on the unix socket; what begins with ``http://127`` goes by TCP.
+class Session:
+    """A client on the unix socket; what begins with ``http://127`` goes by TCP.
 
     Args:
         path: The socket.
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__("http://x", connector=UnixConnector(path))
-        self.tcp = ClientSession()
+        self._unix = ClientSession("http://x", connector=UnixConnector(path))
+        self._tcp = ClientSession()
 
-    async def _request(self, method: str, str_or_url: Any, **more: Any) -> Any:
-        if str(str_or_url).startswith("http://127"):
-            return await self.tcp._request(method, str_or_url, **more)
-        return await super()._request(method, str_or_url, **more)
+    def request(self, method: str, url: str, **more: Any) -> Any:
+        own = self._tcp if url.startswith("http://127") else self._unix
+        return own.request(method, url, **more)
 
-    async def close(self) -> None:
-        await self.tcp.close()
-        await super().close()
+    def get(self, url: str, **more: Any) -> Any:
+        return self.request("GET", url, **more)
+
+    def post(self, url: str, **more: Any) -> Any:
+        return self.request("POST", url, **more)
+
+    def put(self, url: str, **more: Any) -> Any:
+        return self.request("PUT", url, **more)
+
+    def delete(self, url: str, **more: Any) -> Any:
+        return self.request("DELETE", url, **more)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *about: object) -> None:
+        await self._tcp.close()
+        await self._unix.close()
 
 
 @asynccontextmanager
-async def listening(node: Node, app: web.Application | None = None) -> AsyncIterator[ClientSession]:
+async def listening(node: Node, app: web.Application | None = None) -> AsyncIterator[Session]:
     """Serve on a unix socket and a port of loopback; lend a session that uses the socket."""
     service = node.service
     await service.operations.recover()
@@ -213,14 +227,14 @@ async def listening(node: Node, app: web.Application | None = None) -> AsyncIter
         await service.operations.close()
 
 
-Go = Callable[[Callable[[ClientSession], Coroutine[Any, Any, None]]], None]
+Go = Callable[[Callable[[Session], Coroutine[Any, Any, None]]], None]
 
 
 @pytest.fixture
 def go(node: Node) -> Go:
     """Run a test against the service."""
 
-    def run(test: Callable[[ClientSession], Coroutine[Any, Any, None]]) -> None:
+    def run(test: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
         async def whole() -> None:
             async with listening(node) as session:
                 await asyncio.wait_for(test(session), 60)
@@ -230,7 +244,7 @@ def go(node: Node) -> Go:
     return run
 
 
-async def ended(session: ClientSession, id: str, **headers: Any) -> dict[str, Any]:
+async def ended(session: Session, id: str, **headers: Any) -> dict[str, Any]:
     """Return an operation once it has ended."""
     for _ in range(600):
         async with session.get(f"/v1/operations/{id}", **headers) as response:

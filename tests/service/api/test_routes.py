@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 
 from icecore.service.api.caller import Role
 from icecore.service.api.routes import Route
 from icecore.service.api.table import ROUTES
-from tests.service.api.conftest import ALICE, BOB, Go, Node, ended
+from tests.service.api.conftest import ALICE, BOB, Go, Node, Session, ended
 
 #: Whose things each place of a path names: alice's, and another user's.
 OWN = {"job": "train", "snapshot": f"{1:032x}", "operation": ""}
@@ -30,7 +29,7 @@ def path_of(route: Route, names: dict[str, str]) -> str:
 
 
 async def ask(
-    session: ClientSession, node: Node, route: Route, headers: dict[str, str], names: dict[str, str]
+    session: Session, node: Node, route: Route, headers: dict[str, str], names: dict[str, str]
 ) -> tuple[int, Any]:
     """Send a well-formed request on TCP; return status and problem."""
     body = BODIES.get(route.name, {}) if route.body is not None else None
@@ -66,7 +65,7 @@ def test_each_route_says_who_may_call_it() -> None:
 
 
 def test_without_a_token_nothing_is_said(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         names = {**OWN, "operation": "0" * 32}
         for headers in (
             {},
@@ -92,7 +91,7 @@ def test_without_a_token_nothing_is_said(node: Node, go: Go) -> None:
 def test_roles(node: Node, go: Go, role: str) -> None:
     """A role may call its own routes and those below, of what its user owns."""
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         headers = node.token("t", role, uid=ALICE)
         names = {**OWN, "operation": await an_operation(session, ALICE)}
         for route in PRIVATE:
@@ -109,7 +108,7 @@ def test_roles(node: Node, go: Go, role: str) -> None:
     go(test)
 
 
-async def an_operation(session: ClientSession, uid: int) -> str:
+async def an_operation(session: Session, uid: int) -> str:
     """Let root start an operation on a user's job."""
     job = {ALICE: "train", BOB: "secret"}[uid]
     async with session.post(f"/v1/jobs/{job}/dump") as response:
@@ -122,10 +121,10 @@ async def an_operation(session: ClientSession, uid: int) -> str:
 def test_nothing_of_another_user_is_there(node: Node, go: Go) -> None:
     """Whatever route: what belongs to bob is to alice as if it did not exist."""
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         headers = node.token("alice", "admin", uid=ALICE)
         others = {**OTHERS, "operation": await an_operation(session, BOB)}
-        missing = {"job": "no", "snapshot": f"{9:032x}", "operation": "1" * 32}
+        missing = {"job": "absent", "snapshot": f"{9:032x}", "operation": "1" * 32}
         walked = 0
         for route in PRIVATE:
             if route.scope not in ("job", "snapshot", "operation"):
@@ -158,7 +157,7 @@ def test_nothing_of_another_user_is_there(node: Node, go: Go) -> None:
 
 
 def test_patterns_of_a_token(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         headers = node.token("t", "admin", jobs=["tr*", "syst?m"])
         async with session.get(f"{node.url}/v1/jobs?all=true", headers=headers) as response:
             names = {item["name"] for item in (await response.json())["items"]}
@@ -179,7 +178,7 @@ def test_patterns_of_a_token(node: Node, go: Go) -> None:
 
 
 def test_what_runs_as_root_is_not_given_by_users(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         operate = node.token("o", "operate", uid=ALICE)
         nobody = node.token("n", "operate")
         base = {"command": ["true"], "cwd": "/", "name": "x"}
@@ -210,7 +209,7 @@ def test_what_runs_as_root_is_not_given_by_users(node: Node, go: Go) -> None:
 
 
 def test_a_snapshot_without_an_owner_is_the_administrators(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         headers = node.token("a", "operate", uid=ALICE)
         path = f"/v1/snapshots/{4:032x}"
         async with session.get(node.url + path, headers=headers) as response:
@@ -230,7 +229,7 @@ def test_a_snapshot_without_an_owner_is_the_administrators(node: Node, go: Go) -
 def test_malformed_requests(node: Node, go: Go, route: Route) -> None:
     """Nothing that is sent makes the service fail."""
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         names = {**OWN, "operation": await an_operation(session, ALICE)}
         path = path_of(route, names)
 
@@ -257,7 +256,7 @@ def test_malformed_requests(node: Node, go: Go, route: Route) -> None:
 
 
 def test_other_methods_and_paths(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async with session.put("/v1/jobs") as response:
             assert response.status == 405 and "POST" in response.headers["Allow"]
             assert response.content_type == "application/problem+json"
@@ -271,7 +270,7 @@ def test_other_methods_and_paths(node: Node, go: Go) -> None:
 def test_words_of_a_request_are_never_options(node: Node, go: Go) -> None:
     """What reaches the command line stands in its option's word, or after '--'."""
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         body = {"tags": ["--stop"], "max_window": 2.5}
         async with session.post("/v1/jobs/train/dump", json=body) as response:
             id = (await response.json())["id"]
@@ -292,7 +291,7 @@ def words_of(state: Path, id: str) -> list[str]:
 
 
 def test_idempotency_over_http(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async def dump(key: str, **body: Any) -> tuple[int, str]:
             headers = {"Idempotency-Key": key}
             async with session.post("/v1/jobs/train/dump", json=body, headers=headers) as response:
@@ -313,7 +312,7 @@ def test_idempotency_over_http(node: Node, go: Go) -> None:
 
 
 def test_everything_that_changes_is_in_the_audit_log(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async with session.post("/v1/jobs/train/dump", json={}) as response:
             id = (await response.json())["id"]
         async with session.get("/v1/jobs"):
@@ -345,7 +344,7 @@ def test_what_cannot_be_recorded_does_not_happen(node: Node, go: Go) -> None:
     def full(**fields: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         node.service.audit.write = full  # type: ignore[method-assign]
         async with session.delete("/v1/jobs/old") as response:
             assert response.status == 500
@@ -356,7 +355,7 @@ def test_what_cannot_be_recorded_does_not_happen(node: Node, go: Go) -> None:
 
 
 def test_pages_of_a_list(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async with session.get("/v1/jobs?all=true") as response:
             whole = (await response.json())["items"]
         found, after = [], ""
@@ -378,7 +377,7 @@ def test_rates(node: Node, go: Go) -> None:
 
     node.service.rate = Rate(1, 3)
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         statuses = []
         for _ in range(5):
             async with session.get("/v1/self") as response:
@@ -394,7 +393,7 @@ def test_rates(node: Node, go: Go) -> None:
 
 
 def test_the_document_describes_the_table(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async with session.get("/v1/openapi.json") as response:
             document = await response.json()
         listed = {

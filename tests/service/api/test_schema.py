@@ -13,14 +13,15 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from icecore.service.api.documents import document
+from icecore.service.api.routes import Route
 from icecore.service.api.table import ROUTES
 from tests.service.api.conftest import Node, listening
 
-#: Streams end with their operation or job, and what is run needs a real caller.
 _STREAMS = ("operation_events", "job_logs")
-_EXAMPLES = 8
+_EXAMPLES = 5
 
 
 @pytest.fixture
@@ -43,14 +44,15 @@ def url(node: Node) -> Iterator[str]:
         thread.join(30)
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
-def test_the_service_does_what_its_document_says(node: Node, url: str, route: object) -> None:
+@pytest.mark.parametrize(
+    "route",
+    [route for route in ROUTES if route.name not in _STREAMS],  # a stream is no document
+    ids=lambda route: route.name,
+)
+def test_the_service_does_what_its_document_says(node: Node, url: str, route: Route) -> None:
     """For each route, requests that fit the document and some that do not, with a token of the role
     admin: no status that is not described, no body that does not fit, no failure (5xx).
     """
-    assert isinstance(route, type(ROUTES[0]))
-    if route.name in _STREAMS:
-        pytest.skip("a stream is no document")
     whole = schemathesis.openapi.from_dict(document([route], "0"))
     whole.config.update(base_url=url)
     operation = whole[route.path][route.method]
@@ -68,6 +70,11 @@ def test_the_service_does_what_its_document_says(node: Node, url: str, route: ob
     )
     def check(data: st.DataObject) -> None:
         case = data.draw(operation.as_strategy())
-        case.call_and_validate(headers={**(case.headers or {}), **headers}, timeout=20)
+        case.call_and_validate(
+            headers={**(case.headers or {}), **headers},
+            timeout=20,
+            # A schema does not say which snapshots there are, or which fields exclude each other.
+            excluded_checks=[positive_data_acceptance],
+        )
 
     check()

@@ -254,6 +254,8 @@ def test_a_supervised_job_outlives_client_and_service(node: Node) -> None:
     time.sleep(2)
     assert node.client.get(at("jobs", "s"))["instance"] == before
 
+    done = node.run(ALICE, "run", "--name", "s", "--every", "1h", "-d", "--", "true")
+    assert done.returncode == 16 and "supervised by another process" in done.stderr
     node.client.post(at("operations", operation["id"], "cancel"), {"signal": "TERM"})
     until = time.monotonic() + 40
     while (found := node.client.get(at("operations", operation["id"])))["ended"] is None:
@@ -261,6 +263,9 @@ def test_a_supervised_job_outlives_client_and_service(node: Node) -> None:
         time.sleep(0.1)
     assert found["exit_status"] == 85
     assert node.client.get(at("jobs", "s"))["state"] == "ended"
+    words = ["run", "--name", "s", "--resume", "--every", "1h", "-d", "--", "false"]
+    assert node.ok(ALICE, *words) == "s\n"  # restored, and left to the service
+    assert node.client.get(at("jobs", "s"))["restored_from"]
 
 
 def test_a_new_service_finds_a_dump_under_way(node: Node) -> None:

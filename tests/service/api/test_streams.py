@@ -9,10 +9,9 @@ import socket
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 
 from icecore.service.api import connections
-from tests.service.api.conftest import Go, Node, ended
+from tests.service.api.conftest import Go, Node, Session, ended
 from tests.service.api.test_operations import pid_of
 
 Event = tuple[str, str, Any]
@@ -37,14 +36,14 @@ async def read(response: Any, most: int = 1000) -> list[Event]:
     return found
 
 
-async def begin(session: ClientSession, monkeypatch: pytest.MonkeyPatch, stub: str) -> str:
+async def begin(session: Session, monkeypatch: pytest.MonkeyPatch, stub: str) -> str:
     monkeypatch.setenv("STUB", stub)
     async with session.post("/v1/jobs/train/dump", json={}) as response:
         return str((await response.json())["id"])
 
 
 def test_events_resume(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         id = await begin(session, monkeypatch, "echo")
         async with session.get(f"/v1/operations/{id}/events") as response:
             assert response.content_type == "text/event-stream"
@@ -70,7 +69,7 @@ def test_events_resume(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_operation_outlives_its_client(
     node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         id = await begin(session, monkeypatch, "wait")
         async with session.get(f"/v1/operations/{id}/events") as response:
             assert await read(response, 1)
@@ -86,7 +85,7 @@ def test_an_operation_outlives_its_client(
 
 
 def test_cancel_over_http(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         id = await begin(session, monkeypatch, "wait")
         await asyncio.to_thread(pid_of, node.state, id)
         async with session.post(f"/v1/operations/{id}/cancel", json={"signal": "KILL"}) as response:
@@ -100,7 +99,7 @@ def test_cancel_over_http(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_logs(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async with session.get("/v1/jobs/train/logs?stream=stdout") as response:
             assert response.content_type == "application/octet-stream"
             assert await response.read() == b"out of train\n"
@@ -118,7 +117,7 @@ def test_logs(node: Node, go: Go) -> None:
 
 
 def test_a_log_is_followed(node: Node, go: Go) -> None:
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async with session.get("/v1/jobs/train/logs?follow=true") as response:
             first = json.loads(await response.content.readline())
             await response.content.readline()
@@ -137,7 +136,7 @@ def test_a_log_is_followed(node: Node, go: Go) -> None:
 def test_slow_clients_are_let_go(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SLOW_SECONDS", 0.3)
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         async def ends(first: bytes) -> None:
             reader, writer = await asyncio.open_unix_connection(node.socket)
             writer.write(first)
@@ -162,7 +161,7 @@ def test_a_reader_that_does_not_read_is_let_go(
     path = min(node.state.glob("jobs/*/stdout.log"))
     path.write_bytes(b"x" * (32 << 20))
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         before = len(node.service.connections)
         client = socket.socket(socket.AF_UNIX)
         client.setblocking(False)
@@ -183,7 +182,7 @@ def test_a_reader_that_does_not_read_is_let_go(
 def test_connections_are_bounded(node: Node, go: Go) -> None:
     node.service.connections = connections.Connections(8)
 
-    async def test(session: ClientSession) -> None:
+    async def test(session: Session) -> None:
         held = [await asyncio.open_unix_connection(node.socket) for _ in range(5)]
         await asyncio.sleep(0.1)
         assert len(node.service.connections) == 2  # a quarter for one user
