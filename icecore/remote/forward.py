@@ -12,9 +12,11 @@ import asyncio
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from icecore.errors import UsageError
 
@@ -92,17 +94,27 @@ def _forwarding(client: aiohttp.ClientSession, own: frozenset[str]) -> Handle:
             raise web.HTTPMisdirectedRequest(text="this address has another name\n")
         if path == "/":
             return web.Response(status=303, headers={"Location": _PAGE})
-        if (path != _PAGE and not path.startswith(f"{_PAGE}/")) or path == f"{_PAGE}/links":
+        if not _is_of_page(path):
             raise web.HTTPNotFound(text="only the page is here\n")
         return await _forwarded(client, request)
 
     return handle
 
 
+def _is_of_page(path: str) -> bool:
+    """Return whether a path is one of the page's. A path with dot segments is none: what they lead
+    to depends on who resolves them.
+    """
+    parts = unquote(path).split("/")
+    if "." in parts or ".." in parts or not path.startswith(_PAGE):
+        return False
+    return parts[1] == _PAGE[1:] and parts[2:] != ["links"]
+
+
 async def _forwarded(client: aiohttp.ClientSession, request: web.Request) -> web.StreamResponse:
     headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _OF_CONNECTION]
     body = await request.read()
-    url = f"http://localhost{request.rel_url.raw_path_qs}"
+    url = URL(f"http://localhost{request.rel_url.raw_path_qs}", encoded=True)
     try:
         async with client.request(
             request.method, url, headers=headers, data=body or None, allow_redirects=False

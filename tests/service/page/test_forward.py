@@ -35,6 +35,10 @@ def test_a_port_that_leads_to_the_page_alone(cli: Cli, service: str) -> None:
             "/v1/self",
             "/metrics",
             "/page/../v1/self",
+            "/page/%2e%2e/v1/self",
+            "/page/..%2fv1/self",
+            "/page/./../v1/self",
+            "//v1/self",
             "/pages",
             "/page/links",
         ):
