@@ -20,8 +20,7 @@ from icecore.host.jobs.identity import user_name
 from icecore.places import state_directory
 from icecore.private import components, is_own
 from icecore.repository import Repository
-from icecore.restorer.owner import owner_of
-from icecore.restorer.phases.planning import run_record
+from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
 from icecore.service.api.core import Where, free_of
 from icecore.service.facts.readings import Reading, Replica, read_repository
@@ -147,8 +146,7 @@ class Repositories:
         owner = self._owners.get(key)
         if owner is None:
             try:
-                manifest = repository.manifest(record)
-                owner = owner_of(manifest, run_record(manifest))
+                owner = snapshot_owner(repository.manifest(record))
             except IcecoreError:  # damaged, or on a replica alone; maybe readable later
                 return None
             if len(self._owners) >= _MOST_OWNERS:

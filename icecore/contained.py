@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from icecore.events import Value
+from icecore.host.jobs.identity import user_name
 from icecore.restorer.gpu.resident_record import left_to_driver
+from icecore.restorer.owner import snapshot_owner
 from icecore.store.format.manifest import Manifest
 from icecore.store.format.state import SnapshotRecord
 
@@ -36,6 +38,7 @@ def details(manifest: Manifest) -> Fields:
     """Return where a snapshot was taken, its sizes, and what it requires."""
     sizes = manifest.sizes
     resident, moved = device_bytes(manifest)
+    owner = snapshot_owner(manifest)
     return {
         "snapshot": manifest.snapshot,
         "host": manifest.host,
@@ -53,6 +56,8 @@ def details(manifest: Manifest) -> Fields:
         "resident_bytes": resident,
         "moved_bytes": moved,
         "left": dict(left_to_driver(manifest)),
+        "user": owner,
+        "user_name": user_name(owner),
     }
 
 

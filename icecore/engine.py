@@ -11,8 +11,7 @@ from icecore.errors import IcecoreError
 from icecore.events import Sink
 from icecore.host.jobs.identity import Identity
 from icecore.repository import Repository
-from icecore.restorer.owner import owner_of
-from icecore.restorer.phases.planning import run_record
+from icecore.restorer.owner import snapshot_owner
 from icecore.restorer.restored import Restored
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.forget import Policy, plan
@@ -50,8 +49,7 @@ class RepositoryEngine:
         """Return the uid of a snapshot's job; None: it cannot be read."""
         if record.snapshot not in self._owners:
             try:
-                manifest = self._repository.manifest(record)
-                self._owners[record.snapshot] = owner_of(manifest, run_record(manifest))
+                self._owners[record.snapshot] = snapshot_owner(self._repository.manifest(record))
             except IcecoreError:
                 return None
         return self._owners[record.snapshot]

@@ -448,8 +448,10 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
 
         return remote.show(arguments, context, context.service)
     from icecore import contained
+    from icecore.host.jobs.identity import user_name
     from icecore.output import left_words
     from icecore.restorer.gpu.resident_record import left_to_driver
+    from icecore.restorer.owner import snapshot_owner
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
@@ -457,6 +459,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     output.result("snapshot", contained.snapshot_fields(record))
     resident, moved = contained.device_bytes(manifest)
     left = left_to_driver(manifest)
+    owner = snapshot_owner(manifest)
     host = sizes.logical - sizes.device
     output.result("snapshot.details", contained.details(manifest))
     if not output.as_json:
@@ -465,6 +468,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("job", manifest.job),
             ("lineage", manifest.lineage),
             ("parent", manifest.parent or "none"),
+            ("user", user_name(owner)),
             ("taken", f"{units.moment(manifest.created_ns / 1e9)} on {manifest.host}"),
             ("window", units.seconds(manifest.window_seconds)),
             ("host memory", f"{units.size(host)} of data"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from icecore.errors import RestoreRefused
+from icecore.errors import Damaged, RestoreRefused
 from icecore.host.jobs.identity import may_touch, user_name
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.store.format.manifest import Manifest
@@ -21,6 +21,19 @@ def owner_of(manifest: Manifest, record: RunRecord | None) -> int:
         return record.user
     users = {process.user for process in manifest.processes}
     return users.pop() if len(users) == 1 else ROOT
+
+
+def snapshot_owner(manifest: Manifest) -> int:
+    """Return the uid whose snapshot it is (`owner_of`).
+
+    Raises:
+        Damaged: The record of its job makes no sense.
+    """
+    text = manifest.extra.get("run")
+    try:
+        return owner_of(manifest, None if text is None else RunRecord.decode(text))
+    except ValueError as error:
+        raise Damaged("manifest", manifest.snapshot, str(error)) from error
 
 
 def may_read_memory(user: int, manifest: Manifest, record: RunRecord | None) -> bool:

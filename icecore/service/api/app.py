@@ -18,6 +18,7 @@ from icecore.service.api.caller import Caller, Role, of_peer
 from icecore.service.api.connections import Guard
 from icecore.service.api.core import SERVICE, Service
 from icecore.service.api.handlers import may_see
+from icecore.service.api.operations import unknown
 from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
 from icecore.service.api.routes import TABLE, Call, Route
 from icecore.service.api.starting import answer
@@ -237,7 +238,7 @@ async def _with_subject(route: Route, call: Call) -> None:
         case "operation":
             found = service.operations.get(about["operation"])
             if not may_see(call, found):
-                service.operations.get("")  # raises what an unknown one raises
+                raise unknown(about["operation"])
             call.subject = found
         case "repository":
             call.subject = await service.stored(service.own_repository, call.known)

@@ -25,10 +25,9 @@ from pathlib import Path
 import msgspec
 
 from icecore.errors import NotFound, UsageError
-from icecore.host.jobs.job import boot_id
-from icecore.host.kernel import procfs
 from icecore.private import private_state
 from icecore.service.api import stored as files
+from icecore.service.api import workers
 from icecore.service.api.journal import Reader
 from icecore.service.api.models import Error, Operation, State
 from icecore.service.api.problems import Busy, Conflict, problem_of_fields
@@ -41,23 +40,6 @@ _KEPT = 1000
 _QUEUED_PER_CALLER = 100
 KEY_SECONDS = 86400.0
 _BACK_OFF = (1.0, 60.0)
-#: A worker writes process.json within a fraction of a second.
-_SHOW_UP_SECONDS = 10.0
-_SIGNALS = {
-    "INT": signal.SIGINT,
-    "TERM": signal.SIGTERM,
-    "HUP": signal.SIGHUP,
-    "USR1": signal.SIGUSR1,
-}
-#: Variables by which a service manager speaks to the service alone.
-_NOT_INHERITED = (
-    "NOTIFY_SOCKET",
-    "WATCHDOG_USEC",
-    "WATCHDOG_PID",
-    "LISTEN_FDS",
-    "LISTEN_PID",
-    "LISTEN_FDNAMES",
-)
 
 
 @dataclass(frozen=True)
@@ -128,9 +110,9 @@ class Operations:
     async def _recover(self, entry: _Entry) -> None:
         entry.process = files.read_process(entry.directory)
         entry.attempt = entry.process.attempt if entry.process else 0
-        entry.result = files.read_result(entry.directory)
-        if entry.result is not None:
-            entry.state = _final_state(entry.result, cancelled=entry.cancelled)
+        result = files.read_result(entry.directory)
+        if result is not None:
+            self._settle(entry, result)
             return
         descriptor = files.lock(entry.directory)
         if descriptor < 0:
@@ -216,9 +198,9 @@ class Operations:
             UsageError: The signal is another one.
         """
         entry = self._entry(id)
-        number = _SIGNALS.get(name.upper())
+        number = workers.SIGNALS.get(name.upper())
         if number is None:
-            raise UsageError(f"signal {name}", cure=f"one of {', '.join(_SIGNALS)}")
+            raise UsageError(f"signal {name}", cure=f"one of {', '.join(workers.SIGNALS)}")
         if not entry.stored.supervised:
             number = signal.SIGINT
         if entry.result is None:
@@ -226,7 +208,7 @@ class Operations:
             if entry.state == "queued":
                 self._lost(entry)
             else:
-                self._signal(entry, number)
+                workers.send(entry.directory, entry.child, number)
         return self._as_model(entry)
 
     async def wait(self, id: str, seconds: float) -> Operation:
@@ -284,42 +266,12 @@ class Operations:
             return
         entry.attempt += 1
         entry.state = "running"
-        log = os.open(
-            entry.directory / "output.log",
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
-        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        # A signal that comes before the command has its handlers waits until then.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS.values())
         try:
-            entry.child = subprocess.Popen(
-                [*self._worker, str(entry.directory), str(descriptor), str(entry.attempt)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=(descriptor,),
-                env=environment,
-            )
+            entry.child = workers.spawn(self._worker, entry.directory, descriptor, entry.attempt)
         except OSError as error:
-            self._finish(
-                entry,
-                Result(
-                    exit_status=1,
-                    ended=time.time(),
-                    error={
-                        "class": "IcecoreError",
-                        "message": f"cannot start a process: {error.strerror}",
-                        "cure": "",
-                        "exit_code": 1,
-                    },
-                ),
-            )
+            self._fail(entry, f"cannot start a process: {error.strerror}")
             return
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(log)
             os.close(descriptor)
         self._watch(entry)
 
@@ -331,10 +283,10 @@ class Operations:
 
     async def _until_end(self, entry: _Entry) -> None:
         """Wait until the worker has ended; note how."""
-        pidfd = await self._open(entry)
+        pidfd = await workers.open_worker(entry.directory, entry.child)
         if pidfd >= 0:
             try:
-                await _readable(pidfd)
+                await workers.readable(pidfd)
             finally:
                 os.close(pidfd)
         if entry.child is not None:
@@ -357,42 +309,6 @@ class Operations:
         if entry.state == "queued":  # it was not cancelled meanwhile
             self._start(entry)
 
-    async def _open(self, entry: _Entry) -> int:
-        """Return a pidfd of the worker; -1: it has ended."""
-        if entry.child is not None:
-            return os.pidfd_open(entry.child.pid)  # nobody else collects it
-        until = time.monotonic() + _SHOW_UP_SECONDS
-        while (process := files.read_process(entry.directory)) is None:
-            if time.monotonic() > until or _is_free(entry.directory):
-                return -1
-            await asyncio.sleep(_POLL_SECONDS / 2)
-        entry.process = process
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            return -1
-        if not _is_same(process):  # after the open: from now on the pid cannot be reused
-            os.close(pidfd)
-            return -1
-        return pidfd
-
-    def _signal(self, entry: _Entry, number: int) -> None:
-        """Send a signal to the worker, and to no process that has its pid later."""
-        if entry.child is not None:
-            with suppress(ProcessLookupError):
-                os.kill(entry.child.pid, number)  # it is ours: its pid is not free before `wait`
-            return
-        process = entry.process or files.read_process(entry.directory)
-        if process is None:
-            return  # it looks for the request to cancel when it begins
-        with suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(process.pid)
-            try:
-                if _is_same(process):
-                    signal.pidfd_send_signal(pidfd, number)
-            finally:
-                os.close(pidfd)
-
     def _lost(self, entry: _Entry) -> None:
         """The worker ended without a result, or never began."""
         if entry.cancelled:
@@ -401,25 +317,29 @@ class Operations:
         if entry.stored.supervised:
             entry.state = "queued"
             return
-        error = {
-            "class": "IcecoreError",
-            "message": f"the process of operation {entry.stored.id} was killed",
-            "cure": "try again",
-            "exit_code": 1,
-        }
+        self._fail(
+            entry, f"the process of operation {entry.stored.id} was killed", cure="try again"
+        )
+
+    def _fail(self, entry: _Entry, message: str, *, cure: str = "") -> None:
+        error = {"class": "IcecoreError", "message": message, "cure": cure, "exit_code": 1}
         self._finish(entry, Result(exit_status=1, ended=time.time(), error=error))
 
     def _finish(self, entry: _Entry, result: Result, *, written: bool = False) -> None:
         if not written:
             files.write(entry.directory, "result.json", result)
+        self._settle(entry, result)
+        entry.changed.set()
+        self._forget_old()
+        self._pump()
+
+    def _settle(self, entry: _Entry, result: Result) -> None:
+        """Note how an operation ended."""
         if entry.stored.environment is not None:  # it may hold secrets, and nobody needs it now
             entry.stored = msgspec.structs.replace(entry.stored, environment=None)
             files.write(entry.directory, "request.json", entry.stored)
         entry.result = result
         entry.state = _final_state(result, cancelled=entry.cancelled)
-        entry.changed.set()
-        self._forget_old()
-        self._pump()
 
     # -- the table
 
@@ -427,9 +347,7 @@ class Operations:
         try:
             return self._entries[id]
         except KeyError:
-            raise NotFound(
-                f"there is no operation {id}", cure="GET /v1/operations lists them"
-            ) from None
+            raise unknown(id) from None
 
     def _know(self, entry: _Entry) -> None:
         self._entries[entry.stored.id] = entry
@@ -478,6 +396,8 @@ class Operations:
 
     def _as_model(self, entry: _Entry) -> Operation:
         stored, result = entry.stored, entry.result
+        if entry.process is None:
+            entry.process = files.read_process(entry.directory)
         error: Error | None = None
         if result is not None and result.error is not None:
             error = problem_of_fields(result.error)
@@ -500,6 +420,11 @@ class Operations:
         )
 
 
+def unknown(id: str) -> NotFound:
+    """Return the error for an operation that does not exist, or not for this caller."""
+    return NotFound(f"there is no operation {id}", cure="GET /v1/operations lists them")
+
+
 def new_id() -> str:
     """Return the id of a new operation."""
     return secrets.token_hex(16)
@@ -514,34 +439,3 @@ def _final_state(result: Result, *, cancelled: bool) -> State:
     if result.exit_status == 0:
         return "succeeded"
     return "cancelled" if cancelled else "failed"
-
-
-def _is_same(process: Process) -> bool:
-    """Return whether the worker's pid is still the worker's."""
-    try:
-        return process.boot == boot_id() and procfs.start_time(process.pid) == process.start_time
-    except NotFound:
-        return False
-
-
-def _is_free(directory: Path) -> bool:
-    descriptor = files.lock(directory)
-    if descriptor >= 0:
-        os.close(descriptor)
-    return descriptor >= 0
-
-
-async def _readable(descriptor: int) -> None:
-    """Wait until a descriptor can be read."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-
-    def done() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(descriptor, done)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)

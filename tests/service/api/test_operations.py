@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from icecore.errors import NotFound, UsageError
+from icecore.host.jobs.job import boot_id
 from icecore.service.api import operations as module
 from icecore.service.api import stored as files
 from icecore.service.api.journal import Reader, Writer
@@ -242,9 +243,7 @@ def test_a_pid_of_another_process_is_left_alone(state: Path) -> None:
         directory = state / "service" / "operations" / stored.id
         directory.mkdir(parents=True, mode=0o700)
         files.write(directory, "request.json", stored)
-        files.write(
-            directory, "process.json", Process(other.pid, 1, module.boot_id(), time.time(), 1)
-        )
+        files.write(directory, "process.json", Process(other.pid, 1, boot_id(), time.time(), 1))
 
         async def test(own: Operations) -> None:
             assert own.get(stored.id).state == "failed"

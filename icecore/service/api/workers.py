@@ -1,0 +1,153 @@
+"""The processes of operations: made, found again, signalled, and never mistaken for others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.errors import NotFound
+from icecore.host.jobs.job import boot_id
+from icecore.host.kernel import procfs
+from icecore.service.api import stored as files
+from icecore.service.api.stored import Process
+
+#: What a client may send to an operation.
+SIGNALS = {
+    "INT": signal.SIGINT,
+    "TERM": signal.SIGTERM,
+    "HUP": signal.SIGHUP,
+    "USR1": signal.SIGUSR1,
+}
+_POLL_SECONDS = 0.05
+#: A worker writes process.json within a fraction of a second.
+_SHOW_UP_SECONDS = 10.0
+#: Variables by which a service manager speaks to the service alone.
+_NOT_INHERITED = (
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+)
+
+
+def spawn(
+    command: Sequence[str], directory: Path, lock: int, attempt: int
+) -> subprocess.Popen[bytes]:
+    """Make the worker of an operation, with a session of its own.
+
+    Args:
+        command: Its command line, without its arguments.
+        lock: A descriptor that holds the operation's lock; the worker inherits it.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    log = os.open(
+        directory / "output.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+        0o600,
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+    # A signal that comes before the command has its handlers waits until then.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
+    try:
+        return subprocess.Popen(
+            [*command, str(directory), str(lock), str(attempt)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(lock,),
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(log)
+
+
+async def open_worker(directory: Path, child: subprocess.Popen[bytes] | None) -> int:
+    """Return a pidfd of an operation's worker; -1: it has ended.
+
+    Args:
+        child: The worker, if it is this process's child.
+    """
+    if child is not None:
+        return os.pidfd_open(child.pid)  # nobody else collects it
+    until = time.monotonic() + _SHOW_UP_SECONDS
+    while (process := files.read_process(directory)) is None:
+        if time.monotonic() > until or _is_free(directory):
+            return -1
+        await asyncio.sleep(_POLL_SECONDS)
+    return _open(process)
+
+
+def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) -> None:
+    """Send a signal to an operation's worker, and to no process that has its pid later.
+
+    Args:
+        child: The worker, if it is this process's child.
+    """
+    if child is not None:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, number)  # its pid is not free before it is collected
+        return
+    process = files.read_process(directory)
+    if process is None:
+        return  # it looks for the request to cancel when it begins
+    pidfd = _open(process)
+    if pidfd >= 0:
+        try:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            os.close(pidfd)
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read: of a pidfd, until its process has ended."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def done() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, done)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _open(process: Process) -> int:
+    """Return a pidfd of a worker; -1: it has ended. It is compared after it is opened: from then on
+    the pid cannot be another process's.
+    """
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return -1
+    try:
+        same = process.boot == boot_id() and procfs.start_time(process.pid) == process.start_time
+    except NotFound:
+        same = False
+    if not same:
+        os.close(pidfd)
+        return -1
+    return pidfd
+
+
+def _is_free(directory: Path) -> bool:
+    """Return whether nobody holds an operation's lock."""
+    descriptor = files.lock(directory)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return descriptor >= 0
