@@ -37,6 +37,7 @@ from icecore.restorer.requirements import Requirements
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
 from icecore.restorer.restored import Restored
+from icecore.service.metrics.tally import counted
 from icecore.store.format.state import SnapshotRecord
 from icecore.text import harmless
 
@@ -293,6 +294,7 @@ def dump(
     if options.job:
         require_name(options.job)
     with ExitStack() as stack:
+        emit = stack.enter_context(counted(state_directory(config.state), "dump", emit))
         opened = _opened(repository, config, emit, stack)
         job, root = find_target(registry(config), target)
         if job is None:
@@ -357,6 +359,7 @@ def restore(
     config = config or load()
     options = options or restore_options(config)
     with ExitStack() as stack:
+        emit = stack.enter_context(counted(state_directory(config.state), "restore", emit))
         opened, record = _opened(repository, config, emit, stack).locate(snapshot)
         restored = _restore(
             opened.core,

@@ -17,17 +17,22 @@ from icecore import addressing, contained, passphrase
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.identity import user_name
+from icecore.places import state_directory
 from icecore.private import components, is_own
 from icecore.repository import Repository
 from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
 from icecore.service.api.core import Where, free_of
+from icecore.service.facts.readings import Reading, Replica, read_repository
+from icecore.service.metrics.tally import Tally
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
+from icecore.watching import compare_replicas
 
 _KEPT_SECONDS = 300.0
 _STATISTICS_SECONDS = 30.0
+_READING_SECONDS = 2.0
 _MOST_OWNERS = 100_000
 
 
@@ -46,6 +51,7 @@ class Repositories:
         self._lock = threading.Lock()
         self._open: dict[str, _Opened] = {}
         self._owners: dict[str, int] = {}
+        self._tally = Tally(state_directory(config.state))
 
     def where(self, uid: int | None) -> Where:
         """Return the repository of a user; None: that of the administrators."""
@@ -91,6 +97,18 @@ class Repositories:
         with self._opened(where) as opened:
             return opened.statistics()
 
+    def reading(self, where: Where) -> Reading:
+        """Return a repository's lists, which are at most some seconds old."""
+        with self._opened(where) as opened:
+            return opened.reading()
+
+    def replicas(self, where: Where) -> list[Replica]:
+        """Compare the replicas of a repository with it."""
+        if where.location != self._location:
+            return []
+        with self._opened(where) as opened:
+            return compare_replicas(opened.repository, self._config)
+
     def staging(self) -> list[models.Staging]:
         """Return the file systems for staging."""
         own = {self._config.dump.workdir, self._config.restore.workdir or "/dev/shm"}
@@ -120,6 +138,7 @@ class Repositories:
                 for repository in one.opened:
                     repository.close()
             self._open.clear()
+        self._tally.flush()
 
     def _owner(self, repository: Repository, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
@@ -173,6 +192,7 @@ class Repositories:
             passphrase=passphrase.current(self._config),
             state=self._config.state,
             config=self._config,
+            emit=self._tally.event,
         )
 
 
@@ -186,11 +206,20 @@ class _Opened:
         self.used = time.monotonic()
         self._counting = threading.Lock()
         self._counted: tuple[float, models.Repository] | None = None
+        self._reading_lock = threading.Lock()
+        self._reading: Reading | None = None
 
     @property
     def repository(self) -> Repository:
         """The repository, once it is open."""
         return self.opened[0]
+
+    def reading(self) -> Reading:
+        """Return the lists; one reader at a time."""
+        with self._reading_lock:
+            if self._reading is None or time.time() - self._reading.at > _READING_SECONDS:
+                self._reading = self.repository.loop.run(read_repository(self.repository.core))
+            return self._reading
 
     def statistics(self) -> models.Repository:
         """Return the statistics; one count at a time."""

@@ -23,6 +23,7 @@ from icecore.commands import (
     jobs,
     keys,
     node,
+    page,
     regions,
     repositories,
     serve,
@@ -42,6 +43,8 @@ from icecore.commands.context import (
 from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep
 from icecore.output import Output
+from icecore.places import state_directory
+from icecore.service.metrics.tally import counted
 
 if TYPE_CHECKING:
     from icecore.remote.connection import Service
@@ -52,11 +55,13 @@ GROUPS = (
     ("snapshots", (snapshots,)),
     ("repositories", (repositories, trust)),
     ("replicas and exchange", (regions, exchange)),
-    ("node and keys", (keys, node, serve, completion)),
+    ("node and keys", (keys, node, serve, page, completion)),
 )
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.
 _OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
+#: Commands whose outcome is counted here; `icecore.api` counts dumps and restores.
+_COUNTED = frozenset({"check", "copy", "forget", "gc", "repair", "sync"})
 #: Commands that the node service does for users who are not root.
 _OF_REPOSITORY = frozenset({"ls", "show", "diff", "mark", "forget"})
 _SERVED = _OF_REPOSITORY | {
@@ -270,7 +275,12 @@ def _run(
             context.recover_files()
         for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
             sweep(workdir, output.event)
-        status: int = arguments.run(arguments, context)
+        if arguments.command not in _COUNTED:
+            status: int = arguments.run(arguments, context)
+            return status
+        state = state_directory(settings.state)
+        with counted(state, arguments.command, output.event):
+            status = arguments.run(arguments, context)
         return status
 
 

@@ -23,7 +23,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MOST_LINKS = 40
 #: The entries of a state directory.
 STATE_ENTRIES = frozenset(
-    {"jobs", "lock", "opened", "places", "restores", "schedules", "seen", "service"}
+    {"jobs", "lock", "metrics", "opened", "places", "restores", "schedules", "seen", "service"}
 )
 
 

@@ -25,6 +25,7 @@ GROUND = {
     "icecore.private",
     "icecore.sizes",
     "icecore.text",
+    "icecore.units",
 }
 # floor -> the floors whose modules it may import, its own included
 MAY_IMPORT = {

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from icecore import passphrase, units
 from icecore.config import SECONDS, SIZE, SWITCH, THREADS, Config, Kind
 from icecore.errors import IcecoreError, NotFound, UsageError
-from icecore.events import Event
+from icecore.events import Event, Sink
 from icecore.output import Output
+from icecore.service.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -89,6 +90,17 @@ class Context:
     service: Service | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
     _repository: Repository | None = None
+    _tally: Tally | None = None
+
+    @property
+    def emit(self) -> Sink:
+        """The sink of a repository's events, which are counted."""
+        if self._tally is None:
+            from icecore.places import state_directory
+
+            self._tally = Tally(state_directory(self.config.state))
+            self._stack.callback(self._tally.flush)
+        return self._tally.hears(self.output.event)
 
     def repository(self, *, rebuild: bool = False) -> Repository:
         """Return the repository; open it on first use.
@@ -110,9 +122,10 @@ class Context:
                 state=self.config.state,
                 config=self.config,
                 rebuild=rebuild,
-                emit=self.output.event,
+                emit=self.emit,
             )
             self._repository = self._stack.enter_context(opened)
+            self._count_requests(opened)
         return self._repository
 
     def snapshots(self) -> list[SnapshotRecord]:
@@ -122,6 +135,14 @@ class Context:
         from icecore.remote.snapshots import listed
 
         return listed(self.service)
+
+    def _count_requests(self, opened: Repository) -> None:
+        """Count the requests to a bucket while it is open: a supervisor keeps it for weeks."""
+        from icecore.store.backend.metrics import meters_of
+
+        if self._tally is not None:
+            for meter in meters_of(opened.core.backend):
+                self._tally.watch(meter.counts)
 
     def registry(self) -> Registry:
         """Return the registry of this node's jobs; of the service: those of this user."""

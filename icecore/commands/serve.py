@@ -96,6 +96,9 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
             f"the service needs {error.name}", cure="pip install 'icecore[service]'"
         ) from error
     from icecore.backing import Repositories
+    from icecore.service import scrape
+    from icecore.service.page import routes as page
+    from icecore.watching import Scraper
 
     own = overridden(context.config.service, arguments)
     own = replace(own, repository=context.config.service.repository)  # -r is the administrators'
@@ -105,8 +108,19 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
     service = Service.made(
         config, context.registry(), backing, version=version("icecore"), words=words
     )
+    scraper = Scraper(config, context.location)
+
+    async def until_stopped() -> None:
+        more = [*page.routes(), scrape.route(scraper.scrape)]
+        app = build(service, more, [page.errors_as_pages])
+        page.prepare(app)
+        try:
+            await run(service, app, context.output.event)
+        finally:
+            await scraper.close()
+
     try:
-        asyncio.run(run(service, build(service), context.output.event))
+        asyncio.run(until_stopped())
     finally:
         backing.close()
     return 0

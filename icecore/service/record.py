@@ -27,7 +27,11 @@ _LOCK_SECONDS = 1.0
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """One snapshot that the supervisor took. Times in seconds, sizes in bytes."""
+    """One snapshot that the supervisor took. Times in seconds, sizes in bytes.
+
+    ``phases`` are the seconds of phases of the dump (docs/reference/events.md); ``freeze`` is the
+    part of the window until CRIU had done its work.
+    """
 
     at: float
     window: float
@@ -35,6 +39,7 @@ class Taken(msgspec.Struct, frozen=True):
     committing: float
     stored: int
     snapshot: str
+    phases: dict[str, float] = {}
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -46,6 +51,9 @@ class Measured(msgspec.Struct, frozen=True):
         window_seconds, background_seconds, commit_seconds: Moving averages over its snapshots.
         failures: How often it has failed.
         ran_seconds: How long it has run under supervision.
+        interval_seconds: From one periodic snapshot to the next; 0: none are taken.
+        due: Unix time of the next periodic snapshot; 0: none is.
+        notice_seconds: Time that the job has from a notice until it must be gone; 0: not known.
     """
 
     taken: list[Taken] = []
@@ -55,6 +63,9 @@ class Measured(msgspec.Struct, frozen=True):
     commit_seconds: float = 0.0
     failures: int = 0
     ran_seconds: float = 0.0
+    interval_seconds: float = 0.0
+    due: float = 0.0
+    notice_seconds: float = 0.0
 
     def after(self, done: Taken) -> Measured:
         """Return what is known once a snapshot was taken."""

@@ -44,6 +44,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.host.jobs.shell import run_shell
 from icecore.restorer.restored import Restored
 from icecore.service.interval import Bounds, choose
+from icecore.service.metrics.tally import Tally
 from icecore.service.notice import Notices
 from icecore.service.record import FOLDER, Record, Taken
 from icecore.service.watchdog import Watchdog, end, resume_all
@@ -208,6 +209,7 @@ class Supervisor:
         self._sink = emit
         self._registry = engine.registry
         self._record = Record(self._registry.state, plan.name)
+        self._tally = Tally(self._registry.state)
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._job: Job | None = None
         self._follower: threading.Thread | None = None
@@ -411,7 +413,7 @@ class Supervisor:
         )
         self._ended = None
         self._began = time.monotonic()
-        self._due = self._began + self._first_delay()
+        self._schedule(self._first_delay())
         self._paused = False
         self._watch_over(self._job)
         job = self._job
@@ -567,11 +569,14 @@ class Supervisor:
     def _take(self, job: Job, stop: bool) -> None:
         """Take one snapshot, in a thread of its own."""
         ended_window = 0.0
+        phases: dict[str, float] = {}
 
         def heard(event: Event) -> None:
             nonlocal ended_window
-            if event.name == "dump.window" and event.fields.get("state") == "end":
-                ended_window = time.monotonic()
+            if event.fields.get("state") == "end":
+                if event.name == "dump.window":
+                    ended_window = time.monotonic()
+                phases.update(_phases(event))
             self._emit(event)
 
         taken: Taken | None = None
@@ -581,7 +586,9 @@ class Supervisor:
         def made(snapshot: str, window: float, stored: int) -> Taken:
             ended = time.monotonic()
             committing = ended - ended_window if ended_window else 0.0
-            return Taken(time.time(), window, ended - began, committing, stored, snapshot)
+            return Taken(
+                time.time(), window, ended - began, committing, stored, snapshot, phases.copy()
+            )
 
         try:
             with self._turn(stop) as mine:
@@ -637,7 +644,7 @@ class Supervisor:
         if done.stop:
             return
         delay = self._delay()
-        self._due = time.monotonic() + delay
+        self._schedule(delay)
         self._tell(
             "run.snapshot",
             snapshot=taken.snapshot,
@@ -665,7 +672,23 @@ class Supervisor:
             time.sleep(min(pause, 2.0))
             self._dump(stop=True)
         else:
-            self._due = time.monotonic() + pause
+            self._schedule(pause)
+
+    def _schedule(self, delay: float) -> None:
+        """Take the next periodic snapshot in ``delay`` seconds, and let the record say so."""
+        self._due = time.monotonic() + delay
+        if self._plan.every is None:
+            interval = due = 0.0
+        else:
+            interval, due = self._interval(), time.time() + delay
+        self._record.save(
+            msgspec.structs.replace(
+                self._record.measured,
+                interval_seconds=interval,
+                due=due,
+                notice_seconds=self._plan.notice,
+            )
+        )
 
     def _forget(self) -> None:
         """Apply the retention policy to this job's snapshots."""
@@ -685,16 +708,21 @@ class Supervisor:
 
     def _delay(self) -> float:
         """Return seconds until the next snapshot."""
-        if self._plan.every is None:
-            return 0.0
+        if self._plan.every == "auto":
+            if not self._record.measured.taken:
+                return _FIRST_SECONDS
+            return self._interval() * random.uniform(1 - _JITTER, 1 + _JITTER)
+        return self._interval() * random.uniform(1 - _JITTER, 1.0)
+
+    def _interval(self) -> float:
+        """Return seconds from one snapshot to the next, without jitter."""
         if self._plan.every != "auto":
-            return self._plan.every * random.uniform(1 - _JITTER, 1.0)
+            return self._plan.every or 0.0
         cost = self._record.measured.cost(self._plan.slow_down)
         if cost is None:
             return _FIRST_SECONDS
         rate = self._record.measured.rate(self._plan.failure_seconds)
-        chosen = choose(cost, rate, self._plan.bounds).seconds
-        return chosen * random.uniform(1 - _JITTER, 1 + _JITTER)
+        return choose(cost, rate, self._plan.bounds).seconds
 
     # -- the job ends
 
@@ -818,4 +846,14 @@ class Supervisor:
             self._follower.join(_DRAIN_SECONDS)
 
     def _tell(self, name: str, **fields: Value) -> None:
-        self._emit(Event(name, {"job": self._plan.name, **fields}))
+        event = Event(name, {"job": self._plan.name, **fields})
+        self._tally.event(event)
+        self._emit(event)
+
+
+def _phases(event: Event) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of a phase that ended, for the record of a snapshot."""
+    for name, key in ((event.name, "seconds"), ("freeze", "freeze_seconds")):
+        value = event.fields.get(key)
+        if isinstance(value, int | float):
+            yield name, float(value)

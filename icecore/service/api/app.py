@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -25,19 +25,26 @@ from icecore.service.api.starting import answer
 from icecore.service.api.table import ROUTES
 from icecore.service.api.tokens import Token
 
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
+
 #: A job's command and environment (ARG_MAX is 2 MiB), and what JSON adds.
 MOST_BODY = 8 << 20
 _BODY_SECONDS = 30.0
 _JSON = "application/json"
 
 
-def build(service: Service, more: Iterable[Route] = ()) -> web.Application:
+def build(
+    service: Service, more: Iterable[Route] = (), inner: Sequence[Middleware] = ()
+) -> web.Application:
     """Return the application of a service.
 
     Args:
         more: Further routes, which are checked as those of the table are.
+        inner: Middlewares that see errors before they become problems.
     """
-    app = web.Application(client_max_size=MOST_BODY, middlewares=[_guarded, _problems])
+    middlewares: list[Middleware] = [_guarded, _problems, *inner]
+    app = web.Application(client_max_size=MOST_BODY, middlewares=middlewares)
     app[SERVICE] = service
     app[TABLE] = (*ROUTES, *more)
     for route in app[TABLE]:
@@ -126,10 +133,11 @@ def caller_of(service: Service, request: web.Request) -> Caller:
         raise Unauthenticated(
             "the request has no valid token", cure="'icecore token add' on the node makes one"
         )
-    return _of_token(token, request)
+    return of_token(token, request)
 
 
-def _of_token(token: Token, request: web.Request) -> Caller:
+def of_token(token: Token, request: web.Request) -> Caller:
+    """Return the holder of a token."""
     return Caller(
         name=f"token {token.name}",
         kind="token",
@@ -171,7 +179,8 @@ async def _authorise(route: Route, call: Call) -> None:
         _count(service, guard.who if guard is not None else request.remote or "")
         return
     try:
-        call.caller = caller_of(service, request)
+        identify = route.identify or caller_of
+        call.caller = identify(service, request)
     except Unauthenticated:
         _count(service, guard.who if guard is not None else request.remote or "")
         raise

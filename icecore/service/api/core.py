@@ -24,6 +24,7 @@ from icecore.service.api.connections import Connections
 from icecore.service.api.limits import Rate
 from icecore.service.api.operations import Bounds, Operations
 from icecore.service.api.tokens import Tokens
+from icecore.service.facts.readings import Reading, Replica
 
 T = TypeVar("T")
 _THREADS = 16
@@ -57,6 +58,12 @@ class Backing(Protocol):
 
     def statistics(self, where: Where) -> models.Repository:
         """Return a repository's statistics."""
+
+    def reading(self, where: Where) -> Reading:
+        """Return a repository's lists, which are at most some seconds old."""
+
+    def replicas(self, where: Where) -> list[Replica]:
+        """Compare the replicas of a repository with it."""
 
     def prepare(self, where: Where) -> None:
         """Make a user's own repository where there is none yet."""

@@ -164,6 +164,14 @@ class Operations:
         """
         return self._as_model(self._entry(id))
 
+    def directory(self, id: str) -> Path:
+        """Return the directory of an operation, for readers of its records.
+
+        Raises:
+            NotFound: There is none.
+        """
+        return self._entry(id).directory
+
     def all(self) -> list[Operation]:
         """Return all operations, oldest first."""
         entries = sorted(

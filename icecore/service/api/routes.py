@@ -72,6 +72,7 @@ class Route:
         body, query: The types of the request's body and parameters.
         status: The status of success.
         starts: It starts an operation: it takes an Idempotency-Key and answers with 202.
+        identify: Says who calls, where a request shows it otherwise than those of the API.
     """
 
     method: Method
@@ -85,6 +86,7 @@ class Route:
     query: Any = None
     status: int = 200
     starts: bool = False
+    identify: Callable[[Service, web.Request], Caller] | None = None
 
     @property
     def name(self) -> str:

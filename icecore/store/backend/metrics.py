@@ -135,3 +135,20 @@ class Metered(Wrapper):
                     },
                 )
             )
+
+
+def meters_of(backend: Backend) -> list[Metered]:
+    """Return the counters within a back end, those of its replicas too; each once."""
+    found: dict[int, Metered] = {}
+    todo, seen = [backend], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Metered):
+            found[id(one)] = one
+        if isinstance(one, Wrapper):
+            todo.append(one.inner)
+        todo += one.replicas
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""Libraries of the page, from their npm packages; `tools/vendor-assets` writes them."""
