@@ -53,7 +53,8 @@ bench-store: setup
 	.venv/bin/python benchmarks/link.py
 	.venv/bin/python benchmarks/prune.py
 
-torture: machine-tests criu criu-newer .stamps/installed
+torture: criu criu-newer .stamps/installed
+	$(PYTHON) tools/prepare-machine --torture
 	.venv-test/bin/python $(PIP_INSTALL) 'atheris>=2.3' || echo "going on without atheris: its test is skipped"
 	.venv-test/bin/python tools/run-tests --only tests --every-case --workers 2 $(ARGS)
 	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)
