@@ -212,6 +212,8 @@ FILE: Kind[str] = replace(TEXT, short="FILE")
 COMMAND: Kind[str] = replace(TEXT, short="COMMAND")
 URL: Kind[str] = replace(TEXT, short="URL")
 PLACE: Kind[str] = replace(TEXT, short="PLACE")
+GROUP: Kind[str] = replace(TEXT, short="GROUP")
+ADDRESS: Kind[str] = replace(TEXT, short="HOST:PORT")
 LABEL: Kind[str] = Kind(
     "a label: a text that is not empty, without control characters",
     lambda value: _label(value) if isinstance(value, str) else _refuse(value),
@@ -416,12 +418,12 @@ class ServiceSettings:
     """
 
     socket: str = _setting("/run/icecore/service.sock", FILE)
-    admin_group: str = _setting("", TEXT)
+    admin_group: str = _setting("", GROUP)
     others: Literal["operate", "read", "none"] = _setting(
         "operate", choice("operate", "read", "none")
     )
     repository: str = _setting("", PLACE)
-    listen: str = _setting("", TEXT)
+    listen: str = _setting("", ADDRESS)
     certificate: str = _setting("", FILE)
     key: str = _setting("", FILE)
     plain_loopback: bool = _setting(False, SWITCH)

@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
         ("socket", "unix socket of the service"),
         ("admin_group", "group whose members see and touch the jobs of all users, as root does"),
         ("others", "what other users may do with their own jobs"),
-        ("listen", "HOST:PORT on which clients with tokens are served as well"),
+        ("listen", "address on which clients with tokens are served as well"),
         ("certificate", "PEM file with the certificate for TLS"),
         ("key", "PEM file with the key of the certificate"),
         ("plain_loopback", "listen without TLS, on a loopback address"),
