@@ -237,6 +237,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"formatter_class": _Formatter, **named})
         self._positionals.title = "arguments"
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as usual; an optional argument may also follow options (argparse takes it to be
+        left out if options stand between it and the argument before).
+        """
+        found, left = super().parse_known_args(args, namespace)
+        late = [one for one in self._actions if not one.option_strings and one.nargs == "?"]
+        if len(late) == len(left) == 1 and not left[0].startswith("-"):
+            (action,) = late
+            if getattr(found, action.dest) == action.default:
+                setattr(found, action.dest, self._get_values(action, left))
+                left = []
+        return found, left
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, cure=f"'{self.prog} --help' lists commands and options")
 

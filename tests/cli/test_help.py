@@ -11,6 +11,7 @@ from icecore import units
 from icecore.cli import GROUPS, build_parser, split_command
 from icecore.commands.context import CommandParser
 from icecore.config import parse_seconds, parse_size
+from icecore.errors import UsageError
 
 
 def commands() -> dict[str, CommandParser]:
@@ -41,6 +42,25 @@ def test_every_example_parses() -> None:
             own, rest = split_command(words[1:])
             assert build_parser().parse_args(own).command == name
             assert (rest is not None) == (name == "run")
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("token add --role read ci", "name", "ci"),
+        ("token add ci --role read", "name", "ci"),
+        ("key add --new-file secret alice", "slot", "alice"),
+        ("key list", "slot", ""),
+    ],
+)
+def test_an_optional_argument_may_follow_options(line: str, name: str, value: str) -> None:
+    assert getattr(build_parser().parse_args(line.split()), name) == value
+
+
+@pytest.mark.parametrize("line", ["token add --role read a b", "key list x --new-file f y"])
+def test_what_is_too_much_is_refused(line: str) -> None:
+    with pytest.raises(UsageError, match="unrecognized"):
+        build_parser().parse_args(line.split())
 
 
 def test_every_value_has_a_placeholder() -> None:
