@@ -16,9 +16,10 @@ def add(commands: Commands) -> None:
         page,
         "Show the web page of this node's service in a browser.",
         "icecore page",
-        "ssh -L 8080:localhost:8080 NODE icecore page --port 8080",
+        "icecore page --port 8080",
         more="Prints a link that signs in as the caller; it works once, within a minute. The page is reachable"
-        " from this machine alone, until Ctrl-C.",
+        " from this machine alone, until Ctrl-C. From another machine:"
+        " 'ssh -L 8080:localhost:8080 NODE icecore page --port 8080'.",
         numpy=False,
     )
     parser.add_argument(
