@@ -1,12 +1,12 @@
-"""How long commands and helper processes take to start, in CPU time, as ratios to an interpreter that
+#!/usr/bin/env python3
+"""The CPU time that commands and helper processes take to start, as ratios to an interpreter that
 does nothing.
 
-python -m benchmarks.start [--rounds N]
+python benchmarks/start.py [--rounds N]
 
-Wall time depends on what else the machine does; CPU time does so less, and the ratio, whose two
-sides alternate, least. The environment of the interpreter counts: an editable install and ``.pth``
-files make every start slower, and PYTHONDONTWRITEBYTECODE makes icecore compile itself each time,
-so it is not passed on.
+CPU time depends less on the load of the machine than wall time, and a ratio of runs that alternate
+depends on it least. An editable install and ``.pth`` files make every start slower. With
+PYTHONDONTWRITEBYTECODE each start compiles icecore, so the benchmark removes that variable.
 """
 
 from __future__ import annotations
