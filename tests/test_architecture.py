@@ -212,7 +212,7 @@ def test_the_guard_of_a_restore_loads_the_standard_library_alone() -> None:
     assert not loaded & {"typing", "dataclasses", "pathlib", "subprocess", "msgspec", "numpy"}
 
 
-#: What a process that shall start fast does without.
+#: What a process that has to start fast must not load.
 _HEAVY = {
     "numpy",
     "asyncio",
