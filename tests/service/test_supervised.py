@@ -23,6 +23,7 @@ from icecore.host.kernel import procfs
 from icecore.repository import Repository
 from icecore.service.supervisor import Plan, Supervisor
 from icecore.store.log import lease
+from icecore.store.log.lease_clock import now
 from tests.cli.conftest import SECONDS, Cli, until
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
@@ -227,7 +228,7 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
         return procfs.status(job.main_process()).state == "T"
 
     def begun(ago: float = 0.0) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        process = subprocess.Popen([*words, str(lease.now() - ago)], stdin=subprocess.PIPE)
+        process = subprocess.Popen([*words, str(now() - ago)], stdin=subprocess.PIPE)
         assert process.stdin is not None
         return process, process.stdin
 
@@ -236,11 +237,11 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
     try:
         for _ in range(2):
             until(stopped, "stopped")
-            pipe.write(message.pack(b"r", lease.now() - 5))  # a renewal that took too long
+            pipe.write(message.pack(b"r", now() - 5))  # a renewal that took too long
             pipe.flush()
             time.sleep(0.5)
             assert stopped()
-            pipe.write(message.pack(b"r", lease.now() + 2))
+            pipe.write(message.pack(b"r", now() + 2))
             pipe.flush()
             until(lambda: not stopped(), "it goes on")
         until(stopped, "stopped")
@@ -259,7 +260,7 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
         os.kill(job.main_process(), signal.SIGSTOP)  # by whoever: not the watchdog's to continue
         process, pipe = begun()
         time.sleep(2.0)
-        pipe.write(message.pack(b"r", lease.now()))
+        pipe.write(message.pack(b"r", now()))
         pipe.flush()
         time.sleep(0.5)
         assert stopped()
