@@ -18,7 +18,9 @@ import pytest
 
 from icecore import Config
 from icecore.engine import RepositoryEngine
+from icecore.errors import JobHeld
 from icecore.events import Event
+from icecore.host.jobs.identity import Identity
 from icecore.host.kernel import procfs
 from icecore.repository import Repository
 from icecore.service.supervisor import Plan, Supervisor
@@ -347,6 +349,24 @@ def test_a_stopped_supervisor_does_not_keep_its_job_running_for_ever(cli: Cli) -
     until(lambda: procfs.status(job.main_process()).state != "T", "it goes on")
     first.send_signal(signal.SIGTERM)
     assert ended(first)[0] == 85
+
+
+def test_a_job_of_another_user_is_neither_taken_over_nor_ended(cli: Cli) -> None:
+    cli.run("init")
+    cli.run("run", "-d", "--name", "train", "--", "/bin/sleep", "600")
+    config = Config(state=str(cli.folder / "state"))
+    with Repository.open(cli.folder / "repository", config=config) as repository:
+        engine = RepositoryEngine(repository, config, Identity.of_user("4242"))
+        supervisor = Supervisor(
+            Plan("train", lambda: pytest.fail("it must not start")),
+            engine,
+            write=lambda job, piece: None,
+            emit=lambda event: None,
+        )
+        with pytest.raises(JobHeld, match="another user"):
+            supervisor.run()
+    assert cli.job("train").alive
+    cli.run("kill", "-s", "KILL", "train")
 
 
 def test_names_that_are_no_names(cli: Cli) -> None:
