@@ -79,7 +79,9 @@ def test_a_second_archive_stores_what_changed(cli: Cli, images: list[Path]) -> N
         done.append(cli.one("import.done", "import", "web.tar.zst"))
         assert done[-1]["parent"] == (done[-2]["snapshot"] if number else "")
     stored = [event["stored"] for event in done]
-    assert stored[0] > 24 * making.MIB and stored[1] < making.MIB and stored[2] < 64 << 10, stored
+    assert stored[0] > 24 * making.MIB and stored[1] < 4 * making.MIB and stored[2] < 64 << 10, (
+        stored
+    )
     for event in (events := cli.events("diff", "web~2", "web")):
         check_event(event, documented_events())
     sides = [e["side"] for e in events if e["event"] == "diff.container"]

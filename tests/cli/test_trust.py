@@ -225,6 +225,9 @@ def test_every_command_that_opens_a_repository_is_tried_here() -> None:
         "doctor",
         "schedule",
         "completion",
+        "serve",
+        "page",
+        "token",
     }
 
 

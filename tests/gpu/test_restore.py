@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target as DumpTarget
@@ -43,6 +44,7 @@ from icecore.restorer.restore import check, restore
 from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
+from icecore.store.format.contract import Gpus
 from icecore.store.format.manifest import Manifest
 from tests.dumper.world import Events, Store
 from tests.host.criu_harness import crius
@@ -370,17 +372,27 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     target = launch(GPUS[:2], mib=MIBS, also=["large"])
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
-    known = resources.temporary
+    known = resources.read_gpus
 
-    def everything(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
-        assert list(known(manifest).values()) == 2 * [[(DEVICE, DEVICE + (MIBS << 20))]]
-        return {
+    def everything(manifest: Manifest) -> Gpus | None:
+        found = known(manifest)
+        assert found is not None
+        ranges = [process.temporary for process in found.processes.values()]
+        assert ranges == 2 * [[(DEVICE, DEVICE + (MIBS << 20))]]
+        lazy = {
             int(s.key): [(r.start, r.start + r.length) for r in s.regions if r.lazy]
             for s in manifest.spaces
             if s.kind == "process"
         }
+        return replace(
+            found,
+            processes={
+                image: replace(process, temporary=lazy[image])
+                for image, process in found.processes.items()
+            },
+        )
 
-    monkeypatch.setattr(resources, "temporary", everything)
+    monkeypatch.setattr(resources, "read_gpus", everything)
     events = Events()
     bring_back(store, snapshot, events)
     goes_on(target)

@@ -107,6 +107,18 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         {"os.makedirs", "os.rmdir"},
         "the directory that the user named, which root alone can change, and all directories on the way to it",
     ),
+    "files/archive.py": (
+        {
+            "open",
+            "os.link",
+            "os.open",
+            "os.rename",
+            "shutil.copyfileobj",
+            "tempfile.TemporaryDirectory",
+        },
+        "the file that the user named, and a new directory beside it",
+    ),
+    "phases/resources.py": ({"Path.chmod"}, "the directory of the instance, which is icecore's"),
     "files/exporter.py": (
         {"Path.mkdir", "Path.unlink", "shutil.rmtree"},
         "the directory that the user named; open files in it go through jobfiles.py",

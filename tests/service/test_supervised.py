@@ -75,7 +75,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     return process.returncode, out.splitlines(), err
 
 
-def written(cli: Cli, lines: int) -> Callable[[], bool]:
+def written(cli: Cli, lines: float) -> Callable[[], bool]:
     """Whether the job has written so many lines."""
 
     def holds() -> bool:
@@ -390,11 +390,13 @@ def test_a_notice_that_a_command_gives(cli: Cli) -> None:
 
 def test_a_signal_that_is_passed_on(cli: Cli) -> None:
     cli.run("init")
-    code = "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5)); signal.pause()"
+    code = (
+        "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5));"
+        " print('ready', flush=True); signal.pause()"
+    )
     words = ("run", "--name", "own", "--on-term", "pass", "--", sys.executable, "-c", code)
     process = cli.start(*words)
-    until(lambda: any(job.alive for job in cli.registry.instances()), "it runs")
-    time.sleep(0.5)
+    until(written(cli, 0.5), "it is ready")
     process.send_signal(signal.SIGUSR1)
     assert ended(process)[0] == 5
 
