@@ -225,7 +225,8 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
             )
         if not separator and name not in os.environ:
             raise UsageError(
-                f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE"
+                f"--env {name}: the environment has no variable of this name",
+                cure=f"write {name}=VALUE",
             )
         environment[name] = value if separator else os.environ[name]
     held = [name for name in held if name not in environment]
@@ -234,7 +235,7 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
     words = [*arguments.job_command, *environment, *environment.values()]
     if not all(map(is_utf8, words)):
         raise UsageError(
-            "the command or the environment is not UTF-8, which the service cannot pass on",
+            "the command or the environment is not UTF-8, and the service accepts only UTF-8",
             cure="unset the variable, or run as root",
         )
     return {
@@ -286,7 +287,7 @@ def forget(arguments: argparse.Namespace, context: Context, service: Service) ->
         if given or arguments.keep_tag or arguments.job:
             raise UsageError(
                 "named snapshots and a policy exclude each other",
-                cure="forget by name, then by policy",
+                cure="run forget twice: with names, then with the policy",
             )
         body["snapshots"] = [
             service.get(at("snapshots", name))["snapshot"]["snapshot"]
@@ -294,7 +295,9 @@ def forget(arguments: argparse.Namespace, context: Context, service: Service) ->
         ]
     else:
         if not arguments.job:
-            raise UsageError("through the service a policy is for one job", cure="add --job JOB")
+            raise UsageError(
+                "through the service, a policy applies to one job", cure="add --job JOB"
+            )
         keep = overridden(context.config.forget, arguments)
         policy = {about.name: getattr(keep, about.name) for about in fields(keep)}
         body |= {"job": arguments.job, "keep": policy, "keep_tags": arguments.keep_tag}
@@ -313,13 +316,13 @@ def _others(settings: type[Any], names: Sequence[str]) -> list[str]:
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise if an option is given that the service takes from nobody."""
+    """Refuse options that the service accepts from no caller."""
     for name in names:
         if getattr(arguments, name, None) not in (None, "", False, []):
             option = name.replace("_", "-")
             raise UsageError(
-                f"the service takes no --{option}, because it works as root",
-                cure="leave it out, let an administrator configure it, or run as root",
+                f"the service refuses --{option}, because it runs as root",
+                cure="leave it out, ask an administrator to configure it, or run as root",
             )
 
 

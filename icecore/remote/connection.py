@@ -48,7 +48,7 @@ class Service:
         self.path = path
 
     def get(self, path: str, **query: Any) -> Any:
-        """Return what a resource is."""
+        """Return a resource."""
         return self._answer("GET", path, None, query)
 
     def items(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
@@ -62,11 +62,11 @@ class Service:
                 return
 
     def post(self, path: str, body: Mapping[str, Any], **headers: str) -> Any:
-        """Ask for a change; return the answer."""
+        """Request a change; return the response."""
         return self._answer("POST", path, body, {}, headers)
 
     def delete(self, path: str) -> None:
-        """Ask that a resource is forgotten."""
+        """Remove a resource."""
         self._answer("DELETE", path, None, {})
 
     def _answer(
@@ -84,7 +84,9 @@ class Service:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise ServiceFailed(f"the service at {self.path} answers no JSON: {error}") from error
+            raise ServiceFailed(
+                f"the response of the service at {self.path} is not JSON: {error}"
+            ) from error
 
     def events(self, operation: str) -> Iterator[dict[str, Any]]:
         """Yield the records of an operation until it has ended; last, the operation itself as the
@@ -108,7 +110,7 @@ class Service:
 
     @contextmanager
     def lines(self, path: str, **query: Any) -> Iterator[Iterator[bytes]]:
-        """Lend the lines of a response, as they come."""
+        """Lend the lines of a response as they arrive."""
         with self._sent("GET", path, None, query) as response:
             yield _lines(response)
 
@@ -139,7 +141,7 @@ class Service:
             except (OSError, http.client.HTTPException) as error:
                 raise ServiceFailed(
                     f"the service at {self.path} does not answer: {error}",
-                    cure="'systemctl status icecore' says how it is; root works without it",
+                    cure="check 'systemctl status icecore'; root can work without the service",
                 ) from error
             if response.status >= 400:
                 raise error_of(_problem(response))
@@ -175,7 +177,7 @@ def is_there(path: str) -> bool:
 
 
 def error_of(problem: Mapping[str, Any]) -> IcecoreError:
-    """Return a problem as the error that the command raises without the service."""
+    """Return the error that the command would raise without the service."""
     kind = getattr(errors, str(problem.get("error_class")), None)
     message, cure = str(problem.get("detail") or problem.get("title")), str(problem.get("cure", ""))
     if kind is PreflightRefused:

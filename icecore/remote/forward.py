@@ -1,4 +1,4 @@
-"""Lets a browser of this machine reach the page where the service has only a unix socket.
+"""Let a browser on this machine open the page of a service that listens only on a unix socket.
 
 It forwards the page alone, never the API: on the socket the service knows its user by the process
 that connects, and other users of this machine can reach the port, too. The page itself accepts only
@@ -78,7 +78,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise UsageError(
-            f"cannot listen on {_ADDRESS}:{port}: {error.strerror}", cure="name another --port"
+            f"cannot listen on {_ADDRESS}:{port}: {error.strerror}", cure="choose another --port"
         ) from error
     found.setblocking(False)
     return found
