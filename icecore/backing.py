@@ -276,8 +276,7 @@ def _require_roots(location: str) -> None:
                 and not found.st_mode & stat.S_ISVTX
             ):
                 raise UsageError(
-                    f"{location}: others can replace {one}, and a restore runs what the repository"
-                    " holds as root",
+                    f"{location}: other users can replace {one}, and root restores from this repository",
                     cure=f"chown root {shlex.quote(one)}; chmod go-w {shlex.quote(one)}",
                 )
 
