@@ -1,6 +1,4 @@
-"""The commands that the node service runs for its caller: as operations whose output is printed
-here.
-"""
+"""The commands that the node service runs as operations; this client prints their output."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def run(
     """Run icecore run.
 
     Args:
-        writer: Makes what shows the output of a job.
+        writer: Returns the function that writes the output of a job.
         followed: Follows a job's output until it ends; returns its exit status.
     """
     _refuse(arguments, ["user", "like_process", "repository"])
@@ -174,7 +172,7 @@ class _Runs(Exception):
 def _supervised(
     service: Service, begun: Record, context: Context, writer: Callable[[Job], Writer]
 ) -> int:
-    """Show a supervised job until its supervisor ends; pass signals on to that."""
+    """Show a supervised job until its supervisor ends; forward signals to the supervisor."""
     readers: list[threading.Thread] = []
 
     def told(record: Record) -> bool:

@@ -90,7 +90,7 @@ class Service:
 
     def events(self, operation: str) -> Iterator[dict[str, Any]]:
         """Yield the records of an operation until it has ended; last, the operation itself as the
-        record ``end``. A restart of the service is waited for.
+        record ``end``. Wait for a service that restarts.
         """
         after, until = 0, time.monotonic() + _AGAIN_SECONDS
         path = f"/v1/operations/{operation}/events"
@@ -127,7 +127,7 @@ class Service:
 
         Raises:
             ServiceFailed: The service cannot be reached.
-            IcecoreError: What the service answers.
+            IcecoreError: The service returned an error.
         """
         connection = _Unix(self.path)
         words = {key: str(value) for key, value in query.items() if value not in (None, "")}
@@ -156,8 +156,8 @@ def at(*parts: str) -> str:
 
 
 def is_there(path: str) -> bool:
-    """Return whether a service of root's or of this user's listens there: nobody else's is told what
-    a job's environment is.
+    """Return whether a service of root or of this user listens there. No other process may receive a
+    job's environment.
     """
     try:
         about = os.stat(path)
@@ -169,7 +169,7 @@ def is_there(path: str) -> bool:
         with socket.socket(socket.AF_UNIX) as tried:
             tried.settimeout(_SECONDS)
             tried.connect(path)
-    except (ConnectionRefusedError, FileNotFoundError):  # a service that was killed has left it
+    except (ConnectionRefusedError, FileNotFoundError):  # left by a killed service
         return False
     except OSError:
         return True  # it is busy
