@@ -14,37 +14,31 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore import passphrase
 from icecore.config import Config, job_environment, load
-from icecore.dumper.dump import DumpResult
-from icecore.dumper.dump import dump as _dump
-from icecore.dumper.options import DumpOptions
-from icecore.dumper.target import Target
 from icecore.errors import HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
-from icecore.host.criu.program import Criu, find_criu
-from icecore.host.gpu.backend import find_backend
-from icecore.host.jobs.gpu import gpu_run
-from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry, require_name
 from icecore.host.kernel import procfs
-from icecore.host.resident.keeper import preload_path
 from icecore.places import state_directory
-from icecore.repository import Repository, lost
-from icecore.restorer.options import RestoreOptions
-from icecore.restorer.requirements import Requirements
-from icecore.restorer.restore import check as _check
-from icecore.restorer.restore import restore as _restore
-from icecore.restorer.restored import Restored
 from icecore.service.metrics.tally import counted
-from icecore.store.format.state import SnapshotRecord
 from icecore.text import harmless
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Options = TypeVar("Options", DumpOptions, RestoreOptions)
+    from icecore.dumper.dump import DumpResult
+    from icecore.dumper.options import DumpOptions
+    from icecore.host.criu.program import Criu
+    from icecore.host.jobs.identity import Identity
+    from icecore.repository import Repository
+    from icecore.restorer.options import RestoreOptions
+    from icecore.restorer.requirements import Requirements
+    from icecore.restorer.restored import Restored
+    from icecore.store.format.state import SnapshotRecord
+
+Options = TypeVar("Options", "DumpOptions", "RestoreOptions")
 #: A requested namespace; "" if none was requested.
 Word = Literal["", "host", "private"]
 
@@ -60,11 +54,15 @@ def with_settings(options: Options, settings: DataclassInstance) -> Options:
 
 def dump_options(config: Config) -> DumpOptions:
     """Return the configured options of a dump."""
+    from icecore.dumper.options import DumpOptions
+
     return with_settings(DumpOptions(), config.dump)
 
 
 def restore_options(config: Config) -> RestoreOptions:
     """Return the configured options of a restore."""
+    from icecore.restorer.options import RestoreOptions
+
     return with_settings(RestoreOptions(), config.restore)
 
 
@@ -79,6 +77,8 @@ def criu_of(config: Config) -> Criu:
     Raises:
         MissingTool: There is no such CRIU.
     """
+    from icecore.host.criu.program import find_criu
+
     return find_criu(config.criu or None)
 
 
@@ -203,6 +203,10 @@ def start_gpu(
         must_keep: The caller requested ``keep_resident``: if it is not available, the call fails.
             Without this, a configured ``keep_resident`` is dropped.
     """
+    from icecore.host.gpu.backend import find_backend
+    from icecore.host.jobs.gpu import gpu_run
+    from icecore.host.resident.keeper import preload_path
+
     if must_keep and not resident:
         raise UsageError(
             "only resident memory can be kept",
@@ -289,6 +293,9 @@ def dump(
         StoreError: The storage failed; the job runs.
         HookFailed: The snapshot is committed, but the hook after it failed.
     """
+    from icecore.dumper.dump import dump as _dump
+    from icecore.dumper.target import Target
+
     config = config or load()
     options = options or dump_options(config)
     if options.job:
@@ -356,6 +363,8 @@ def restore(
         StoreError: The storage failed; no process of the tree runs.
         HookFailed: The hook ``restore.after`` failed; the tree runs with all its memory.
     """
+    from icecore.restorer.restore import restore as _restore
+
     config = config or load()
     options = options or restore_options(config)
     with ExitStack() as stack:
@@ -399,6 +408,8 @@ def _whole(record: SnapshotRecord) -> SnapshotRecord:
     Raises:
         Damaged: The snapshot is in quarantine.
     """
+    from icecore.repository import lost
+
     if record.quarantined:
         raise lost(record)
     return record
@@ -426,6 +437,8 @@ def check_restore(
     Raises:
         NotFound: There is no such snapshot.
     """
+    from icecore.restorer.restore import check as _check
+
     config = config or load()
     options = options or restore_options(config)
     repository, record = repository.locate(snapshot)
@@ -462,6 +475,8 @@ def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:
 def _opened(
     repository: Repository | str | os.PathLike[str], config: Config, emit: Sink, stack: ExitStack
 ) -> Repository:
+    from icecore.repository import Repository
+
     if isinstance(repository, Repository):
         return repository
     location = os.fspath(repository) or config.repository

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -642,6 +641,8 @@ def read_file(path: Path) -> dict[str, Any] | None:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}", cure="correct its permissions or remove it"
         ) from error
+    import tomllib
+
     try:
         return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

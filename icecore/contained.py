@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from icecore.events import Value
-from icecore.host.jobs.identity import user_name
-from icecore.restorer.owner import snapshot_owner
-from icecore.store.format.archive import container_title
-from icecore.store.format.contract import left_to_driver
-from icecore.store.format.manifest import Manifest
-from icecore.store.format.state import SnapshotRecord
+
+if TYPE_CHECKING:
+    from icecore.store.format.manifest import Manifest
+    from icecore.store.format.state import SnapshotRecord
 
 Fields = dict[str, Value]
 
@@ -37,6 +36,11 @@ def snapshot_fields(record: SnapshotRecord) -> Fields:
 
 def details(manifest: Manifest) -> Fields:
     """Return where a snapshot was taken, its sizes, and what it requires."""
+    from icecore.host.jobs.identity import user_name
+    from icecore.restorer.owner import snapshot_owner
+    from icecore.store.format.archive import container_title
+    from icecore.store.format.contract import left_to_driver
+
     sizes = manifest.sizes
     resident, moved = device_bytes(manifest)
     owner = snapshot_owner(manifest)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from icecore import api
 from icecore.config import Config
 from icecore.dumper.dump import DumpResult
-from icecore.errors import IcecoreError
+from icecore.errors import IcecoreError, JobHeld, NotFound
 from icecore.events import Sink
 from icecore.host.jobs.identity import Identity
+from icecore.host.jobs.job import Job
 from icecore.repository import Repository
 from icecore.restorer.owner import snapshot_owner
 from icecore.restorer.restored import Restored
@@ -37,6 +38,26 @@ class RepositoryEngine:
         self.loop = repository.loop
         self._repository = repository
         self._config = config
+
+    def owns(self, job: Job) -> bool:
+        """Return whether a job is of the user."""
+        return self._identity is None or job.description.user == self._identity.user
+
+    def find(self, name: str) -> Job:
+        """Return the newest instance of a job.
+
+        Raises:
+            NotFound: There is none.
+            JobHeld: It is another user's.
+        """
+        job = self.registry.find(name)
+        if self.owns(job):
+            return job
+        if job.alive:
+            raise JobHeld(f"another user of this node has a job {name}", cure="use another name")
+        raise NotFound(
+            f"there is no job {name}", cure="'icecore ps -a' lists the jobs of this node"
+        )
 
     def snapshots(self, job: str) -> list[SnapshotRecord]:
         """Return the snapshots of a job in order of their commits."""

@@ -8,9 +8,7 @@ counts: ICECORE_PASSPHRASE_FILE or ``passphrase_file``, ICECORE_PASSPHRASE_COMMA
 
 from __future__ import annotations
 
-import getpass
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,6 +123,8 @@ def _read(file: str) -> bytes:
 
 
 def _ask(command: str) -> bytes:
+    import subprocess
+
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", command],
@@ -146,6 +146,8 @@ def _ask(command: str) -> bytes:
 
 
 def _prompt(prompt: str, twice: bool) -> bytes:
+    import getpass
+
     given = getpass.getpass(prompt)
     if twice and getpass.getpass("Once more: ") != given:
         raise UsageError("the two passphrases differ", cure="try again")

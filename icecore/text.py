@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import math
 import re
-import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -107,6 +106,8 @@ def require_label(text: str) -> None:
 
 def host_name() -> str:
     """Return this machine's name, escaped, because it may contain any bytes."""
+    import socket
+
     return printable(socket.gethostname())
 
 

@@ -197,6 +197,8 @@ def _ended_by_itself(wanted: Stored) -> int | None:
     config = next((word[9:] for word in wanted.words if word.startswith("--config=")), "")
     job = registry(load(config)).find(wanted.job)
     status = job.status()
+    if job.description.user != wanted.owner:
+        return None
     if status is None or job.description.created < wanted.created or status.code is None:
         return None
     return status.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,6 +211,109 @@ def test_the_guard_of_a_restore_loads_the_standard_library_alone() -> None:
     loaded = set(done.stdout.split())
     assert "icecore.host.rpc.packets" in loaded
     assert not loaded & {"typing", "dataclasses", "pathlib", "subprocess", "msgspec", "numpy"}
+
+
+#: What a process that has to start fast must not load.
+_HEAVY = {
+    "numpy",
+    "asyncio",
+    "ssl",
+    "zstandard",
+    "rich",
+    "cryptography",
+    "numcodecs",
+    "google.protobuf",
+    "boto3",
+    "obstore",
+    "aiohttp",
+    "tomllib",
+    "secrets",
+    "hmac",
+    "getpass",
+    "shtab",
+    "icecore.api",
+    "icecore.repository",
+    "icecore.dumper",
+    "icecore.restorer",
+    "icecore.store",
+    "icecore.host.cuda",
+    "icecore.host.gpu",
+    "icecore.host.resident",
+    "icecore.host.criu",
+}
+
+
+def loaded_by(code: str, *words: str, **environment: str) -> set[str]:
+    """Return the modules that a fresh interpreter loads for ``code``, but for those that it loads
+    as it starts.
+    """
+    code = (
+        "import sys; before = {*sys.modules}\n"
+        + code
+        + "\nprint('\\n', *sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+_COMMAND = "from icecore.cli import main\nassert main(sys.argv[1:]) == 0"
+
+
+def test_ps_loads_neither_numpy_nor_the_store(tmp_path: Path) -> None:
+    loaded = loaded_by(_COMMAND, "ps", "-a", ICECORE_STATE=str(tmp_path / "state"))
+    assert "icecore.host.jobs.registry" in loaded
+    assert not loaded & _HEAVY
+
+
+def test_ls_loads_no_dumper_restorer_or_bucket_client(tmp_path: Path) -> None:
+    """It opens the repository, whose formats are arrays of numpy."""
+    place = str(tmp_path / "repository")
+    state = str(tmp_path / "state")
+    assert loaded_by(_COMMAND, "init", place, ICECORE_STATE=state)
+    loaded = loaded_by(_COMMAND, "-r", place, "ls", ICECORE_STATE=state)
+    assert "icecore.repository" in loaded
+    unwanted = {
+        "rich",
+        "numcodecs",
+        "google.protobuf",
+        "boto3",
+        "obstore",
+        "aiohttp",
+        "getpass",
+        "shtab",
+        "icecore.api",
+        "icecore.dumper",
+        "icecore.restorer",
+        "icecore.host.cuda",
+        "icecore.host.gpu",
+        "icecore.host.criu",
+        "icecore.store.snapshot",
+        "icecore.store.maintenance",
+        "icecore.store.backend.s3",
+    }
+    assert not loaded & unwanted
+
+
+def test_the_watchdog_loads_nothing_of_the_store_but_its_clock() -> None:
+    loaded = loaded_by("import icecore.service.watchdog")
+    assert {name for name in loaded if name.startswith("icecore.store.")} == {
+        "icecore.store.log",
+        "icecore.store.log.lease_clock",
+    }
+    assert not loaded & (_HEAVY - {"icecore.store"})
+
+
+def test_the_programming_interface_loads_a_dumper_and_a_restorer_on_use() -> None:
+    loaded = loaded_by("import icecore.api")
+    assert "icecore.host.jobs.registry" in loaded
+    assert not loaded & (_HEAVY - {"icecore.api"})
 
 
 def test_importing_icecore_loads_nothing_heavy() -> None:

@@ -31,10 +31,10 @@ _DUMP = (
     "files",
     "with_files",
     "verify_files",
-    "tcp",
+    "connections",
     "gpu_shared",
 )
-_RESTORE = ("mode", "files", "verify_files", "tcp")
+_RESTORE = ("mode", "files", "verify_files", "connections")
 
 
 def dump(arguments: argparse.Namespace, context: Context, service: Service) -> int:

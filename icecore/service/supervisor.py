@@ -163,6 +163,12 @@ class Engine(Protocol):
     core: StoredRepository
     loop: LoopThread
 
+    def owns(self, job: Job) -> bool:
+        """Return whether a job is of the user for whom it acts."""
+
+    def find(self, name: str) -> Job:
+        """Return the newest instance of a job; raise NotFound, or JobHeld if it is another user's."""
+
     def snapshots(self, job: str) -> list[SnapshotRecord]:
         """Return the snapshots of a job in order of their commits."""
 
@@ -349,7 +355,7 @@ class Supervisor:
     def _first(self) -> tuple[Job, Mapping[Stream, int]]:
         """Take over the job if it runs, else restore it, else start it."""
         with suppress(NotFound):
-            job = self._registry.find(self._plan.name)
+            job = self._engine.find(self._plan.name)
             if job.state == "running" and job.name == self._plan.name:
                 self._tell("run.adopted", instance=job.instance, pid=job.pid)
                 shown = self._record.shown(job.instance)
@@ -387,7 +393,7 @@ class Supervisor:
                     )
             except HookFailed as error:
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
-                job = self._registry.find(self._plan.name)  # it runs
+                job = self._engine.find(self._plan.name)  # it runs
                 return job, job.log_sizes()
             except _NOT_THIS_ONE as error:
                 last = error
@@ -427,8 +433,12 @@ class Supervisor:
     def _tidy(self) -> None:
         """Forget the oldest ended instances of this name."""
         with suppress(IcecoreError, OSError):
-            own = [one for one in self._registry.instances() if one.name == self._plan.name]
-            for job in [one for one in own if not one.alive][:-_REMEMBERED]:
+            own = [
+                one
+                for one in self._registry.instances()
+                if one.name == self._plan.name and not one.alive and self._engine.owns(one)
+            ]
+            for job in own[:-_REMEMBERED]:
                 with suppress(IcecoreError):
                     self._registry.remove(job)
 
@@ -827,7 +837,7 @@ class Supervisor:
         if self._job is not None:
             return self._job
         with suppress(IcecoreError):
-            job = self._registry.find(self._plan.name)
+            job = self._engine.find(self._plan.name)
             return job if job.name == self._plan.name else None
         return None
 

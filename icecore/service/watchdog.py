@@ -11,7 +11,7 @@ because it knows when the lease was renewed.
 
 Run as ``python -m icecore.service.watchdog STATE NAME INSTANCE SECONDS RENEWED``; standard input is
 a pipe whose other end the supervisor holds. RENEWED is the time of the last renewal, by
-`icecore.store.log.lease.now`.
+`icecore.store.log.lease_clock.now`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from icecore.host.jobs.job import Job
 from icecore.host.kernel import procfs
 from icecore.private import create_private
 from icecore.service.record import FOLDER, is_watched
-from icecore.store.log import lease
+from icecore.store.log.lease_clock import now
 
 _LOOK_SECONDS = 0.25
 _RENEWED, _DISARMED = b"r", b"d"
@@ -47,10 +47,12 @@ class Watchdog:
     Args:
         state: icecore's state directory.
         job: The instance.
-        renewed: When the lease was last renewed, by `icecore.store.log.lease.now`.
+        renewed: When the lease was last renewed, by `icecore.store.log.lease_clock.now`.
     """
 
     def __init__(self, state: Path, job: Job, renewed: float) -> None:
+        from icecore.store.log import lease  # the watchdog's own process does not need it
+
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "icecore.service.watchdog"),
@@ -190,7 +192,7 @@ class _Watch:
 
     def run(self) -> None:
         """Watch until the job ends or the watchdog is disarmed."""
-        if lease.now() - self._renewed < self._seconds:
+        if now() - self._renewed < self._seconds:
             self._stopped.go_on()
         poll = select.poll()
         poll.register(0, select.POLLIN)
@@ -205,13 +207,13 @@ class _Watch:
                     self._stopped.go_on()
                     return
                 self._renewed = at
-                if lease.now() - at < self._seconds:
+                if now() - at < self._seconds:
                     self._stopped.go_on()
             if self._orphaned:
                 if is_watched(self._state, self._name, self._instance):
                     return
                 select.select([], [], [], _LOOK_SECONDS)
-            if lease.now() - self._renewed < self._seconds:
+            if now() - self._renewed < self._seconds:
                 continue
             if self._orphaned:
                 end(self._job)

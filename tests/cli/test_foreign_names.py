@@ -188,7 +188,8 @@ def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
     """Output is the only way to print: the sources of the command line name no stream and call no
     print.
     """
-    allowed = {"output.py", "cli.py", "passphrase.py"}
+    # The standard error of worker.py is the log of its operation.
+    allowed = {"output.py", "cli.py", "passphrase.py", "worker.py"}
     wrong = []
     for path in sorted((ROOT / "icecore").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

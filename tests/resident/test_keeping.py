@@ -368,7 +368,7 @@ def test_while_a_restore_takes_it_nobody_lets_go_of_it(
     token = kept(target, init)
     target.end()
     init.end("exited 1\n")
-    processes: Any = {1: SimpleNamespace(token=token)}
+    processes: Any = {1: SimpleNamespace(token_bytes=token)}
     with claimed(machine.directory) as ours, claimed(machine.directory) as again:
         assert (ours, again) == (True, False)
         with pytest.raises(UsageError, match="is being restored from"):

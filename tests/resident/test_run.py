@@ -24,6 +24,7 @@ from icecore.host.gpu.backend import VARIABLE
 from icecore.host.jobs.job import Job as Running
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
+from icecore.host.resident import keeper
 from icecore.host.resident.client import Keeper
 from icecore.output import describe
 from icecore.restorer.options import RestoreOptions
@@ -422,7 +423,7 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def missing() -> Path:
         raise MissingTool("it was not built", cure="install gcc")
 
-    monkeypatch.setattr(api, "preload_path", missing)
+    monkeypatch.setattr(keeper, "preload_path", missing)
     events: list[Event] = []
     registry = Registry(tmp_path / "state")
     with pytest.raises(MissingTool, match="it was not built"):

@@ -18,11 +18,14 @@ import pytest
 
 from icecore import Config
 from icecore.engine import RepositoryEngine
+from icecore.errors import JobHeld
 from icecore.events import Event
+from icecore.host.jobs.identity import Identity
 from icecore.host.kernel import procfs
 from icecore.repository import Repository
 from icecore.service.supervisor import Plan, Supervisor
 from icecore.store.log import lease
+from icecore.store.log.lease_clock import now
 from tests.cli.conftest import SECONDS, Cli, until
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
@@ -227,7 +230,7 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
         return procfs.status(job.main_process()).state == "T"
 
     def begun(ago: float = 0.0) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        process = subprocess.Popen([*words, str(lease.now() - ago)], stdin=subprocess.PIPE)
+        process = subprocess.Popen([*words, str(now() - ago)], stdin=subprocess.PIPE)
         assert process.stdin is not None
         return process, process.stdin
 
@@ -236,11 +239,11 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
     try:
         for _ in range(2):
             until(stopped, "stopped")
-            pipe.write(message.pack(b"r", lease.now() - 5))  # a renewal that took too long
+            pipe.write(message.pack(b"r", now() - 5))  # a renewal that took too long
             pipe.flush()
             time.sleep(0.5)
             assert stopped()
-            pipe.write(message.pack(b"r", lease.now() + 2))
+            pipe.write(message.pack(b"r", now() + 2))
             pipe.flush()
             until(lambda: not stopped(), "it goes on")
         until(stopped, "stopped")
@@ -259,7 +262,7 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
         os.kill(job.main_process(), signal.SIGSTOP)  # by whoever: not the watchdog's to continue
         process, pipe = begun()
         time.sleep(2.0)
-        pipe.write(message.pack(b"r", lease.now()))
+        pipe.write(message.pack(b"r", now()))
         pipe.flush()
         time.sleep(0.5)
         assert stopped()
@@ -346,6 +349,24 @@ def test_a_stopped_supervisor_does_not_keep_its_job_running_for_ever(cli: Cli) -
     until(lambda: procfs.status(job.main_process()).state != "T", "it goes on")
     first.send_signal(signal.SIGTERM)
     assert ended(first)[0] == 85
+
+
+def test_a_job_of_another_user_is_neither_taken_over_nor_ended(cli: Cli) -> None:
+    cli.run("init")
+    cli.run("run", "-d", "--name", "train", "--", "/bin/sleep", "600")
+    config = Config(state=str(cli.folder / "state"))
+    with Repository.open(cli.folder / "repository", config=config) as repository:
+        engine = RepositoryEngine(repository, config, Identity.of_user("4242"))
+        supervisor = Supervisor(
+            Plan("train", lambda: pytest.fail("it must not start")),
+            engine,
+            write=lambda job, piece: None,
+            emit=lambda event: None,
+        )
+        with pytest.raises(JobHeld, match="another user"):
+            supervisor.run()
+    assert cli.job("train").alive
+    cli.run("kill", "-s", "KILL", "train")
 
 
 def test_names_that_are_no_names(cli: Cli) -> None:

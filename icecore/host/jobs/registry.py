@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -558,6 +557,8 @@ def _describe(
     lineage: str = "",
 ) -> Description:
     """Describe a new instance that this process starts."""
+    import secrets
+
     return Description(
         name=name,
         instance=f"i{secrets.token_hex(4)}",

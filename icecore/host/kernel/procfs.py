@@ -190,13 +190,9 @@ def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]
     """
     path = f"/proc/{pid}/task/{thread}/status" if thread else f"/proc/{pid}/status"
     with _process(pid), open(path, "rb") as file:
-        lines = file.read().split(b"\n")
-    pairs = (
-        line.decode("ascii", "replace").split(":", 1)
-        for line in lines
-        if b":" in line and not line.startswith(b"Name:")
-    )
-    return {key: value.split() for key, value in pairs}
+        text = file.read().decode("ascii", "replace")
+    pairs = (line.partition(":") for line in text.split("\n"))
+    return {key: value.split() for key, colon, value in pairs if colon and key != "Name"}
 
 
 def status(pid: int) -> Status:

@@ -379,7 +379,7 @@ class DumpRequest(Request, frozen=True, kw_only=True):
     files: Literal["content", "check"] | None = None
     with_files: bool | None = None
     verify_files: bool | None = None
-    tcp: Literal["keep", "close"] | None = None
+    connections: Literal["keep", "close"] | None = None
     gpu_shared: bool | None = None
 
 
@@ -391,7 +391,7 @@ class RestoreRequest(Request, frozen=True, kw_only=True):
     mode: Literal["full", "lazy"] | None = None
     files: Literal["auto", "restore", "truncate", "leave"] | None = None
     verify_files: bool | None = None
-    tcp: Literal["keep", "close"] | None = None
+    connections: Literal["keep", "close"] | None = None
     from_resident: bool = False
     gpu_map: Annotated[dict[Label, Label], msgspec.Meta(max_length=64)] = {}
 

@@ -80,7 +80,7 @@ def of_restore(wanted: models.RestoreRequest, snapshot: str) -> Words:
     words = ["restore"]
     words += ["--dry-run"] if wanted.dry_run else []
     words += ["--from-resident"] if wanted.from_resident else []
-    words += _options(wanted, "name", "mode", "files", "verify_files", "tcp")
+    words += _options(wanted, "name", "mode", "files", "verify_files", "connections")
     words += [f"--gpu-map={old}={new}" for old, new in wanted.gpu_map.items()]
     return [*words, snapshot]
 

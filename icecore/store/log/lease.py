@@ -23,6 +23,7 @@ from icecore.errors import IcecoreError, JobHeld, SessionFenced, StoreError
 from icecore.store.format.names import SESSIONS, heartbeat_session
 from icecore.store.format.state import LEASE, LogState, SessionRecord
 from icecore.store.log.catalog import Pages
+from icecore.store.log.lease_clock import now
 from icecore.store.log.presence import has_ended
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
@@ -32,11 +33,6 @@ PAUSE_SECONDS = 60.0
 SILENCE_SECONDS = 90.0
 _LOOK_SECONDS = 1.0
 _RELEASE_SECONDS = 20.0
-
-
-def now() -> float:
-    """Return seconds on a clock that also runs in suspend."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def purpose_of(name: str) -> str:

@@ -1,0 +1,25 @@
+"""What the command line sends to the service is what the service knows."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from icecore.cli import build_parser
+from icecore.remote import commands
+from icecore.service.api import models
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "body"),
+    [
+        (["dump", "job"], commands._DUMP, models.DumpRequest),
+        (["restore", "job"], commands._RESTORE, models.RestoreRequest),
+    ],
+)
+def test_options_have_the_same_names(
+    words: list[str], names: tuple[str, ...], body: type[msgspec.Struct]
+) -> None:
+    parsed = build_parser().parse_args(words)
+    assert commands._given(parsed, names) == {}
+    assert set(names) <= {field.name for field in msgspec.structs.fields(body)}
