@@ -1,4 +1,4 @@
-"""What the node service needs of repositories and of this machine.
+"""Access of the node service to repositories and to this machine.
 
 Repositories stay open between requests, because opening one takes as long as many requests.
 """
@@ -41,8 +41,8 @@ class Repositories:
 
     Args:
         config: The service's.
-        location: The administrators' repository, and everybody's where none is configured for
-            users.
+        location: The administrators' repository, shared by all users if none is configured for
+            them.
     """
 
     def __init__(self, config: Config, location: str) -> None:
@@ -74,7 +74,7 @@ class Repositories:
             ]
 
     def find(self, snapshots: Sequence[models.Snapshot], name: str) -> models.Snapshot:
-        """Return the one that a name means."""
+        """Return the snapshot that a name refers to."""
         found = addressing.resolve([as_record(one) for one in snapshots], name)
         return next(one for one in snapshots if one.snapshot == found.snapshot)
 
@@ -93,12 +93,12 @@ class Repositories:
         )
 
     def statistics(self, where: Where) -> models.Repository:
-        """Return a repository's statistics, which are at most some seconds old."""
+        """Return a repository's statistics, at most a few seconds old."""
         with self._opened(where) as opened:
             return opened.statistics()
 
     def reading(self, where: Where) -> Reading:
-        """Return a repository's lists, which are at most some seconds old."""
+        """Return a repository's lists, at most a few seconds old."""
         with self._opened(where) as opened:
             return opened.reading()
 
@@ -115,7 +115,7 @@ class Repositories:
         return [free_of(directory) for directory in sorted(own)]
 
     def prepare(self, where: Where) -> None:
-        """Make a user's own repository where there is none yet."""
+        """Make a user's own repository if it does not exist."""
         if where.shared:
             return
         try:
@@ -147,7 +147,7 @@ class Repositories:
         if owner is None:
             try:
                 owner = snapshot_owner(repository.manifest(record))
-            except IcecoreError:  # damaged, or on a replica alone; maybe readable later
+            except IcecoreError:  # damaged, or only on a replica; may become readable
                 return None
             if len(self._owners) >= _MOST_OWNERS:
                 self._owners.clear()
@@ -162,7 +162,7 @@ class Repositories:
             found = self._open.setdefault(where.location, _Opened())
             found.users += 1
         try:
-            with found.opening:  # others wait for this one alone
+            with found.opening:  # only callers of this repository wait
                 if not found.opened:
                     found.opened.append(self._repository(where))
             yield found
@@ -197,7 +197,7 @@ class Repositories:
 
 
 class _Opened:
-    """A repository that is opened on first use, with what is remembered of it."""
+    """A repository that is opened on first use, with its cached readings."""
 
     def __init__(self) -> None:
         self.opened: list[Repository] = []
@@ -258,17 +258,16 @@ class _Opened:
 
 
 def _require_roots(location: str) -> None:
-    """Require that users cannot write to a repository in a directory: a restore runs what is in it
-    as root.
+    """Require that users cannot write to a repository in a directory, because root restores from it.
 
     Raises:
-        UsageError: They can.
+        UsageError: A user can.
     """
     scheme, separator, rest = location.partition("://")
     if separator and scheme != "file":
-        return  # a bucket: its permissions are the administrator's affair
+        return  # a bucket: the administrator controls its permissions
     path = Path(rest if separator else location).expanduser().absolute()
-    with suppress(FileNotFoundError):  # opening it says so
+    with suppress(FileNotFoundError):  # opening it raises the error
         for one, found in components(path):
             if not is_own(found) or (
                 found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -276,8 +275,7 @@ def _require_roots(location: str) -> None:
                 and not found.st_mode & stat.S_ISVTX
             ):
                 raise UsageError(
-                    f"{location}: others can replace {one}, and a restore runs what the repository"
-                    " holds as root",
+                    f"{location}: other users can replace {one}, and root restores from this repository",
                     cure=f"chown root {shlex.quote(one)}; chmod go-w {shlex.quote(one)}",
                 )
 
@@ -299,7 +297,7 @@ def as_snapshot(record: SnapshotRecord, owner: int | None) -> models.Snapshot:
 
 
 def as_record(one: models.Snapshot) -> SnapshotRecord:
-    """Return a resource as a record, for what lists and names records."""
+    """Return a resource as a record, for functions that take records."""
     return SnapshotRecord(
         snapshot=one.snapshot,
         job=one.job,

@@ -195,12 +195,12 @@ class ResumeFailed(IcecoreError):
 
 
 class Denied(IcecoreError):
-    """The node service refuses the caller: it is not known, or lacks the role."""
+    """The node service refuses the caller, which is not authenticated or lacks the role."""
 
     exit_code = 18
 
 
 class ServiceFailed(IcecoreError):
-    """The node service cannot be reached, is too busy, or answers what this client cannot read."""
+    """The node service cannot be reached, is too busy, or sends an invalid response."""
 
     exit_code = 19

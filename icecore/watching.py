@@ -1,4 +1,4 @@
-"""What the service watches: the readings of an open repository, its replicas and this node."""
+"""Readings of an open repository, its replicas and this node, for the service."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ async def scraped(
 
 
 class Scraper:
-    """Answers scrapes with the metrics of the configured repository, which it opens on first use and
-    keeps open; for one event loop.
+    """Answer scrapes with the metrics of the configured repository, which is opened on first use and
+    stays open. For one event loop.
 
     Args:
         config: The service's.

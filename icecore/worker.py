@@ -1,7 +1,7 @@
 """The process of an operation of the node service: ``python -m icecore.worker DIR FD ATTEMPT``.
 
-It runs one command of icecore and records what the command prints and emits. FD is a descriptor
-that holds the operation's lock, for as long as this process lives.
+It runs one command of icecore and records the command's output and events. FD is a descriptor that
+holds the operation's lock for as long as this process lives.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from icecore.service.api.journal import Writer
 from icecore.service.api.stored import Process, Result, Stored
 from icecore.text import jsonable
 
-#: Events that say what an operation made; of several the last counts.
+#: Events that carry the result of an operation; the last one counts.
 _RESULTS = frozenset({"run.started", "run.resumed", "dump.done", "restore.running"})
 
 
 class Recorder(Output):
-    """An output that records each call, so that `icecore.remote.replay` prints the same elsewhere.
+    """An output that records each call, so that `icecore.remote.replay` can print it elsewhere.
 
     Args:
         writer: Gets the records.
-        brief: Leave out progress, and what a job writes: both would be without bounds.
+        brief: Leave out progress and the job's output, which are unbounded.
     """
 
     def __init__(self, writer: Writer, *, brief: bool) -> None:
@@ -98,7 +98,7 @@ class Recorder(Output):
         self._record("note", text=text)
 
     def trace(self, text: str) -> None:
-        """Write a traceback to the log of the operation; callers see the error alone."""
+        """Write a traceback to the log of the operation; callers see only the error."""
         sys.stderr.write(text)
 
     def error(self, error: IcecoreError) -> None:
@@ -122,7 +122,7 @@ class Recorder(Output):
 
 
 class _Nowhere(io.StringIO):
-    """A stream that is no terminal and takes nothing."""
+    """A stream that is not a terminal and discards its input."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -132,7 +132,9 @@ def main() -> int:
     """Entry point of the process."""
     directory, descriptor, attempt = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(descriptor, False)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it already is: by the same open file
+    fcntl.flock(
+        descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+    )  # already held through the same open file
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, _not_now)
     pid = os.getpid()
@@ -163,13 +165,11 @@ def main() -> int:
 
 
 def _not_now(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the command has not begun, in which case it finds out, or has ended."""
+    """Ignore a signal before the command begins, which then checks for it, or after it has ended."""
 
 
 def _words(wanted: Stored, attempt: int) -> list[str]:
-    """Return the command line. A supervisor that takes the place of one that was killed brings the
-    job back.
-    """
+    """Return the command line. A supervisor that replaces a killed one resumes the job."""
     words = list(wanted.words)
     if attempt > 1 and "--resume" not in words:
         words.append("--resume")

@@ -1,4 +1,4 @@
-"""The web page of the node service: a link that signs in."""
+"""The web page of the node service, on a loopback port, and a link that signs in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "page",
         page,
-        "Show the web page of this node's service in a browser.",
+        "Serve the web page of this node's service to a browser.",
         "icecore page",
         "icecore page --port 8080",
-        more="Prints a link that signs in as the caller; it works once, within a minute. The page is reachable"
-        " from this machine alone, until Ctrl-C. From another machine:"
-        " 'ssh -L 8080:localhost:8080 NODE icecore page --port 8080'.",
+        more="Prints a link that signs in as the caller. The link works once, within a minute. The page is"
+        " reachable only from this machine, until Ctrl-C. From another machine: ssh -L 8080:localhost:8080 NODE"
+        " icecore page --port 8080",
         numpy=False,
     )
     parser.add_argument(
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         type=COUNT,
         default=0,
         metavar="N",
-        help="port on the loopback address (default: any that is free)",
+        help="port on the loopback address (default: any free port)",
     )
     add_setting(parser, ServiceSettings, "socket", "unix socket of the service")
 
@@ -42,20 +42,22 @@ def page(arguments: argparse.Namespace, context: Context) -> int:
         from icecore.remote.forward import forward
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"the page needs {error.name}", cure="pip install 'icecore[service]'"
+            f"the page requires the module {error.name}", cure="pip install 'icecore[service]'"
         ) from error
     if arguments.port > 65535:
-        raise UsageError(f"there is no port {arguments.port}", cure="name one below 65536")
+        raise UsageError(
+            f"there is no port {arguments.port}", cure="give --port a number below 65536"
+        )
     path = overridden(context.config.service, arguments).socket
     if not is_there(path):
-        raise NotFound(f"there is no service at {path}", cure="'icecore serve' runs one")
+        raise NotFound(f"there is no service at {path}", cure="start it with 'icecore serve'")
     service = Service(path)
 
     def ready(port: int) -> None:
         link = service.post("/page/links", {})["path"]
         url = f"http://127.0.0.1:{port}{link}"
         context.output.result("page.link", {"url": url}, url)
-        context.output.note("the link works once, within a minute; Ctrl-C ends the page")
+        context.output.note("the link works once, within a minute; Ctrl-C stops the page")
 
     asyncio.run(forward(path, arguments.port, ready))
     return 0

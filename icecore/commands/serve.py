@@ -1,4 +1,4 @@
-"""The node service: serve, and the tokens of its clients on TCP."""
+"""Commands of the node service: serve, and token for its clients on TCP."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def add(commands: Commands) -> None:
         "Run the service of this node.",
         "icecore serve",
         "icecore serve --socket /run/icecore/service.sock --listen 0.0.0.0:7443 --certificate FILE --key FILE",
-        more="Users who are not root run, snapshot and restore their own jobs through it. It serves a REST API"
-        " (/v1/openapi.json describes it) until it gets SIGTERM; operations and jobs then go on, and the next"
-        " service adopts them.",
+        more="Lets users who are not root run, snapshot and restore their own jobs. Serves a REST API"
+        " (/v1/openapi.json describes it), a web page and metrics until SIGTERM. Operations and jobs then"
+        " continue, and the next service adopts them.",
     )
     for key, what in (
         ("socket", "unix socket of the service"),
-        ("admin_group", "group whose members see and touch the jobs of all users, as root does"),
+        ("admin_group", "group whose members see and control the jobs of all users, as root does"),
         ("others", "what other users may do with their own jobs"),
-        ("listen", "address on which clients with tokens are served as well"),
+        ("listen", "TCP address for clients with tokens"),
         ("certificate", "PEM file with the certificate for TLS"),
         ("key", "PEM file with the key of the certificate"),
-        ("plain_loopback", "listen without TLS, on a loopback address"),
+        ("plain_loopback", "listen without TLS, only on a loopback address"),
     ):
         add_setting(parser, ServiceSettings, key, what)
 
@@ -47,8 +47,8 @@ def add(commands: Commands) -> None:
         "icecore token add ci --role operate --user alice --jobs 'train*' --expires 30d",
         "icecore token list",
         "icecore token remove ci",
-        more="'add' prints the token once. A token with --user starts jobs as this user and touches only the"
-        " user's jobs; one without touches the jobs of all users.",
+        more="'add' prints the token once. A token with --user starts jobs as this user and controls only this"
+        " user's jobs. A token without --user controls the jobs of all users.",
         numpy=False,
     )
     parser.add_argument(
@@ -60,14 +60,14 @@ def add(commands: Commands) -> None:
         choices=_ROLES,
         default="read",
         metavar="read|operate|admin",
-        help="what its holder may do (default: read)",
+        help="what clients with the token may do (default: read)",
     )
     parser.add_argument(
         "--jobs",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="only jobs with such a name, such as 'train*'; repeatable (default: all)",
+        help="only jobs whose name matches, such as 'train*'; repeatable (default: all)",
     )
     parser.add_argument(
         "--user", default="", metavar="USER", help="only this user's jobs (default: all users')"
@@ -77,7 +77,7 @@ def add(commands: Commands) -> None:
         type=SECONDS,
         default=0.0,
         metavar="DURATION",
-        help="the token is valid for so long (default: until it is removed)",
+        help="how long the token is valid (default: until it is removed)",
     )
 
 
@@ -93,7 +93,7 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
         from icecore.service.api.server import serve as run
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"the service needs {error.name}", cure="pip install 'icecore[service]'"
+            f"the service requires the module {error.name}", cure="pip install 'icecore[service]'"
         ) from error
     from icecore.backing import Repositories
     from icecore.service import scrape
@@ -134,7 +134,9 @@ def token(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.action == "list":
         return _list(tokens.all(), context)
     if not arguments.name:
-        raise UsageError("no token is named", cure=f"icecore token {arguments.action} NAME")
+        raise UsageError(
+            "the name of the token is missing", cure=f"icecore token {arguments.action} NAME"
+        )
     if arguments.action == "remove":
         tokens.remove(arguments.name)
         context.output.result(
@@ -150,7 +152,7 @@ def token(arguments: argparse.Namespace, context: Context) -> int:
         seconds=arguments.expires,
     )
     context.output.result("token.added", {"name": arguments.name, "token": secret}, secret)
-    context.output.note("the token is shown only now; keep it like a password")
+    context.output.note("the token is shown only once; keep it like a password")
     return 0
 
 

@@ -1,5 +1,5 @@
-"""What ``icecore run`` does with ``--resume``, ``--every``, ``--on-term`` or ``--restart``, and the
-command ``schedule``: the job is looked after until it ends or has to leave.
+"""Supervised jobs: ``icecore run`` with ``--resume``, ``--every``, ``--on-term`` or ``--restart``, and
+the command ``schedule``. A job is supervised until it ends or is preempted.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a supervised job to ``run``."""
     group = parser.add_argument_group(
         "supervised jobs",
-        "With one of --resume, --every, --on-term and --restart this process looks after the job;"
-        " --name and a repository are required then.",
+        "With any of --resume, --every, --on-term and --restart, this process supervises the job."
+        " That requires --name and a repository.",
     )
     group.add_argument(
         "--resume",
         action="store_true",
-        help="bring the job back from its newest snapshot if there is one, else start it",
+        help="restore the job from its newest snapshot if there is one, else start it",
     )
     group.add_argument(
         "--or-start",
         action="store_true",
-        help="with --resume: start it anew if no snapshot can be restored",
+        help="with --resume: start the job anew if no snapshot can be restored",
     )
     group.add_argument(
         "--fall-back",
         type=COUNT,
         default=0,
         metavar="N",
-        help="with --resume: try so many older snapshots if the newest cannot be restored",
+        help="with --resume: try up to N older snapshots if the newest cannot be restored",
     )
     group.add_argument(
         "--every",
         type=_every,
         metavar="TIME|auto",
-        help="take a snapshot so often; auto: from its measured cost and the failure rate",
+        help="interval between snapshots; auto: computed from their measured cost and the failure rate",
     )
     group.add_argument(
         "--on-term",
         choices=("snapshot", "pass"),
         metavar="snapshot|pass",
-        help="on TERM, USR1, INT or HUP: stop the job with a snapshot (default), or pass the signal on",
+        help="on TERM, USR1, INT or HUP: stop the job with a snapshot (default), or pass the signal to it",
     )
     group.add_argument(
         "--restart",
         type=_restarts,
         default=0,
         metavar="no|on-failure[:N]",
-        help="bring the job back when it fails, at most N times without a new snapshot in between",
+        help="restore the job when it fails, at most N times without a new snapshot in between",
     )
     for key, what in (
-        ("preempted_exit", "exit status once the job was stopped with a snapshot"),
-        ("requeue_command", "shell command once the job was stopped with a snapshot"),
+        ("preempted_exit", "exit status after the job was stopped with a snapshot"),
+        ("requeue_command", "shell command to run after the job was stopped with a snapshot"),
         (
             "notice",
-            "time from a signal until this machine is gone; a stop that takes longer is said",
+            "time from a signal until this machine is gone; warn if a stop takes longer",
         ),
-        ("notice_command", "shell command that ends with status 0 once the job has to leave"),
-        ("notice_url", "URL that answers with status 200 once the job has to leave"),
-        ("max_overhead", "with --every auto: share of its time that snapshots may cost the job"),
-        ("max_loss", "with --every auto: work that a failure may cost"),
+        ("notice_command", "shell command that ends with status 0 once the job has to stop"),
+        ("notice_url", "URL that answers with status 200 once the job has to stop"),
+        ("max_overhead", "with --every auto: share of the job's time that snapshots may cost"),
+        ("max_loss", "with --every auto: work that a failure may lose"),
     ):
         add_setting(group, ScheduleSettings, key, what)  # type: ignore[arg-type]
     for about in fields(ForgetSettings):
@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group,  # type: ignore[arg-type]
             ForgetSettings,
             about.name,
-            f"after each snapshot, keep of the job: {rule}",
+            f"after each snapshot, do 'icecore forget --keep-{rule}' for the job",
         )
 
 
@@ -93,7 +93,7 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "schedule",
         schedule,
-        "Explain how often a supervised job is snapshotted, and what that costs.",
+        "Explain how often icecore takes snapshots of a supervised job, and what they cost.",
         "icecore schedule explain train",
     )
     parser.add_argument("action", choices=("explain",), metavar="explain", help="print the numbers")
@@ -101,31 +101,31 @@ def add(commands: Commands) -> None:
 
 
 def is_wanted(arguments: argparse.Namespace) -> bool:
-    """Return whether the job is to be looked after."""
+    """Return whether the options ask for supervision."""
     return bool(arguments.resume or arguments.every or arguments.on_term or arguments.restart)
 
 
 def require(arguments: argparse.Namespace, *, served: bool = False) -> None:
-    """Require what a supervised job needs.
+    """Require the options of a supervised job.
 
     Args:
-        served: The node service runs it, which outlives this command.
+        served: The node service supervises the job and outlives this command.
 
     Raises:
-        UsageError: It has no name, or options that exclude supervision.
+        UsageError: The name is missing, or an option excludes supervision.
     """
     from icecore.host.jobs.registry import require_name
 
     if not arguments.name:
         raise UsageError(
-            "a supervised job needs a name, under which its snapshots are found",
+            "a supervised job requires a name, by which its snapshots are found",
             cure="add --name NAME",
         )
     require_name(arguments.name)
     if (arguments.detach and not served) or arguments.rm:
         raise UsageError(
-            "a supervised job runs in the foreground and is remembered",
-            cure="leave out -d and --rm; 'icecore run … &' or a service manager runs it beside",
+            "a supervised job runs in the foreground, and its record is kept",
+            cure="leave out -d and --rm; for the background, use 'icecore run … &' or a service manager",
         )
 
 
@@ -138,9 +138,9 @@ def run(
     """Run a supervised job.
 
     Args:
-        start: Starts it anew.
-        writer: Makes what shows the output of an instance; its second argument says whether to try
-            again what could not be written.
+        start: Starts the job anew.
+        writer: Returns the function that writes the output of an instance. Its second argument decides
+            whether to retry a failed write.
     """
     from icecore.engine import RepositoryEngine
     from icecore.service.interval import Bounds
@@ -187,7 +187,7 @@ def run(
 
 
 def words(event: Event) -> list[str]:
-    """Return what is said of an event of a supervised job."""
+    """Return the lines to print for an event of a supervised job."""
     known = event.fields
     job = known.get("job")
 
@@ -197,15 +197,17 @@ def words(event: Event) -> list[str]:
 
     match event.name:
         case "run.lease":
-            return [f"job {job}: {known['host']} has it; waiting for a heartbeat from there"]
+            return [
+                f"job {job}: host {known['host']} holds its lease; waiting for a heartbeat from there"
+            ]
         case "run.adopted":
-            return [f"job {job} runs already, as process {known['pid']}; taking over"]
+            return [f"job {job} already runs, as process {known['pid']}; taking over"]
         case "run.resumed":
             return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
         case "run.stopping":
             return [f"job {job}: {known['why']}; stopping it with a snapshot"]
         case "run.output_failed":
-            return [f"warning: output of job {job} cannot be written, it waits: {known['error']}"]
+            return [f"warning: cannot write the output of job {job}, retrying: {known['error']}"]
         case "run.preempted":
             return [f"job {job} was stopped with snapshot {str(known['snapshot'])[:12]}"]
         case "run.failed":
@@ -214,11 +216,11 @@ def words(event: Event) -> list[str]:
             return [f"job {job} failed {known['failures']} times without a new snapshot; giving up"]
         case "run.notice_short":
             return [
-                f"warning: stopping job {job} takes about {seconds('stop_seconds')}, and it gets"
-                f" {seconds('notice_seconds')} notice"
+                f"warning: stopping job {job} takes about {seconds('stop_seconds')}, but the notice is"
+                f" {seconds('notice_seconds')}"
             ]
         case "run.paused":
-            return [f"job {job} is paused: the repository cannot be reached to keep its name"]
+            return [f"job {job} is paused: the repository cannot be reached to renew its lease"]
         case "run.unpaused":
             return [f"job {job} runs again"]
     return []
@@ -229,7 +231,7 @@ def _every(text: str) -> float | Literal["auto"]:
         return "auto"
     value = SECONDS(text)
     if value <= 0:
-        raise argparse.ArgumentTypeError("a duration of more than nothing, or 'auto'")
+        raise argparse.ArgumentTypeError("a duration greater than 0, or 'auto'")
     return value
 
 
@@ -257,7 +259,7 @@ def _policy(arguments: argparse.Namespace, context: Context) -> Policy | None:
 
 
 def schedule(arguments: argparse.Namespace, context: Context) -> int:
-    """icecore schedule explain."""
+    """Run icecore schedule."""
     from icecore.api import registry
     from icecore.host.jobs.registry import require_name
     from icecore.service.interval import Bounds, choose, curve

@@ -1,8 +1,8 @@
-"""Read checkpoint archives of Podman, CRI-O and the kubelet: a tar, maybe compressed, of CRIU's images
-and what the engine knows of the container.
+"""Read checkpoint archives of Podman, CRI-O and the kubelet: a tar, possibly compressed, of CRIU's
+images and of files that describe the container.
 
-Nobody vouches for an archive: names, kinds, counts and sizes are checked before anything is kept, and
-no member is read into memory but a few small ones.
+An archive is not trusted: names, kinds, counts and sizes are checked before anything is kept, and
+only a few small members are read into memory.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _BLOCK = 1 << 20
 _MAX_HEADER = 64 << 10
 #: zstd's own programs refuse a larger window unless asked.
 _MAX_WINDOW = 128 << 20
-#: What a JSON file about the container may have.
+#: Most bytes of a JSON file about the container.
 _MAX_JSON = 8 << 20
-#: Images that an import reads, in bytes together; others are only copied.
+#: Most bytes of all images that an import parses; others are only copied.
 _MAX_PARSED = 1 << 30
 _PARSED = ("pstree.img", "files.img", "remap-fpath.img", "core-", "mm-", "pagemap-")
 #: A tar ends with two blocks of zeros; zstd's reader does not report that its input is cut off.
@@ -61,14 +61,14 @@ _MAX_PATH = 4096
 
 
 class _Readable(Protocol):
-    """What an archive is unpacked from."""
+    """A stream from which an archive is unpacked."""
 
     def read(self, size: int, /) -> bytes:
         """Return up to ``size`` bytes; none at the end."""
 
 
 class _Config(msgspec.Struct):
-    """``config.dump``, as far as it is of interest."""
+    """The fields of ``config.dump`` that are used."""
 
     id: str = ""
     name: str = ""
@@ -77,7 +77,7 @@ class _Config(msgspec.Struct):
 
 
 class _Spec(msgspec.Struct):
-    """``spec.dump``, as far as it is of interest."""
+    """The fields of ``spec.dump`` that are used."""
 
     annotations: dict[str, str] | None = None
 
@@ -94,7 +94,7 @@ class OpenArchive:
 
     Attributes:
         path: The tar, uncompressed.
-        about: What it is.
+        about: Its description.
         members: The content of each regular file, ascending.
         folder: A directory with the images that describe processes and memory.
     """
@@ -108,11 +108,11 @@ class OpenArchive:
 @contextmanager
 def open_archive(source: Path) -> Iterator[OpenArchive]:
     """Read the members of an archive. A compressed one is unpacked into an unlinked file in
-    ``TMPDIR`` (default: /var/tmp), of which it may take half of the free space.
+    ``TMPDIR`` (default: /var/tmp), and may take half of the free space there.
 
     Raises:
-        NotFound: There is no such file, or it is no archive.
-        UsageError: It holds something that an engine does not write.
+        NotFound: There is no such file, or it is not an archive.
+        UsageError: It has a member that no engine writes.
         Damaged: It, or an image in it, is malformed.
         StoreError: There is no room to unpack it.
     """
@@ -214,7 +214,7 @@ def _members(file: IO[bytes], source: Path) -> list[tuple[str, tarfile.TarInfo, 
             fileobj=cast(IO[bytes], _Bounded(file)), mode="r:", errors="surrogateescape"
         ) as tar:
             while (info := tar.next()) is not None:
-                cast(Any, tar).members = []  # it would keep them all
+                cast(Any, tar).members = []  # tarfile would keep all of them
                 end = info.offset_data + info.size
                 if info.offset <= last or info.size < 0 or (info.isreg() and end > size):
                     raise tarfile.ReadError("a member lies beyond the end, or before another")
@@ -240,7 +240,7 @@ def _checked(info: tarfile.TarInfo, source: Path) -> str:
     """Return the path of a member, without a leading ``./``.
 
     Raises:
-        UsageError: An engine does not write such a member.
+        UsageError: No engine writes such a member.
     """
     name = info.name
     shown = printable(name[:200])
@@ -285,7 +285,7 @@ def _memory(folder: Path, sizes: dict[str, int]) -> dict[str, tuple[MemoryKind, 
     pagemaps from ``folder``.
 
     An engine may dump into a directory that still has images of an earlier checkpoint. Pagemaps of
-    processes that are not in the tree are such remains, and are carried like other files.
+    processes that are not in the tree are such remains, and are stored like other files.
     """
     found: dict[str, tuple[MemoryKind, str]] = {}
     alive = {task.pid for task in load_pstree(folder)}
@@ -320,7 +320,7 @@ def _about(
     size: int,
     compression: Compression,
 ) -> Archive:
-    """Return what an archive tells of its container; an archive may lack the files that tell it."""
+    """Return an archive's description of its container; an archive may lack the files with it."""
 
     def read(path: str) -> bytes:
         info, offset = names.get(path, (None, 0))

@@ -1,4 +1,4 @@
-"""What an import reads: CRIU's images, in a directory or in a checkpoint archive, as pieces of files."""
+"""Input of an import: CRIU's images, in a directory or in a checkpoint archive, as pieces of files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_TAG = 120
 class Piece:
     """Content that lies somewhere in a file: ``size`` bytes from ``offset`` on.
 
-    ``key`` is that of its space, ``name`` what people are told.
+    ``key`` is that of its space, ``name`` is for messages.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Images:
         folder: A directory with the images that describe processes and memory.
         pieces: Everything that is stored as images.
         pages: The page images by number.
-        name: Of the container; empty: there is none.
+        name: The container's name; empty: none.
         tags: Labels that the snapshot gets.
         extra: For the manifest.
     """

@@ -1,6 +1,4 @@
-"""The commands that the node service runs for its caller: as operations whose output is printed
-here.
-"""
+"""The commands that the node service runs as operations; this client prints their output."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def run(
     """Run icecore run.
 
     Args:
-        writer: Makes what shows the output of a job.
+        writer: Returns the function that writes the output of a job.
         followed: Follows a job's output until it ends; returns its exit status.
     """
     _refuse(arguments, ["user", "like_process", "repository"])
@@ -174,7 +172,7 @@ class _Runs(Exception):
 def _supervised(
     service: Service, begun: Record, context: Context, writer: Callable[[Job], Writer]
 ) -> int:
-    """Show a supervised job until its supervisor ends; pass signals on to that."""
+    """Show a supervised job until its supervisor ends; forward signals to the supervisor."""
     readers: list[threading.Thread] = []
 
     def told(record: Record) -> bool:
@@ -225,7 +223,8 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
             )
         if not separator and name not in os.environ:
             raise UsageError(
-                f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE"
+                f"--env {name}: the environment has no variable of this name",
+                cure=f"write {name}=VALUE",
             )
         environment[name] = value if separator else os.environ[name]
     held = [name for name in held if name not in environment]
@@ -234,7 +233,7 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
     words = [*arguments.job_command, *environment, *environment.values()]
     if not all(map(is_utf8, words)):
         raise UsageError(
-            "the command or the environment is not UTF-8, which the service cannot pass on",
+            "the command or the environment is not UTF-8, and the service accepts only UTF-8",
             cure="unset the variable, or run as root",
         )
     return {
@@ -286,7 +285,7 @@ def forget(arguments: argparse.Namespace, context: Context, service: Service) ->
         if given or arguments.keep_tag or arguments.job:
             raise UsageError(
                 "named snapshots and a policy exclude each other",
-                cure="forget by name, then by policy",
+                cure="run forget twice: with names, then with the policy",
             )
         body["snapshots"] = [
             service.get(at("snapshots", name))["snapshot"]["snapshot"]
@@ -294,7 +293,9 @@ def forget(arguments: argparse.Namespace, context: Context, service: Service) ->
         ]
     else:
         if not arguments.job:
-            raise UsageError("through the service a policy is for one job", cure="add --job JOB")
+            raise UsageError(
+                "through the service, a policy applies to one job", cure="add --job JOB"
+            )
         keep = overridden(context.config.forget, arguments)
         policy = {about.name: getattr(keep, about.name) for about in fields(keep)}
         body |= {"job": arguments.job, "keep": policy, "keep_tags": arguments.keep_tag}
@@ -313,13 +314,13 @@ def _others(settings: type[Any], names: Sequence[str]) -> list[str]:
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise if an option is given that the service takes from nobody."""
+    """Refuse options that the service accepts from no caller."""
     for name in names:
         if getattr(arguments, name, None) not in (None, "", False, []):
             option = name.replace("_", "-")
             raise UsageError(
-                f"the service takes no --{option}, because it works as root",
-                cure="leave it out, let an administrator configure it, or run as root",
+                f"the service refuses --{option}, because it runs as root",
+                cure="leave it out, ask an administrator to configure it, or run as root",
             )
 
 

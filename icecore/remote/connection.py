@@ -48,7 +48,7 @@ class Service:
         self.path = path
 
     def get(self, path: str, **query: Any) -> Any:
-        """Return what a resource is."""
+        """Return a resource."""
         return self._answer("GET", path, None, query)
 
     def items(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
@@ -62,11 +62,11 @@ class Service:
                 return
 
     def post(self, path: str, body: Mapping[str, Any], **headers: str) -> Any:
-        """Ask for a change; return the answer."""
+        """Request a change; return the response."""
         return self._answer("POST", path, body, {}, headers)
 
     def delete(self, path: str) -> None:
-        """Ask that a resource is forgotten."""
+        """Remove a resource."""
         self._answer("DELETE", path, None, {})
 
     def _answer(
@@ -84,11 +84,13 @@ class Service:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise ServiceFailed(f"the service at {self.path} answers no JSON: {error}") from error
+            raise ServiceFailed(
+                f"the response of the service at {self.path} is not JSON: {error}"
+            ) from error
 
     def events(self, operation: str) -> Iterator[dict[str, Any]]:
         """Yield the records of an operation until it has ended; last, the operation itself as the
-        record ``end``. A restart of the service is waited for.
+        record ``end``. Wait for a service that restarts.
         """
         after, until = 0, time.monotonic() + _AGAIN_SECONDS
         path = f"/v1/operations/{operation}/events"
@@ -108,7 +110,7 @@ class Service:
 
     @contextmanager
     def lines(self, path: str, **query: Any) -> Iterator[Iterator[bytes]]:
-        """Lend the lines of a response, as they come."""
+        """Lend the lines of a response as they arrive."""
         with self._sent("GET", path, None, query) as response:
             yield _lines(response)
 
@@ -125,7 +127,7 @@ class Service:
 
         Raises:
             ServiceFailed: The service cannot be reached.
-            IcecoreError: What the service answers.
+            IcecoreError: The service returned an error.
         """
         connection = _Unix(self.path)
         words = {key: str(value) for key, value in query.items() if value not in (None, "")}
@@ -139,7 +141,7 @@ class Service:
             except (OSError, http.client.HTTPException) as error:
                 raise ServiceFailed(
                     f"the service at {self.path} does not answer: {error}",
-                    cure="'systemctl status icecore' says how it is; root works without it",
+                    cure="check 'systemctl status icecore'; root can work without the service",
                 ) from error
             if response.status >= 400:
                 raise error_of(_problem(response))
@@ -154,8 +156,8 @@ def at(*parts: str) -> str:
 
 
 def is_there(path: str) -> bool:
-    """Return whether a service of root's or of this user's listens there: nobody else's is told what
-    a job's environment is.
+    """Return whether a service of root or of this user listens there. No other process may receive a
+    job's environment.
     """
     try:
         about = os.stat(path)
@@ -167,7 +169,7 @@ def is_there(path: str) -> bool:
         with socket.socket(socket.AF_UNIX) as tried:
             tried.settimeout(_SECONDS)
             tried.connect(path)
-    except (ConnectionRefusedError, FileNotFoundError):  # a service that was killed has left it
+    except (ConnectionRefusedError, FileNotFoundError):  # left by a killed service
         return False
     except OSError:
         return True  # it is busy
@@ -175,7 +177,7 @@ def is_there(path: str) -> bool:
 
 
 def error_of(problem: Mapping[str, Any]) -> IcecoreError:
-    """Return a problem as the error that the command raises without the service."""
+    """Return the error that the command would raise without the service."""
     kind = getattr(errors, str(problem.get("error_class")), None)
     message, cure = str(problem.get("detail") or problem.get("title")), str(problem.get("cure", ""))
     if kind is PreflightRefused:

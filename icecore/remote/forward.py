@@ -1,9 +1,9 @@
-"""Lets a browser of this machine reach the page where the service has only a unix socket.
+"""Let a browser on this machine open the page of a service that listens only on a unix socket.
 
-It forwards the page alone, never the API: on the socket the service knows its user by the process
-that connects, and other users of this machine can reach the port, too. The page itself accepts only
-the cookie that the link gives, once. A name that an attacker points at this address (DNS rebinding)
-is refused by its Host header.
+It forwards only the page, never the API: on the socket, the service identifies the user by the
+connecting process, and other users of this machine can use the port, too. The page accepts only a
+cookie, which the link sets once. If an attacker resolves a name to this address (DNS rebinding), the
+Host header is wrong and the request is refused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise UsageError(
-            f"cannot listen on {_ADDRESS}:{port}: {error.strerror}", cure="name another --port"
+            f"cannot listen on {_ADDRESS}:{port}: {error.strerror}", cure="choose another --port"
         ) from error
     found.setblocking(False)
     return found
@@ -102,8 +102,8 @@ def _forwarding(client: aiohttp.ClientSession, own: frozenset[str]) -> Handle:
 
 
 def _is_of_page(path: str) -> bool:
-    """Return whether a path is one of the page's. A path with dot segments is none: what they lead
-    to depends on who resolves them.
+    """Return whether a path belongs to the page. A path with dot segments does not, because clients and
+    servers resolve these differently.
     """
     parts = unquote(path).split("/")
     if "." in parts or ".." in parts or not path.startswith(_PAGE):

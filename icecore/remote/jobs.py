@@ -1,4 +1,4 @@
-"""The jobs of a node as its service shows them, with the methods of `icecore.host.jobs`."""
+"""The jobs that the node service shows, with the methods of `icecore.host.jobs`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TERM = 15
 
 @dataclass(frozen=True)
 class RemoteJob(Job):
-    """An instance, as the service described it."""
+    """An instance as described by the service."""
 
     service: Service
     about: dict[str, Any]
@@ -61,12 +61,12 @@ class RemoteJob(Job):
 
     @property
     def state(self) -> Literal["starting", "running", "ended", "failed"]:
-        """Return the state when the service described it."""
+        """Return the state in the last description."""
         state: Literal["starting", "running", "ended", "failed"] = self.about["state"]
         return state
 
     def status(self) -> ExitStatus | None:
-        """Return how it had ended when the service described it."""
+        """Return the exit status in the last description; None: not ended."""
         return _status(self.about)
 
     def kill(self, number: int = _TERM) -> None:
@@ -92,13 +92,11 @@ class RemoteJob(Job):
         return {"stdout": sizes.get("stdout", 0), "stderr": sizes.get("stderr", 0)}
 
     def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
-        """Yield what the command has written; with ``follow`` also what it writes."""
+        """Yield the output so far; with ``follow``, also new output until the job ends."""
         return self.logs_after({"stdout": 0, "stderr": 0}, follow=follow)
 
     def logs_after(self, seen: dict[Stream, int], *, follow: bool) -> Iterator[LogPiece]:
-        """Yield what the command has written after some offsets; a restart of the service is waited
-        for.
-        """
+        """Yield the output after some offsets; wait for a service that restarts."""
         seen, failures = dict(seen), 0
         while True:
             query: dict[str, Any] = {
@@ -157,7 +155,7 @@ class RemoteRegistry(Registry):
         return RemoteJob.of(self._service, self._service.get(at("jobs", str(which))))
 
     def kept(self, job: Job) -> int:
-        """Return the bytes of GPU memory that are kept of an instance."""
+        """Return the bytes of GPU memory that are kept for an instance."""
         assert isinstance(job, RemoteJob)
         return int(job.about["kept_bytes"])
 
@@ -165,7 +163,8 @@ class RemoteRegistry(Registry):
         """Forget an instance that has ended."""
         if job.state in ("running", "starting"):
             raise UsageError(
-                f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first"
+                f"job {job.name} ({job.instance}) runs",
+                cure=f"end it first: icecore kill {job.name}",
             )
         self._service.delete(at("jobs", job.instance))
 

@@ -1,4 +1,4 @@
-"""Prints what an operation records as the command itself would have printed it."""
+"""Print the records of an operation as the command would print them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def follow(
     *,
     told: Callable[[Record], bool] | None = None,
 ) -> Record:
-    """Print what an operation does until it ends; Ctrl-C ends it, as it ends the command itself.
+    """Print the records of an operation until it ends; Ctrl-C cancels it.
 
     Args:
         told: Gets each record first; False: it shall not be printed.

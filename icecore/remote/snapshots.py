@@ -7,7 +7,7 @@ from icecore.store.format.state import SnapshotRecord
 
 
 def listed(service: Service) -> list[SnapshotRecord]:
-    """Return the snapshots in commit order; where their objects are is not among what it shows."""
+    """Return the snapshots in commit order, without the places of their objects."""
     return [
         SnapshotRecord(
             snapshot=one["snapshot"],

@@ -1,4 +1,4 @@
-"""Whose snapshot it is, and who may restore it."""
+"""The owner of a snapshot, and who may restore it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROOT = 0
 
 
 def owner_of(manifest: Manifest, record: RunRecord | None) -> int:
-    """Return the uid whose snapshot it is: the user of the job; of processes that `icecore run` did
-    not start their user, root if they have several.
+    """Return the uid of a snapshot's owner: the user of the job, or, if `icecore run` did not start it,
+    the user of its processes, root if they have several.
 
     Args:
         record: How `icecore run` started the job; None: it did not.

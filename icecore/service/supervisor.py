@@ -388,8 +388,8 @@ class Supervisor:
                 restored = self._engine.restore(record.snapshot, self._plan.name, emit=self._emit)
                 if restored.job is None:
                     raise ResumeFailed(
-                        f"snapshot {record.snapshot[:12]} is not of a job that 'icecore run' started",
-                        cure="restore it by itself: 'icecore restore'",
+                        f"snapshot {record.snapshot[:12]} is of a job that 'icecore run' did not start",
+                        cure="restore it without supervision: icecore restore",
                     )
             except HookFailed as error:
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
@@ -540,7 +540,7 @@ class Supervisor:
         self._end_job()
         raise JobHeld(
             f"job {self._plan.name}: {self._lease.lost}; it was ended here",
-            cure="one instance runs; 'icecore ls' shows its snapshots",
+            cure="another instance runs; 'icecore ls' lists its snapshots",
         )
 
     def _on_signal(self, number: int, at: float) -> int | None:

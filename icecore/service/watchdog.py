@@ -1,13 +1,13 @@
-"""Keeps a job from running without a lease, whatever becomes of its supervisor.
+"""Prevent a job from running without a lease, even if its supervisor dies.
 
 The supervisor tells its watchdog of each renewal of the lease. After
-`icecore.store.log.lease.PAUSE_SECONDS` without one the watchdog stops the job's processes, and
-continues them at the next. If the supervisor is killed, the watchdog ends the job at that time,
+`icecore.store.log.lease.PAUSE_SECONDS` without a renewal it stops the job's processes, and continues
+them at the next one. If the supervisor is killed, the watchdog ends the job at that time,
 unless another supervisor of this node has taken the job over. So the job does not run once another
 node can have the lease.
 
-Which processes it has stopped stands in a file, so that the next watchdog of the job, and no other,
-continues them: that one knows when the lease was renewed.
+A file lists the processes that it has stopped. Only the next watchdog of the job continues them,
+because it knows when the lease was renewed.
 
 Run as ``python -m icecore.service.watchdog STATE NAME INSTANCE SECONDS RENEWED``; standard input is
 a pipe whose other end the supervisor holds. RENEWED is the time of the last renewal, by
@@ -73,7 +73,7 @@ class Watchdog:
         return self._process.poll() is None
 
     def renewed(self, at: float) -> None:
-        """Tell it when the lease was renewed."""
+        """Report the time of a renewal of the lease."""
         self._say(_RENEWED, at)
 
     def disarm(self) -> None:
@@ -87,7 +87,7 @@ class Watchdog:
             self._process.wait()
 
     def leave(self) -> None:
-        """Let it act as if this process had been killed."""
+        """Make the watchdog act as if this process had been killed."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -98,7 +98,7 @@ class Watchdog:
 
 
 class Stopped:
-    """The processes of a job that were stopped and are to be continued, kept in a file.
+    """The stopped processes of a job that have to be continued, recorded in a file.
 
     Args:
         path: The file. One that cannot be read counts as empty.
@@ -112,7 +112,7 @@ class Stopped:
             self._known = {}
 
     def stop(self, job: Job) -> None:
-        """Stop what runs of a job, parents first, until there is no more."""
+        """Stop all running processes of a job, parents first."""
         for pid in _each(job):
             try:
                 about = procfs.status(pid)
@@ -142,8 +142,8 @@ class Stopped:
 
 
 def _each(job: Job) -> Iterator[int]:
-    """Yield each process of a job but its init once, also those that are forked meanwhile. The init
-    passes signals on, SIGCONT too.
+    """Yield each process of a job once, except its init, and also processes that are forked meanwhile.
+    The init forwards signals, including SIGCONT.
     """
     seen = {job.pid}
     for _ in range(_PASSES):
@@ -167,7 +167,7 @@ def resume_all(job: Job) -> None:
 
 
 def end(job: Job) -> None:
-    """End a job at once, also one that stands still."""
+    """End a job at once, even if it is stopped."""
     with suppress(IcecoreError):
         job.kill(signal.SIGKILL)
     if job.alive:  # an init that is stopped would never collect its children
@@ -176,7 +176,7 @@ def end(job: Job) -> None:
 
 
 class _Watch:
-    """What the watchdog's process does."""
+    """The main loop of the watchdog process."""
 
     def __init__(
         self, state: Path, name: str, instance: str, seconds: float, renewed: float
@@ -191,7 +191,7 @@ class _Watch:
         self._orphaned = False
 
     def run(self) -> None:
-        """Watch until the job ends, or until nobody needs it."""
+        """Watch until the job ends or the watchdog is disarmed."""
         if now() - self._renewed < self._seconds:
             self._stopped.go_on()
         poll = select.poll()

@@ -296,7 +296,7 @@ def test_output_waits_for_room(cli: Cli) -> None:
                 stdout=output,
                 stderr=said,
             )
-        until(lambda: b"cannot be written" in (cli.folder / "said").read_bytes(), "a warning")
+        until(lambda: b"cannot write the output" in (cli.folder / "said").read_bytes(), "a warning")
         filled.unlink()
         assert process.wait(SECONDS) == 0
         assert (small / "output").read_bytes()[4094:].decode().splitlines() == counter.whole()
@@ -384,7 +384,7 @@ def test_a_notice_that_a_command_gives(cli: Cli) -> None:
     (cli.folder / "notice").touch()
     status, lines, said = ended(process)
     assert status == 85 and "ended with status 0; stopping it" in said
-    assert "and it gets 10.0 ms notice" in said
+    assert "but the notice is 10.0 ms" in said
     assert lines == counter.whole()[: len(lines)]
 
 

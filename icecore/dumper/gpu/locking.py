@@ -1,4 +1,4 @@
-"""Locks GPU processes: the driver lets the work that a process has submitted end, and accepts no more
+"""Lock GPU processes: the driver completes the work that a process has submitted, and accepts no more
 until the process is unlocked.
 """
 
@@ -23,8 +23,8 @@ _PAUSE_SECONDS = 0.2
 
 
 def lock_all(helper: Helper, pids: Sequence[int], seconds: float, emit: Sink) -> None:
-    """Lock all processes or none. A rank that waits for a locked one never comes to rest, so on a
-    timeout all go on, and the next attempt follows.
+    """Lock all processes or none. A rank that waits for a locked one never comes to rest, so after
+    a timeout all are unlocked, and the next attempt follows.
 
     Args:
         seconds: How long the last attempt may take.

@@ -1,4 +1,4 @@
-"""What a manifest records of the GPU processes (`icecore.store.format.contract`)."""
+"""Records of the GPU processes for a manifest (`icecore.store.format.contract`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a restore needs around the job's open files: directories, FIFOs, names of sockets, pid and
-lock files, empty temporary directories, and build ids. Read after the window, from CRIU's images
-and the file system.
+"""Find what surrounds the job's open files: directories, FIFOs, names of sockets, pid and lock files,
+empty temporary directories, and build ids. They are read after the window, from CRIU's images and the
+file system.
 
-The images say what CRIU will look for. The job runs meanwhile: what it has removed since is
-recorded with the owner of what lay in it.
+The images tell what CRIU will look for. The job runs meanwhile: a directory that it has removed
+since is recorded with the owner of the directory's content.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TEMPORARY = ("/tmp", "/var/tmp")
 #: Where daemons put their pid files.
 _PID_FOLDERS = ("/run", "/var/run")
 _PID_NAMES = (".pid", ".lock", "-lock")
-#: Bounds of a search that other processes' files could make long.
+#: Bounds of the search, because files of other processes could make it long.
 _MOST_SMALL, _MOST_TEMPORARY, _DEEPEST = 256, 1024, 8
 _MOST_LINKS = 40
 #: Precision of the time at which a process began.
@@ -61,7 +61,7 @@ class _Search:
     Attributes:
         top: A path under /proc through which the tree's root directory is reached.
         is_own: Whether a path is the instance's own.
-        users: Whom the tree's processes run as.
+        users: Users of the tree's processes.
     """
 
     top: str
@@ -73,7 +73,7 @@ class _Search:
     small: dict[str, SmallFile] = field(default_factory=dict)
 
     def skips(self, path: str) -> bool:
-        """Return whether nothing is made at a path."""
+        """Return whether a restore makes nothing at a path."""
         if path == "/" or not path.startswith("/") or self.is_own(path):
             return True
         pseudo = any(path == one or path.startswith(f"{one}/") for one in _PSEUDO)
@@ -135,7 +135,7 @@ class _Search:
         )
 
     def around(self, path: str) -> None:
-        """Record the directories above something."""
+        """Record the parent directories of a path."""
         if not self.skips(path):
             self.folder(os.path.dirname(path), *self._owner(path))
 
@@ -152,17 +152,18 @@ def find_surroundings(
     before: Surroundings | None,
     is_own: Callable[[str], bool],
 ) -> Surroundings:
-    """Find everything.
+    """Find the surroundings of a tree.
+
 
     Args:
-        images: CRIU's, complete.
+        images: CRIU's complete images.
         pids: Host pid → image id, root first.
         processes: Of the manifest.
         files: Of the manifest.
         before: What the parent snapshot recorded. Its temporary directories were made before this
             instance began, if it was restored.
-        is_own: Whether the instance has something of its own at a path of the tree: a restore makes
-            nothing there.
+        is_own: Whether a path of the tree belongs to the instance itself; a restore makes nothing
+            there.
     """
     root = next(iter(pids))
     users = frozenset(process.user for process in processes if process.alive) or frozenset({0})
@@ -190,7 +191,7 @@ def _depth(path: str) -> tuple[int, str]:
 
 
 def _from_images(search: _Search, images: Path, numbers: Iterable[int]) -> None:
-    """Record the directories and FIFOs that processes have open, or work in."""
+    """Record the working directories of processes and the directories and FIFOs that they have open."""
     gone = {remap.original for remap in load_remaps(images)}
     opened = OpenedImages(images)
     for number in numbers:

@@ -1,5 +1,5 @@
-"""Bring every process that a helper locked back to running, and give it its resident memory back,
-whoever holds it and whatever state it is in.
+"""Make every process that a helper has locked run again, and give its resident memory back, whichever
+process holds it and in whatever state it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STOP_SECONDS = 0.2
 
 
 class Undo:
-    """Tracks which processes were locked here and do not run again yet, and makes them run."""
+    """Track the processes that were locked here and do not run yet, and make them run."""
 
     def __init__(self, api: DeviceCheckpoint) -> None:
         self._api = api
@@ -178,14 +178,13 @@ def give_back(agent: Agent) -> None:
 
 
 def back_to_running(api: DeviceCheckpoint, pid: int, started: int, *, held: bool = False) -> None:
-    """Restore and unlock a process from whatever state it is in; a process that has ended is left
-    alone.
+    """Restore and unlock a process from any state; ignore a process that has ended.
 
     Args:
         held: CRIU traces it, but for the driver's thread.
 
     Raises:
-        DeviceError: It stays where it is.
+        DeviceError: It stays in its state.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         if not held:

@@ -1,8 +1,8 @@
-"""The identity with which a job runs: user, groups, limits and whatever else a process inherits
-from the one that starts it.
+"""The identity with which a job runs: user, groups, limits and everything else that a process
+inherits from its parent.
 
-root starts the jobs of other users. A job gets what its user could have had without icecore, and
-nothing of root's: see `Identity.of_peer` for a client of a service, `Identity.of_process` for any
+root starts the jobs of other users. A job gets only rights that its user has without icecore, and
+none of root's: see `Identity.of_peer` for a client of a service, `Identity.of_process` for any
 process, `Identity.of_user` for a name.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from icecore.errors import NotFound, UsageError
 from icecore.host.kernel import cgroups, libc, limits, procfs
 
-#: What /proc/PID/limits calls each limit → its number for setrlimit(2), the same on x86-64 and
+#: Name of each limit in /proc/PID/limits → its number for setrlimit(2), the same on x86-64 and
 #: aarch64.
 LIMITS = {
     "Max cpu time": resource.RLIMIT_CPU,
@@ -48,13 +48,13 @@ LIMITS = {
 UNLIMITED = -1
 
 _LIMIT_LINE = re.compile(r"(\S.*?) {2,}(\d+|unlimited) +(\d+|unlimited)")
-#: A process in another one of these sees another machine than icecore does.
+#: A process in another namespace of these kinds sees a different machine than icecore.
 _SAME_NAMESPACES = ("user", "mnt", "pid", "net")
 _SO_PEERPIDFD = 77  # Linux 6.5
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 _IOPRIO_WHO_PROCESS = 1
-#: CAP_CHOWN … CAP_CHECKPOINT_RESTORE and whatever a kernel adds.
+#: CAP_CHOWN … CAP_CHECKPOINT_RESTORE, and those that later kernels add.
 ALL_CAPABILITIES = (1 << 64) - 1
 
 
@@ -73,12 +73,12 @@ class Identity:
         nice: -20 … 19.
         policy, priority: Scheduling policy (SCHED_…) and real-time priority.
         cpus: The processors on which it may run; empty: those of the process that starts it.
-        io_priority: As ioprio_get(2) says it; 0: none of its own.
+        io_priority: As returned by ioprio_get(2); 0: none of its own.
         oom_score_adj: -1000 … 1000.
         cgroups: By hierarchy (`icecore.host.kernel.cgroups`); None: those of the process that
             starts it.
-        bounding: The capabilities that it can ever get, by executing a file, as a bit mask.
-        no_new_privs: Executing a file never gives it privileges.
+        bounding: Capability bounding set, as a bit mask.
+        no_new_privs: Executing a file never grants privileges.
     """
 
     user: int
@@ -110,7 +110,7 @@ class Identity:
 
         Raises:
             NotFound: There is no such user or group.
-            UsageError: It is no user or group.
+            UsageError: The text is not a valid user or group.
         """
         wanted, colon, wanted_group = who.partition(":")
         if not wanted or (colon and not wanted_group):
@@ -127,19 +127,18 @@ class Identity:
 
     @classmethod
     def of_process(cls, pid: int, *, pidfd: int = -1, user: int | None = None) -> Identity:
-        """Return the identity of a process, which is one process from the first to the last thing
-        that is read: a reused pid is noticed.
+        """Return the identity of a process. A pid that is reused while it is read is detected.
 
         Args:
             pid: The process.
-            pidfd: A descriptor of it that the caller holds; -1: one is opened.
-            user: The uid that it must have, if it is known (SO_PEERCRED).
+            pidfd: A pidfd of it that the caller holds; -1: open one.
+            user: The uid that it must have, if known (SO_PEERCRED).
 
         Raises:
             NotFound: There is no such process, or it has ended.
-            UsageError: It has several uids or gids at once (it executes a set-user-ID program), or
-                not ``user``; it changed them meanwhile; or it is in a sandbox that its job would
-                escape.
+            UsageError: It has several uids or gids at once (it executes a set-user-ID program); its
+                uid is not ``user``; it changed its ids meanwhile; or it is in a sandbox that its
+                job would escape.
         """
         with _held(pid, pidfd) as own:
             before = _credentials(pid)
@@ -205,13 +204,13 @@ class Identity:
         return self.user == os.geteuid()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that name its user, as login programs set them."""
+        """Return the variables that describe its user, as login programs set them."""
         named = {"HOME": self.home or "/", "USER": self.name, "LOGNAME": self.name}
         return {**named, **({"SHELL": self.shell} if self.shell else {})}
 
     def reachable_limits(self) -> tuple[dict[int, tuple[int, int]], list[str]]:
-        """Return the limits as this process can set them, and sentences on those that it cannot
-        raise as far: that requires CAP_SYS_RESOURCE.
+        """Return the limits as this process can set them, and a sentence for each that it cannot raise
+        far enough without CAP_SYS_RESOURCE.
         """
         most = highest_limits()
         reachable, short = {}, []
@@ -224,7 +223,7 @@ class Identity:
         return reachable, short
 
     def as_launch(self) -> dict[str, Any]:
-        """Return it for launch.py, as JSON can hold it.
+        """Return it as JSON for launch.py.
 
         Raises:
             UsageError: A cgroup cannot be joined from here.
@@ -248,11 +247,11 @@ class Identity:
 
 
 def highest_limits(identity: Identity | None = None) -> dict[int, int]:
-    """Return the highest hard limits that a process started from here can have, by number; those
-    without a bound are left out.
+    """Return the highest hard limits that a process started from here can have, by number, without
+    unbounded ones.
 
     Args:
-        identity: Whose limits bound it too; None: nobody's.
+        identity: An identity whose limits apply as well; None: none.
     """
     bounds: dict[int, int] = {}
     if "CAP_SYS_RESOURCE" not in limits.capabilities():
@@ -264,7 +263,7 @@ def highest_limits(identity: Identity | None = None) -> dict[int, int]:
 
 
 def shortfall(number: int, wanted: int, bound: int) -> str:
-    """Say that a limit is lower than wanted."""
+    """Return a sentence about a limit that is lower than wanted."""
     name = next(name for name, known in LIMITS.items() if known == number).removeprefix("Max ")
     return f"{name} {_words(bound)} instead of {_words(wanted)}"
 
@@ -285,8 +284,8 @@ def user_name(user: int) -> str:
 
 
 def limits_of(pid: int | str) -> dict[int, tuple[int, int]]:
-    """Return the limits of a process by number, soft and hard (/proc/PID/limits). Unlike prlimit(2)
-    that needs no CAP_SYS_RESOURCE for a process of another user.
+    """Return the limits of a process by number, soft and hard (/proc/PID/limits). Unlike prlimit(2),
+    this requires no CAP_SYS_RESOURCE for a process of another user.
 
     Raises:
         NotFound: There is no such process.
@@ -383,10 +382,10 @@ def _credentials(pid: int) -> dict[str, list[str]]:
 
 
 def _only(pid: int, what: str, values: list[str]) -> int:
-    """Return the one value that real, effective, saved and file-system ids have.
+    """Return the common value of the real, effective, saved and file-system ids.
 
-    A process that executes a set-user-ID program is of two users, and its environment and limits
-    are not the privileged one's.
+    A process that executes a set-user-ID program has ids of two users, and its environment and
+    limits are not those of the privileged one.
     """
     if len(set(values)) != 1:
         raise UsageError(
@@ -397,10 +396,10 @@ def _only(pid: int, what: str, values: list[str]) -> int:
 
 
 def _require_same_machine(pid: int) -> None:
-    """Require that a process is in no sandbox which a process that icecore starts would escape.
+    """Refuse a process in a sandbox that a job started by icecore would escape.
 
     Raises:
-        UsageError: It is.
+        UsageError: It is in such a sandbox.
     """
     ours, theirs = procfs.namespaces(os.getpid()), procfs.namespaces(pid)
     other = [kind for kind in _SAME_NAMESPACES if ours.get(kind) != theirs.get(kind)]

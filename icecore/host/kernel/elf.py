@@ -1,5 +1,5 @@
-"""The build id of an ELF file (.note.gnu.build-id), by which two builds of one program are told
-apart; elf(5), and the Linux Standard Base on notes.
+"""The build id of an ELF file (.note.gnu.build-id), which distinguishes two builds of one
+program; elf(5), and the Linux Standard Base on notes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST = 1 << 16
 
 
 def build_id(descriptor: int) -> str:
-    """Return the build id of the file in hexadecimal; empty: it is no ELF file, or has none.
+    """Return the build id of the file in hexadecimal; empty: it is not an ELF file, or has none.
 
     Args:
         descriptor: Open for reading.

@@ -3,8 +3,8 @@ links are not followed.
 
 A process may have forged its environment, and the contents of the directory that it names there. So
 a directory is opened below the root of the process that named it, without links; a socket is opened
-before it is connected to, so that both are the same; and the kernel tells which process listens
-there (SO_PEERCRED).
+before it is connected to, so that both are the same; and the kernel identifies the process that
+listens there (SO_PEERCRED).
 """
 
 from __future__ import annotations

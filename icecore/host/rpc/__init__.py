@@ -1,8 +1,8 @@
 """Messages between a process of icecore and the processes that it starts, over SOCK_SEQPACKET
 sockets.
 
-- `packets`: whole messages with descriptors and deadlines, and the death of the peer; standard
+- `packets`: whole messages with descriptors, deadlines, and detection of the peer's death; standard
   library only
-- `calls`: numbered calls, many at once, each of which returns or raises
-- `peer`: what a started process does first
+- `calls`: numbered calls, many in flight at once; each returns or raises
+- `peer`: the first steps of a started process
 """

@@ -1,10 +1,10 @@
-"""Numbered calls to a process: many at once, each of which returns or raises even if the process
+"""Numbered calls to a process, many in flight at once. Each returns or raises, even if the process
 dies.
 
-A request is a JSON object, ``{"id": 1, "call": "lock", "of": 123, …}``, with descriptors where the
-call needs them. Its answer is ``{"id": 1, "value": …}``, with descriptors where there are some, or
-``{"id": 1, "error": …}`` (`Refusal`). Answers come in any order. Number 0 is the process's start,
-which it answers without a request.
+A request is a JSON object, ``{"id": 1, "call": "lock", "of": 123, …}``, with descriptors if the
+call requires them. Its answer is ``{"id": 1, "value": …}``, possibly with descriptors, or
+``{"id": 1, "error": …}`` (`Refusal`). Answers arrive in any order. Number 0 is the start of the
+process, which the process answers without a request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from icecore.host.rpc import packets
 
-#: For what is sent: a process takes its requests at once.
+#: Time-out for sending: a process receives its requests at once.
 _SEND_SECONDS = 300.0
 
 
@@ -38,8 +38,8 @@ class Refusal(NamedTuple):
     """Why a call failed.
 
     Attributes:
-        code: Of the driver.
-        call, pid: What failed, where that is not the call itself.
+        code: The driver's error code.
+        call, pid: The call and process that failed, if not the call itself.
     """
 
     text: str
@@ -50,7 +50,8 @@ class Refusal(NamedTuple):
 
 
 class Call(Future[Answer]):
-    """A call that was begun.
+    """A call in flight.
+
 
     Args:
         name: What is called.
@@ -71,7 +72,7 @@ class Client(ABC):
         name: Of the thread that receives.
     """
 
-    #: Seconds that a call may take where nothing else is said.
+    #: Default time-out of a call in seconds.
     _patience: ClassVar[float]
 
     def __init__(
@@ -162,10 +163,10 @@ class Client(ABC):
             try:
                 answer, _, descriptors = packets.hear(self._socket)
             except packets.DescriptorsLost as error:
-                # The answer to a long request that is lost too stays away, until the time is up.
+                # If the answer to a long request was lost as well, the call ends with its time-out.
                 answer = {"id": json.loads(error.data)["id"]} if error.data else {"id": -1}
                 answer["error"], descriptors = Refusal(str(error))._asdict(), []
-            except TimeoutError:  # of the socket, for what is sent
+            except TimeoutError:  # the socket's time-out for sending
                 continue
             except OSError:
                 self._end()
@@ -192,7 +193,7 @@ class Client(ABC):
 
 
 def _close_unheard(call: Future[Answer]) -> None:
-    """Close the descriptors of an answer for which nobody waits any more."""
+    """Close the descriptors of an answer to a call that has been abandoned."""
     if call.exception() is None:
         _close(call.result().descriptors)
 
@@ -208,7 +209,7 @@ class Request(NamedTuple):
     Attributes:
         of: The process or device.
         about: Its other fields.
-        descriptors: Came with it; whoever carries it out closes them.
+        descriptors: Received with it; the code that carries it out closes them.
     """
 
     number: int
@@ -230,7 +231,7 @@ class Request(NamedTuple):
 
 
 def begun(peer: socket.socket) -> Request:
-    """Return the request to start, which a client does not send."""
+    """Return request 0, the start of the process, which no client sends."""
     return Request(0, "start", None, {}, [], peer)
 
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from icecore.host.kernel.waiting import readable
 
-TYPE_CHECKING = False  # typing takes long to load
+TYPE_CHECKING = False  # importing typing is slow
 if TYPE_CHECKING:
     from typing import Any
 
 #: Bytes that go in one packet. A socket has room for 208 KiB (net.core.wmem_default).
 PACKET = 1 << 17
-#: Descriptors with one message at most: the kernel's bound (SCM_MAX_FD), less one for a memfd.
+#: Most descriptors of one message: the kernel's bound (SCM_MAX_FD), less one for a memfd.
 MOST_DESCRIPTORS = 252
 _ROOM = socket.CMSG_SPACE(4 * (MOST_DESCRIPTORS + 1))
 #: Stands for a message in a memfd, which is the last descriptor. No JSON or msgpack object begins
@@ -50,7 +50,7 @@ def send(peer: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> N
     """Send a message.
 
     Raises:
-        PeerDied: Nobody receives it.
+        PeerDied: The peer does not receive it.
         TimeoutError: It does not fit into the socket within the socket's time-out.
     """
     if len(data) > PACKET:
@@ -74,11 +74,11 @@ def receive(peer: socket.socket, seconds: float | None = None) -> tuple[bytes, l
     """Return the next message and its descriptors, which the caller closes.
 
     Args:
-        seconds: To wait for it; None: as long as the socket's time-out.
+        seconds: Time to wait; None: the socket's time-out.
 
     Raises:
-        PeerDied: There is none, and there will be none.
-        TimeoutError: None came in time.
+        PeerDied: No more messages will arrive.
+        TimeoutError: No message arrived in time.
         DescriptorsLost: Its descriptors did not arrive.
     """
     if seconds is not None and not readable([peer.fileno()], seconds):
@@ -128,7 +128,7 @@ def hear(
     seconds: float | None = None,
     decode: Callable[[bytes], Any] = json.loads,
 ) -> tuple[dict[str, Any], bytes, list[int]]:
-    """Return what a peer told: the object, the bytes after it, and the descriptors, which the
+    """Return a message of the peer: the object, the bytes after it, and the descriptors, which the
     caller closes. Arguments and errors as of `receive`; ``decode`` parses the JSON.
     """
     packet, descriptors = receive(peer, seconds)
@@ -150,7 +150,7 @@ def from_memory(descriptor: int) -> bytearray:
     """Return the bytes of a memfd, which the caller still owns.
 
     Raises:
-        ValueError: It is cut off meanwhile.
+        ValueError: It was truncated meanwhile.
     """
     data = bytearray(os.fstat(descriptor).st_size)
     view, done = memoryview(data), 0

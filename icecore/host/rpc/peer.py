@@ -1,5 +1,5 @@
-"""What a process does first that was started for the other end of its socket: it outlives signals of
-the terminal, and passes no descriptor on.
+"""First steps of a process that serves the other end of its socket: ignore signals of the terminal,
+and pass no descriptor on.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ import os
 import signal
 import socket
 
-#: Signals of a terminal, and of whoever ends its starter.
+#: Signals of a terminal, and those that are meant for the starter.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def ignore_signals() -> None:
-    """Ignore what a terminal sends to all of its processes."""
+    """Ignore the signals that a terminal sends to all of its processes."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 

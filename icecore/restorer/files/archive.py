@@ -1,5 +1,5 @@
-"""Write a snapshot that was imported from a container's checkpoint archive as that archive: the same
-members, metadata and bytes, compressed as it was. The file appears once it is complete.
+"""Write a snapshot that was imported from a container's checkpoint archive as the same archive, with
+identical tar and the same kind of compression. The file appears once it is complete.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_archive(
 
     Raises:
         UsageError: ``path`` exists.
-        Damaged: The snapshot does not hold what its list of members names.
+        Damaged: The snapshot lacks a member of its list.
         StoreError: The storage failed, or there is no room.
     """
     if os.path.lexists(path):
@@ -162,7 +162,7 @@ class _Writer:
     def _write_images(
         self, spaces: Sequence[Space], cells: dict[tuple[str, str], SpaceCells]
     ) -> None:
-        """Write what tells where everything lies: the list of members, the headers, the pagemaps."""
+        """Write the images with the layout: the list of members, the headers, the pagemaps."""
         wanted = [
             space
             for space in spaces
@@ -183,7 +183,7 @@ class _Writer:
         cells: dict[tuple[str, str], SpaceCells],
         descriptor: int,
     ) -> list[FileTarget]:
-        """Return where the content of each member goes."""
+        """Return the position of the content of each member."""
         memory = [(s, cells[s.kind, s.key]) for s in spaces if s.kind in ("process", "shared")]
         # The version is that of a CRIU that would read changed pagemaps; these stay as they are.
         planned = plan_memory(self.folder, memory, (4, 0), lazily=False).page_images

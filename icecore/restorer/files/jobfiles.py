@@ -22,9 +22,9 @@ Public surface:
 - `JobFiles.exchange`, `place_new`, `rename`, `link`, `unlink`, `rmdir`: names, within checked
   directories.
 
-Whose rights count: names are changed as the file's owner. What the owner may not do, root does only
-in a directory where root alone can make names; in any other directory it is refused. So users gain
-nothing from names in their own directories.
+Names are changed with the rights of the file's owner. If these do not suffice, root makes the change,
+but only in a directory where only root can make names; in any other directory it is refused. So
+users gain nothing from names in their own directories.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Owner(NamedTuple):
-    """Whom a file belongs to."""
+    """The owner of a file."""
 
     user: int
     group: int
 
 
 class Inode(NamedTuple):
-    """Which file something is."""
+    """The identity of a file."""
 
     device: int
     inode: int

@@ -1,6 +1,5 @@
-"""Plans what a restore makes around the job's open files where it is absent: directories, FIFOs,
-pid and lock files. Nothing is changed here (`icecore.restorer.files.put_back` does that), and
-nothing that exists is changed at all.
+"""Plan the missing directories, FIFOs, pid and lock files that a restore makes around the job's open
+files. `icecore.restorer.files.put_back` carries the plan out. It changes nothing that exists.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from icecore.restorer.files.plan import Action, FilePlan, FilesMode, Problem
 from icecore.store.format.manifest import OpenFile
 from icecore.store.format.surroundings import Folder, Named, SmallFile, SocketName, Surroundings
 
-#: Paths for which directories stay open together.
+#: Number of paths whose directories stay open together.
 _AT_ONCE = 200
 
 
 @dataclass
 class _Planning:
-    """The plan as far as it has been made."""
+    """The plan so far."""
 
     paths: JobPaths
     actions: list[Action] = field(default_factory=list)
@@ -47,7 +46,7 @@ class _Planning:
             return None
 
     def note(self, path: str, about: os.stat_result | None) -> None:
-        """Note something that the job must get, and no other in its place."""
+        """Record something that the job must get, so that a replacement is detected."""
         if about is not None:
             self.untouched.add(inode_of(about))
         self.exposed = self.exposed or not self.paths.guarded(os.path.dirname(path))
@@ -60,14 +59,14 @@ def plan_surroundings(
     root: str = "",
     is_own: Callable[[str], bool] = lambda path: False,
 ) -> FilePlan:
-    """Compare what the snapshot recorded with what is there.
+    """Compare the record of the snapshot with the file system.
 
     Args:
         found: The record; None: the snapshot has none, and nothing is made.
         mode: As in `icecore.restorer.options.RestoreOptions`: without ``restore`` no pid or lock
             file is made.
         root: What the paths are relative to, for a job with a private root.
-        is_own: Whether the new instance has something of its own at a path.
+        is_own: Whether a path belongs to the new instance itself.
     """
     if found is None:
         return FilePlan([], [])

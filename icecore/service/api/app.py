@@ -1,5 +1,5 @@
-"""The application: each request is authenticated, counted, checked against its route, given its
-subject, recorded, and only then handled.
+"""The application. It authenticates each request, applies rate limits, checks it against its route,
+finds its subject, records it in the audit log, and only then handles it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(
     """Return the application of a service.
 
     Args:
-        more: Further routes, which are checked as those of the table are.
+        more: Further routes, checked like those of the table.
         inner: Middlewares that see errors before they become problems.
     """
     middlewares: list[Middleware] = [_guarded, _problems, *inner]
@@ -115,23 +115,23 @@ def _guard(request: web.Request) -> Guard | None:
 
 
 def caller_of(service: Service, request: web.Request) -> Caller:
-    """Return who sends a request.
+    """Return the caller of a request.
 
     Raises:
-        Unauthenticated: It has no valid token.
-        Denied: Users like this may not use the service.
+        Unauthenticated: The request has no valid token.
+        Denied: The user may not use the service.
     """
     guard = _guard(request)
     if guard is not None and guard.peer is not None:
         found = of_peer(guard.peer, admin_gid=service.admin_gid, others=service.others)
         if found.role == Role.PUBLIC:
-            raise Denied("only administrators use this service", cure="ask one")
+            raise Denied("only administrators may use this service", cure="ask an administrator")
         return found
     kind, _, secret = request.headers.get("Authorization", "").partition(" ")
     token = service.tokens.find(secret.strip()) if kind.lower() == "bearer" else None
     if token is None:
         raise Unauthenticated(
-            "the request has no valid token", cure="'icecore token add' on the node makes one"
+            "the request has no valid token", cure="make one on the node: icecore token add NAME"
         )
     return of_token(token, request)
 
@@ -172,7 +172,7 @@ def _dispatching(route: Route) -> Handle:
 
 
 async def _authorise(route: Route, call: Call) -> None:
-    """Identify the caller, count its request, and compare its role with the route's."""
+    """Identify the caller, apply its rate limit, and require the role of the route."""
     service, request = call.service, call.request
     guard = _guard(request)
     if route.role == Role.PUBLIC:
@@ -187,7 +187,7 @@ async def _authorise(route: Route, call: Call) -> None:
     _count(service, call.caller.name)
     if call.caller.role < route.role:
         raise Denied(
-            f"this needs the role {route.role.name.lower()};"
+            f"this requires the role {route.role.name.lower()};"
             f" the caller has {call.caller.role.name.lower()}",
             cure="ask an administrator",
         )
@@ -196,7 +196,7 @@ async def _authorise(route: Route, call: Call) -> None:
 def _count(service: Service, who: str) -> None:
     wait = service.rate.take(who)
     if wait:
-        raise Busy("too many requests", cure="send fewer requests a second", after=wait)
+        raise Busy("too many requests", cure="send fewer requests per second", after=wait)
 
 
 async def _parse(route: Route, call: Call) -> None:
@@ -204,7 +204,7 @@ async def _parse(route: Route, call: Call) -> None:
     request = call.request
     given = dict(request.query)
     if len(given) < len(request.query):
-        raise UsageError("a parameter is given twice", cure="give each once")
+        raise UsageError("a parameter is given twice", cure="give each parameter once")
     query = route.query or models.Nothing
     try:
         call.query = msgspec.convert(given, query, strict=False)
@@ -218,9 +218,9 @@ async def _parse(route: Route, call: Call) -> None:
     except TimeoutError:
         raise UsageError("the body did not arrive in time") from None
     except web.HTTPRequestEntityTooLarge:
-        raise TooLarge(f"the body has more than {MOST_BODY} bytes") from None
+        raise TooLarge(f"the body is larger than {MOST_BODY} bytes") from None
     if call.raw and request.content_type != _JSON:
-        raise UsageError(f"a body of type {request.content_type}", cure=f"send {_JSON}")
+        raise UsageError(f"the body has the type {request.content_type}", cure=f"send {_JSON}")
     try:
         call.body = msgspec.json.decode(call.raw or b"{}", type=route.body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -228,7 +228,7 @@ async def _parse(route: Route, call: Call) -> None:
 
 
 async def _with_subject(route: Route, call: Call) -> None:
-    """Find what the request is about, among what the caller may touch."""
+    """Find the subject of the request among what the caller may access."""
     service, about = call.service, call.request.match_info
     match route.scope:
         case "job":
@@ -245,7 +245,7 @@ async def _with_subject(route: Route, call: Call) -> None:
         case "node":
             if not call.known.whole_node:
                 raise Denied(
-                    "only callers that see all jobs may do this", cure="ask an administrator"
+                    "only callers that may see all jobs may do this", cure="ask an administrator"
                 )
 
 
@@ -257,7 +257,7 @@ async def _handled(route: Route, call: Call) -> web.StreamResponse:
 
 
 async def _recorded(route: Route, call: Call) -> web.StreamResponse:
-    """Handle a request that changes something: it is in the audit log before it happens."""
+    """Record a request that changes something in the audit log, then handle it."""
     id = secrets.token_hex(8)
     _audit(call.service, id=id, state="begun", **_who(call), **_what(route, call))
     try:
@@ -299,7 +299,7 @@ def _audit(service: Service, **fields: Any) -> None:
     """Write to the audit log.
 
     Raises:
-        IcecoreError: It cannot be written, so nothing may be done.
+        IcecoreError: The entry cannot be written, so the request must not be carried out.
     """
     try:
         service.audit.write(**fields)

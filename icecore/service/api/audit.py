@@ -1,7 +1,7 @@
-"""The audit log: one JSON object a line for each change that was asked for, and for each refusal.
+"""The audit log: one JSON object per line for each requested change and each refusal.
 
-``STATE/service/audit.jsonl`` is only appended to. At its limit it becomes ``audit.jsonl.1``, and
-older ones move on; the oldest is removed.
+``STATE/service/audit.jsonl`` is append-only. At its size limit it becomes ``audit.jsonl.1``; older
+files are renumbered, and the oldest is removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Audit:
         """Append one entry.
 
         Raises:
-            OSError: It cannot be written; the caller must not do what it would record.
+            OSError: It cannot be written; the caller must not make the change.
         """
         line = msgspec.json.encode(jsonable({"at": time.time(), **fields})) + b"\n"
         with self._lock:

@@ -1,4 +1,4 @@
-"""Who calls: a process on the unix socket, or the holder of a token."""
+"""Callers of the service: a process on the unix socket, or the holder of a token."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MOST_GROUPS = 65536
 
 
 class Role(IntEnum):
-    """What a caller may do; each role includes those before it.
+    """Permissions of a caller; each role includes the ones before it.
 
-    Only routes that tell nothing about jobs are public.
+    Only routes that reveal nothing about jobs are public.
     """
 
     PUBLIC = 0
@@ -39,8 +39,8 @@ class Peer:
     """The process at the other end of a unix socket, as it was when it connected.
 
     Attributes:
-        pid: Its pid; another process may have it by now, unless ``pidfd`` says that it lives.
-        pidfd: Names the process for good; -1 where the kernel has no SO_PEERPIDFD.
+        pid: Its pid. It may have been reused, unless ``pidfd`` shows that the process is alive.
+        pidfd: Identifies the process; -1 if the kernel has no SO_PEERPIDFD.
         gids: Its effective and supplementary groups.
     """
 
@@ -102,11 +102,11 @@ class Caller:
     Attributes:
         name: For logs: ``uid 1000 (alice)`` or ``token ci``.
         kind: How it was authenticated.
-        role: What it may do.
+        role: Its permissions.
         uid: The user whose jobs it starts; None: a token without a user.
-        sees_all: It may touch the jobs of all users.
-        jobs: Patterns (fnmatch(3)) of the jobs that it may touch.
-        where: Where it calls from: ``pid 17`` or an address.
+        sees_all: It may access the jobs of all users.
+        jobs: Patterns (fnmatch(3)) of the names of jobs that it may access.
+        where: Origin of the call: ``pid 17`` or an address.
         peer: Its process, on the unix socket.
     """
 
@@ -120,10 +120,10 @@ class Caller:
     peer: Peer | None = None
 
     def may_touch(self, job: str, owner: int | None) -> bool:
-        """Return whether it may touch a job, or a snapshot of one, that belongs to a user.
+        """Return whether it may access a job of a user, or a snapshot of such a job.
 
         Args:
-            owner: None: it is not recorded, so it is an administrator's.
+            owner: None: not recorded, so the job belongs to the administrators.
         """
         if not any(fnmatchcase(job, pattern) for pattern in self.jobs):
             return False

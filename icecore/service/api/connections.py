@@ -1,4 +1,4 @@
-"""Connections: bounded in number, and ended when a client is slow.
+"""Bound the number of connections, and close those of slow clients.
 
 A `Guard` stands between the transport and aiohttp's protocol.
 """
@@ -21,7 +21,7 @@ class Connections:
     """The open connections of a service.
 
     Args:
-        most: Their number; of one peer, a quarter of that.
+        most: Maximum number; one peer may have a quarter of it.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""The service's parts, and what it needs of the rest of icecore."""
+"""The parts of the service, and the interface that it requires from the rest of icecore."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Where:
-    """A repository as an operation names it: its location, and whether users share it."""
+    """A repository of an operation: its location, and whether users share it."""
 
     location: str
     shared: bool
 
 
 class Backing(Protocol):
-    """What the service needs of repositories and of this machine; `icecore.backing` is the one.
+    """Access to repositories and to this machine; `icecore.backing` implements it.
 
     All methods block, so they run in threads.
     """
@@ -51,7 +51,7 @@ class Backing(Protocol):
         """Return the snapshots in commit order, with their owners."""
 
     def find(self, snapshots: Sequence[models.Snapshot], name: str) -> models.Snapshot:
-        """Return the one that a name means (`icecore.addressing.resolve`)."""
+        """Return the snapshot that a name refers to (`icecore.addressing.resolve`)."""
 
     def details(self, where: Where, snapshot: str) -> models.SnapshotDetails:
         """Return what a snapshot contains."""
@@ -60,13 +60,13 @@ class Backing(Protocol):
         """Return a repository's statistics."""
 
     def reading(self, where: Where) -> Reading:
-        """Return a repository's lists, which are at most some seconds old."""
+        """Return a repository's lists, at most a few seconds old."""
 
     def replicas(self, where: Where) -> list[Replica]:
         """Compare the replicas of a repository with it."""
 
     def prepare(self, where: Where) -> None:
-        """Make a user's own repository where there is none yet."""
+        """Make a user's own repository if it does not exist."""
 
     def staging(self) -> list[models.Staging]:
         """Return the file systems for staging."""
@@ -106,7 +106,7 @@ class Service:
         """Make a service.
 
         Args:
-            words: Options that every command line of an operation gets.
+            words: Options for the command line of every operation.
             worker: As for `Operations`.
 
         Raises:
@@ -131,12 +131,12 @@ class Service:
         )
 
     async def locally(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run what reads this machine in a thread."""
+        """Run a function that reads this machine in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._local, call, *arguments)
 
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run what may wait for a repository in a thread, which keeps no other request waiting."""
+        """Run a function that may wait for a repository in a thread, without delaying other requests."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._storage, call, *arguments)
 
@@ -148,12 +148,12 @@ class Service:
 
     @property
     def others(self) -> Role:
-        """The role of users who are no administrators."""
+        """The role of users who are not administrators."""
         return {"none": Role.PUBLIC, "read": Role.READ, "operate": Role.OPERATE}[
             self.config.service.others
         ]
 
-    # -- what callers may touch
+    # -- what callers may access
 
     def jobs(self, caller: Caller) -> list[Job]:
         """Return the instances that a caller may see, oldest first."""
@@ -162,10 +162,10 @@ class Service:
         ]
 
     def job(self, caller: Caller, which: str) -> Job:
-        """Return the job with a name, an instance id, or a pid, of those that a caller may touch.
+        """Return the job with a name, an instance id or a pid, among those that a caller may access.
 
         Raises:
-            NotFound: It may touch none.
+            NotFound: There is no such job.
         """
         jobs = self.jobs(caller)
         named = [job for job in jobs if which in (job.name, job.instance)]
@@ -179,9 +179,9 @@ class Service:
         raise NotFound(f"there is no job {which}", cure="'icecore ps' lists the jobs of this node")
 
     def where(self, caller: Caller, user: str = "") -> Where:
-        """Return the repository of a caller, or, for one that sees all, of a user."""
+        """Return the repository of the caller, or of ``user`` for a caller that sees all."""
         if user and not caller.sees_all:
-            raise Denied("only administrators name users", cure="leave 'user' out")
+            raise Denied("only administrators may give 'user'", cure="leave it out")
         if user:
             return self.backing.where(_uid(user))
         return self.backing.where(caller.uid or None)
@@ -200,16 +200,16 @@ class Service:
         return [one for one in found if caller.may_touch(one.job, one.owner)]
 
     def own_repository(self, caller: Caller) -> Where:
-        """Return the repository whose whole a caller may look after.
+        """Return the repository that the caller may manage as a whole.
 
         Raises:
-            Denied: It shares it with others.
+            Denied: The caller shares it with other users.
         """
         where = self.where(caller)
         if caller.whole_node or (not where.shared and "*" in caller.jobs):
             return where
         raise Denied(
-            "users share this repository, so only administrators look after it as a whole",
+            "users share this repository, so only administrators may manage it as a whole",
             cure="ask an administrator",
         )
 
@@ -229,7 +229,7 @@ def _group(name: str) -> int | None:
         return grp.getgrnam(name).gr_gid
     except KeyError:
         raise UsageError(
-            f"service.admin_group: there is no group {name}", cure="make it, or name another"
+            f"service.admin_group: there is no group {name}", cure="create it, or set another"
         ) from None
 
 

@@ -125,7 +125,7 @@ def _query_parameters(
 
 
 def _flat(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a parameter: none can be null."""
+    """Return the schema of a parameter, without null."""
     options = [one for one in schema.get("anyOf", []) if one != {"type": "null"}]
     if len(options) == 1:
         return {**options[0]}

@@ -115,11 +115,11 @@ async def run_job(call: Call) -> Any:
         commands = (own.requeue_command, own.notice_command, own.notice_url)
         if caller.role < Role.ADMIN and any(commands):
             raise Denied(
-                "commands and URLs of a supervised job run as root",
-                cure="let an administrator configure them in [schedule]",
+                "root would use the commands and URLs of a supervised job",
+                cure="ask an administrator to configure them in [schedule]",
             )
         if not wanted.name:
-            raise UsageError("a supervised job needs a name", cure="give 'name'")
+            raise UsageError("a supervised job requires a name", cure="give 'name'")
     if wanted.name:
         require_name(wanted.name)
     if not caller.may_touch(wanted.name or os.path.basename(wanted.command[0]), caller.uid):
@@ -150,7 +150,7 @@ async def run_job(call: Call) -> Any:
 
 
 def _require_admin_of_shared(call: Call) -> None:
-    """A policy applies to a job's name, which users share in a shared repository."""
+    """Require an administrator for a policy in a shared repository: users share job names there."""
     if not call.known.whole_node:
         raise Denied(
             "users share this repository, and a policy applies to all snapshots of a name",
@@ -213,7 +213,7 @@ async def remove_job(call: Call) -> Any:
 
 
 async def job_logs(call: Call) -> Any:
-    """Return a job's output: of one stream its bytes, of both JSON lines."""
+    """Return a job's output: the bytes of one stream, or JSON lines for both."""
     job: Job = call.subject
     query: models.LogsQuery = call.query
     both = query.stream == "both"
@@ -228,7 +228,7 @@ async def job_logs(call: Call) -> Any:
                 if piece is not None and piece.stream == query.stream:
                     await response.write(piece.data)
                 continue
-            # An empty line shows that the job is quiet and the service is there.
+            # An empty line shows that the service is alive while the job writes nothing.
             line = b"" if piece is None else _as_line(piece)
             await response.write(line + b"\n")
         if query.follow and both and not job.alive:
@@ -245,7 +245,7 @@ def _as_line(piece: LogPiece) -> bytes:
 
 
 async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
-    """Yield what a job has written after some offsets, and writes until it ends; None: a beat."""
+    """Yield a job's output after some offsets until the job ends; None: nothing new, keep alive."""
     loop = asyncio.get_running_loop()
     beat = loop.time()
     while True:
@@ -287,7 +287,7 @@ async def list_operations(call: Call) -> Any:
 
 
 def may_see(call: Call, operation: models.Operation) -> bool:
-    """Return whether the caller may see an operation: one of its jobs', or one that it began."""
+    """Return whether the caller may see an operation: of one of its jobs, or begun by it."""
     return call.known.may_touch(operation.job, operation.owner) or (
         operation.caller == call.known.name and not operation.job
     )
@@ -299,21 +299,21 @@ async def show_operation(call: Call) -> Any:
 
 
 async def cancel_operation(call: Call) -> Any:
-    """Ask an operation to end, as Ctrl-C asks a command."""
+    """Cancel an operation, as Ctrl-C cancels a command."""
     call.audit = {"signal": call.body.signal}
     name = call.body.signal.upper().removeprefix("SIG")
     return call.service.operations.cancel(call.subject.id, name)
 
 
 async def operation_events(call: Call) -> Any:
-    """Follow an operation's events, as server-sent events; Last-Event-ID continues."""
+    """Send an operation's events as server-sent events; Last-Event-ID resumes."""
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})
     response.content_type = "text/event-stream"
     last = call.request.headers.get("Last-Event-ID", "")
     after = call.query.after
     if last:
         if not last.isdecimal() or len(last) > 18:
-            raise UsageError(f"Last-Event-ID {last!r} is no id of an event")
+            raise UsageError(f"Last-Event-ID {last!r} is not the id of an event")
         after = int(last)
     await response.prepare(call.request)
     with suppress(ConnectionResetError):  # the client hangs up; the operation goes on
@@ -343,7 +343,7 @@ async def _send_events(call: Call, response: web.StreamResponse, after: int) -> 
 
 
 def _as_event(id: int, line: bytes, *, text: bool) -> bytes:
-    """Return a record as a server-sent event; empty: it is text, which was not asked for."""
+    """Return a record as a server-sent event; empty: a text that was not requested."""
     if text:
         return b"id: %d\nevent: record\ndata: %b\n\n" % (id, line)
     record = msgspec.json.decode(line)
@@ -402,5 +402,5 @@ async def show_self(call: Call) -> Any:
 
 
 async def health(call: Call) -> Any:
-    """Tell whether the service works."""
+    """Return the state of the service."""
     return models.Health(status="stopping" if call.service.stopping else "ok")

@@ -1,8 +1,8 @@
-"""The records of an operation: what its command printed and emitted, one JSON object a line.
+"""The records of an operation: output and events of its command, one JSON object per line.
 
-A record is named by the offset of its end in the whole stream, so that a reader continues where it
-was with one seek. The stream is kept in segments, ``events.OFFSET.jsonl``; of a long one only the
-newest are kept.
+The id of a record is the offset of its end in the whole stream, so a reader resumes with one seek.
+The stream is stored in segments, ``events.OFFSET.jsonl``; only the newest segments of a long stream
+are kept.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Reader:
 
     Args:
         directory: The operation's.
-        after: The name of the last record that the reader knows; 0: none. One that is not the end
-            of a record means the next end.
+        after: The id of the last record that the reader has; 0: none. An offset within a record
+            counts as the end of that record.
     """
 
     def __init__(self, directory: Path, after: int = 0) -> None:
@@ -89,7 +89,7 @@ class Reader:
         self._synchronised = after == 0
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the names and the lines of the records that are there by now, at most some MiB."""
+        """Yield the ids and the lines of the records written so far, at most some MiB."""
         found = self._find()
         if found is None:
             return

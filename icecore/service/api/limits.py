@@ -1,4 +1,4 @@
-"""Bounds on what one caller can use: requests a second, and entries of a table of callers."""
+"""Bound the requests per second of each caller, and the size of the table of callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Rate:
     """A token bucket for each caller.
 
     Args:
-        per_second: Requests a second in the long run.
+        per_second: Sustained requests per second.
         burst: Requests at once after a pause.
         clock: Seconds.
     """
@@ -27,7 +27,7 @@ class Rate:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, who: str) -> float:
-        """Take one request; return 0, or the seconds after which there is one."""
+        """Count one request; return 0, or the seconds to wait before the next attempt."""
         now = self._clock()
         left, at = self._buckets.pop(who, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)

@@ -15,14 +15,15 @@ def page(items: Sequence[T], query: Page, key: Callable[[T], str]) -> tuple[list
     """Return one page of a list, and the parameter ``after`` of the next; empty: it is the last.
 
     Raises:
-        UsageError: What ``after`` names is not in the list.
+        UsageError: The item ``after`` is not in the list.
     """
     first = 0
     if query.after:
         keys = [key(item) for item in items]
         if query.after not in keys:
             raise UsageError(
-                f"the list has no item {query.after}", cure="begin again, without 'after'"
+                f"the list has no item {query.after}",
+                cure="list from the beginning, without 'after'",
             )
         first = keys.index(query.after) + 1
     shown = list(items[first : first + query.limit])

@@ -31,11 +31,11 @@ Kind = Literal[
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what the service answers."""
+    """Base of the responses."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what the service is sent; a field that it does not know is an error."""
+    """Base of the requests; an unknown field is an error."""
 
 
 class Items(Model, Generic[T], frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Reason(Model, frozen=True, kw_only=True):
 
 
 class Error(Model, frozen=True, kw_only=True):
-    """A problem (RFC 9457), with icecore's class of error, exit status and cure.
+    """A problem (RFC 9457), with icecore's error class, exit status and cure.
 
     ``type`` is ``about:blank``, or ``urn:icecore:error:CLASS``; ``detail`` is the message.
     """
@@ -70,7 +70,7 @@ class Error(Model, frozen=True, kw_only=True):
 
 
 class Schedule(Model, frozen=True, kw_only=True):
-    """What is known of a supervised job's snapshots."""
+    """The snapshot schedule of a supervised job."""
 
     snapshots: int = 0
     last_snapshot: float | None = None
@@ -85,8 +85,9 @@ class Schedule(Model, frozen=True, kw_only=True):
 class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
-    ``owner`` is the uid that it runs as, ``user`` the name; ``how`` says how it ended; ``log_bytes`` are the sizes of
-    its logs; ``isolation`` its namespaces; ``operation`` is the operation that supervises it.
+    ``owner`` is the uid that it runs as, ``user`` the name; ``how`` describes how it ended;
+    ``log_bytes`` are the sizes of its logs; ``isolation`` its namespaces; ``operation`` is the
+    operation that supervises it.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Job(Model, frozen=True, kw_only=True):
 
 
 class Snapshot(Model, frozen=True, kw_only=True):
-    """A committed snapshot, as `icecore ls` lists it. ``owner`` is null where it is not recorded."""
+    """A committed snapshot, as `icecore ls` lists it. ``owner`` is null if it is not recorded."""
 
     snapshot: str
     job: str
@@ -142,11 +143,11 @@ class SnapshotDetails(Model, frozen=True, kw_only=True):
 
 
 class Operation(Model, frozen=True, kw_only=True):
-    """Work that a process of its own does.
+    """Work in a separate process.
 
-    ``caller`` asked for it, ``owner`` is the uid of the job that it works on, ``attempt`` counts
+    ``caller`` requested it, ``owner`` is the uid of the job that it works on, ``attempt`` counts
     the processes that supervised the job; ``result`` is its last result (the fields of that event).
-    ``exit_status`` and ``error`` are as the command line has them.
+    ``exit_status`` and ``error`` are those of the command line.
     """
 
     id: str
@@ -217,7 +218,7 @@ class Finding(Model, frozen=True, kw_only=True):
 
 
 class Staging(Model, frozen=True, kw_only=True):
-    """The file system on which dumps and restores keep what they stage."""
+    """A file system for the staging of dumps and restores."""
 
     directory: str
     total_bytes: int
@@ -247,7 +248,7 @@ class Self(Model, frozen=True, kw_only=True):
 
 
 class Health(Model, frozen=True, kw_only=True):
-    """Whether the service works."""
+    """The state of the service."""
 
     status: Literal["ok", "stopping"]
 
@@ -298,7 +299,7 @@ class LogsQuery(Request, frozen=True, kw_only=True):
 
 
 class EventsQuery(Request, frozen=True, kw_only=True):
-    """Parameters of an operation's events. ``text`` includes what the command prints for people."""
+    """Parameters of an operation's events. ``text`` includes the command's human-readable output."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     text: bool = False
@@ -309,7 +310,7 @@ class Nothing(Request, frozen=True, kw_only=True):
 
 
 class Retention(Request, frozen=True, kw_only=True):
-    """A retention policy; -1 keeps all."""
+    """A retention policy; -1 keeps all snapshots."""
 
     keep_last: Keep = 0
     keep_hourly: Keep = 0
@@ -417,7 +418,7 @@ class MarkRequest(Request, frozen=True, kw_only=True):
 
 
 class ForgetRequest(Request, frozen=True, kw_only=True):
-    """Forget snapshots: the named ones, or those that a policy does not keep of one job."""
+    """Forget snapshots: the named ones, or those of one job that a policy does not keep."""
 
     dry_run: bool = True
     snapshots: Annotated[list[Id], msgspec.Meta(max_length=1000)] = []
@@ -446,6 +447,6 @@ class CheckRequest(Request, frozen=True, kw_only=True):
 
 
 class CancelRequest(Request, frozen=True, kw_only=True):
-    """Ask an operation to end: INT is Ctrl-C; TERM, HUP and USR1 are for supervised jobs."""
+    """Cancel an operation: INT acts like Ctrl-C; TERM, HUP and USR1 are for supervised jobs."""
 
     signal: Literal["INT", "TERM", "HUP", "USR1"] = "INT"

@@ -1,9 +1,9 @@
-"""The operations of a node: started within bounds, watched, cancelled, and found again after a
+"""The operations of a node: starting within bounds, watching, cancelling, and recovery after a
 restart of the service.
 
-Each runs in a process with a session of its own (docs/decisions/032-operations-are-processes.md).
-The process inherits a lock from the moment at which it is made, so a new service knows without a
-race which operations still have one. All methods run in the service's event loop.
+Each operation is a process in its own session (docs/decisions/032-operations-are-processes.md). The
+process holds an inherited lock from its creation on, so a new service knows without a race which
+operations still run. All methods run in the service's event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BACK_OFF = (1.0, 60.0)
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many operations run at a time: of the node, of one caller; supervised jobs of one caller."""
+    """Most operations at a time: of the node and of one caller; most supervised jobs of one caller."""
 
     node: int = 8
     caller: int = 4
@@ -66,7 +66,7 @@ class _Entry:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether a client cancelled it."""
         return (self.directory / "cancel").exists()
 
 
@@ -93,7 +93,7 @@ class Operations:
     # -- the service starts and ends
 
     async def recover(self) -> None:
-        """Adopt the operations that still run, note those that have ended, start those that wait."""
+        """Adopt running operations, read the results of ended ones, and start waiting ones."""
         for directory in sorted(self._folder.iterdir()):
             if directory.name.endswith(".new"):  # its service was killed before it answered
                 shutil.rmtree(directory, ignore_errors=True)
@@ -123,7 +123,7 @@ class Operations:
             self._lost(entry)
 
     async def close(self) -> None:
-        """Leave all operations to themselves."""
+        """Stop watching; all operations continue."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -132,14 +132,14 @@ class Operations:
     # -- what a client does
 
     def create(self, wanted: Stored) -> tuple[Operation, bool]:
-        """Start an operation, or let it wait for its turn.
+        """Start an operation, or queue it.
 
         Returns:
-            The operation, and whether it is new: the same key and digest of the same caller give
-            the same operation.
+            The operation, and whether it is new: the same key and digest from the same caller
+            return the same operation.
 
         Raises:
-            Conflict: The key came with another request.
+            Conflict: The key belongs to another request.
             Busy: The caller has too many operations.
         """
         known = self._by_key(wanted)
@@ -188,14 +188,14 @@ class Operations:
         }
 
     def cancel(self, id: str, name: str = "INT") -> Operation:
-        """Ask an operation to end, as Ctrl-C asks a command; nothing happens to one that has ended.
+        """Cancel an operation, as Ctrl-C cancels a command; do nothing if it has ended.
 
         Args:
             name: The signal: INT, TERM, HUP or USR1.
 
         Raises:
             NotFound: There is none.
-            UsageError: The signal is another one.
+            UsageError: The signal is not one of these.
         """
         entry = self._entry(id)
         number = workers.SIGNALS.get(name.upper())
@@ -221,11 +221,11 @@ class Operations:
         return self._as_model(entry)
 
     async def records(self, id: str, after: int = 0) -> AsyncIterator[tuple[int, bytes] | None]:
-        """Yield the records of an operation after an offset until it ends; None: nothing is new."""
+        """Yield the records of an operation after an offset until it ends; None: nothing new."""
         entry = self._entry(id)
         reader = Reader(entry.directory, after)
         while True:
-            over = entry.result is not None  # before the look: nothing is written afterwards
+            over = entry.result is not None  # before reading: nothing is written after the result
             empty = True
             for record in reader.read():
                 empty = False
@@ -242,7 +242,7 @@ class Operations:
     # -- processes
 
     def _pump(self) -> None:
-        """Start what waits and has its turn, oldest first."""
+        """Start waiting operations within the bounds, oldest first."""
         if self._closing:
             return
         waiting = [entry for entry in self._entries.values() if entry.state == "queued"]
@@ -261,7 +261,7 @@ class Operations:
 
     def _start(self, entry: _Entry) -> None:
         descriptor = files.lock(entry.directory)
-        if descriptor < 0:  # somebody else's worker has it; it writes the result
+        if descriptor < 0:  # another worker holds it and writes the result
             self._watch(entry)
             return
         entry.attempt += 1
@@ -282,7 +282,7 @@ class Operations:
         task.add_done_callback(self._tasks.discard)
 
     async def _until_end(self, entry: _Entry) -> None:
-        """Wait until the worker has ended; note how."""
+        """Wait until the worker has ended; record the result."""
         pidfd = await workers.open_worker(entry.directory, entry.child)
         if pidfd >= 0:
             try:
@@ -302,7 +302,7 @@ class Operations:
             self._lost(entry)
 
     async def _again(self, entry: _Entry) -> None:
-        """Start the supervisor of a job once more, later and later."""
+        """Restart the supervisor of a job, after a growing delay."""
         entry.state = "queued"
         least, most = _BACK_OFF
         await asyncio.sleep(min(most, least * 2 ** min(entry.attempt - 1, 10)))
@@ -310,7 +310,7 @@ class Operations:
             self._start(entry)
 
     def _lost(self, entry: _Entry) -> None:
-        """The worker ended without a result, or never began."""
+        """Handle a worker that ended without a result, or never began."""
         if entry.cancelled:
             self._finish(entry, Result(exit_status=128 + signal.SIGINT, ended=time.time()))
             return
@@ -334,8 +334,8 @@ class Operations:
         self._pump()
 
     def _settle(self, entry: _Entry, result: Result) -> None:
-        """Note how an operation ended."""
-        if entry.stored.environment is not None:  # it may hold secrets, and nobody needs it now
+        """Record how an operation ended."""
+        if entry.stored.environment is not None:  # it may hold secrets, and is no longer needed
             entry.stored = msgspec.structs.replace(entry.stored, environment=None)
             files.write(entry.directory, "request.json", entry.stored)
         entry.result = result
@@ -362,7 +362,7 @@ class Operations:
         if entry.stored.created + KEY_SECONDS < time.time():
             return None
         if entry.stored.digest != wanted.digest:
-            raise Conflict("this Idempotency-Key came with another request", cure="use a new key")
+            raise Conflict("this Idempotency-Key belongs to another request", cure="use a new key")
         return self._as_model(entry)
 
     def _require_room(self, wanted: Stored) -> None:
@@ -381,7 +381,7 @@ class Operations:
             )
 
     def _forget_old(self) -> None:
-        """Remove the directories of operations that ended long ago, and of the oldest of many."""
+        """Remove the directories of operations that ended long ago, and the oldest if there are too many."""
         ended = [one for one in self._entries.values() if one.result is not None]
         ended.sort(key=lambda one: one.result.ended if one.result else 0.0)
         oldest = time.time() - _KEPT_SECONDS
@@ -421,7 +421,7 @@ class Operations:
 
 
 def unknown(id: str) -> NotFound:
-    """Return the error for an operation that does not exist, or not for this caller."""
+    """Return the error for an operation that does not exist, or that the caller may not see."""
     return NotFound(f"there is no operation {id}", cure="GET /v1/operations lists them")
 
 

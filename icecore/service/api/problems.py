@@ -15,7 +15,7 @@ _PREFIX = "urn:icecore:error:"
 
 
 class Unauthenticated(errors.Denied):
-    """Nobody knows who calls."""
+    """The caller is not authenticated."""
 
 
 class Conflict(errors.UsageError):
@@ -23,7 +23,7 @@ class Conflict(errors.UsageError):
 
 
 class Busy(errors.ServiceFailed):
-    """The caller, or the node, has too much to do."""
+    """The caller or the node has too many requests or operations."""
 
     def __init__(self, message: str, *, cure: str = "", after: float = 1.0) -> None:
         super().__init__(message, cure=cure)
@@ -34,7 +34,7 @@ class TooLarge(errors.UsageError):
     """The body of a request is too large."""
 
 
-#: The first class that an error is an instance of decides.
+#: The first matching class decides.
 _STATUS: tuple[tuple[type[IcecoreError], int], ...] = (
     (Unauthenticated, 401),
     (errors.Denied, 403),
@@ -88,7 +88,7 @@ def problem_of_fields(fields: Mapping[str, Any]) -> Error:
 
 
 def plain(status: int, detail: str) -> Error:
-    """Return a problem of HTTP alone."""
+    """Return a problem with only an HTTP status."""
     return Error(type="about:blank", title=HTTPStatus(status).phrase, status=status, detail=detail)
 
 
@@ -108,5 +108,5 @@ def _problem(
 
 
 def _public_class(error: IcecoreError) -> str:
-    """Return the name of the error's class, or of its first base that `icecore.errors` has."""
+    """Return the name of the error's class, or of its first base class in `icecore.errors`."""
     return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))

@@ -1,7 +1,7 @@
-"""What a route declares, and what its handler gets.
+"""Declarations of routes, and the argument of their handlers.
 
-A route cannot be made without a role and a scope. `icecore.service.api.app` checks both before the
-handler runs, and hands it the subject of the request, which the caller may touch.
+Every route has a role and a scope. `icecore.service.api.app` checks both before the handler runs, and
+passes it the subject of the request, which the caller may access.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from icecore.service.api.caller import Caller, Role
 if TYPE_CHECKING:
     from icecore.service.api.core import Service
 
-#: What a request is about:
+#: The subject of a request:
 #:
 #: - ``none``: nothing that belongs to anybody
-#: - ``own``: a list, of which the caller sees its part
+#: - ``own``: a list, limited to what the caller may see
 #: - ``job``, ``snapshot``, ``operation``: one, named in the path; the subject is that
 #: - ``repository``: the caller's repository; the subject is its location
-#: - ``node``: the whole node, for callers that nothing restricts to some jobs
+#: - ``node``: the whole node, for callers that are not restricted to some jobs
 Scope = Literal["none", "own", "job", "snapshot", "operation", "repository", "node"]
 Method = Literal["GET", "POST", "DELETE"]
 
@@ -33,11 +33,11 @@ class Call:
     """One request.
 
     Attributes:
-        caller: Who calls; for public routes maybe None.
-        subject: What the route's scope says.
-        query, body: As the route declares them; None where it declares none.
+        caller: The caller; may be None for public routes.
+        subject: As the route's scope defines.
+        query, body: As the route declares them; None if it declares none.
         raw: The body as it was sent.
-        audit: What the audit log shall say besides.
+        audit: Further fields for the audit log.
     """
 
     service: Service
@@ -64,15 +64,15 @@ class Route:
     """One route.
 
     Attributes:
-        path: With ``{job}``, ``{snapshot}`` or ``{operation}``, as the scope says.
+        path: With ``{job}``, ``{snapshot}`` or ``{operation}``, according to the scope.
         role: The least role of its callers.
         what: What it does, in one sentence.
-        handle: Returns the answer: a struct, or a response.
-        answer: The type of the answer; a media type where it is no JSON.
+        handle: Returns a struct or a response.
+        answer: The type of the answer; a media type if it is not JSON.
         body, query: The types of the request's body and parameters.
         status: The status of success.
         starts: It starts an operation: it takes an Idempotency-Key and answers with 202.
-        identify: Says who calls, where a request shows it otherwise than those of the API.
+        identify: Returns the caller, if requests are not authenticated like those of the API.
     """
 
     method: Method
@@ -95,7 +95,7 @@ class Route:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes anything, so that the audit log must know of it."""
+        """Whether it changes anything, so that the audit log must record it."""
         return self.method != "GET"
 
 

@@ -1,4 +1,4 @@
-"""Runs the service: listens on its sockets, tells the service manager, and stops in order."""
+"""Run the service: listen on its sockets, notify the service manager, and shut down in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KEEP_ALIVE_SECONDS = 75.0
 async def serve(service: Service, app: web.Application, emit: Sink) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP.
 
-    Operations go on; the next service adopts them.
+    Operations continue; the next service adopts them.
 
     Raises:
         JobHeld: Another service of this state directory runs.
@@ -111,7 +111,7 @@ def guarded(
 
 
 def _lock(state: Path) -> int:
-    """Hold the lock of this node's service; its descriptor."""
+    """Take the lock of this node's service; return its descriptor."""
     folder = private_state(state, FOLDER)
     descriptor = os.open(
         folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -122,7 +122,7 @@ def _lock(state: Path) -> int:
         os.close(descriptor)
         raise JobHeld(
             f"another service runs with the state directory {state}",
-            cure="stop it, or name another directory (ICECORE_STATE)",
+            cure="stop it, or set another directory (ICECORE_STATE)",
         ) from None
     return descriptor
 
@@ -133,7 +133,7 @@ def _lock(state: Path) -> int:
 def _unix_socket(path: str) -> socket.socket:
     """Return the listening unix socket: the one that systemd passes, or a new one at ``path``.
 
-    All users may connect; who they are decides what they may do. Nobody but root may replace it.
+    All users may connect; their identity decides what they may do. Only root may replace the socket.
     """
     passed = _passed()
     if passed is not None:
@@ -143,13 +143,13 @@ def _unix_socket(path: str) -> socket.socket:
     about = require_own(place.parent)
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            f"others can write to {place.parent}, and could replace the service's socket",
+            f"other users can write to {place.parent} and replace the service's socket",
             cure=f"chmod go-w {place.parent}",
         )
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(place).st_mode):
-            raise UsageError(f"{place} is no socket", cure="remove it, or set service.socket")
-    # Under its own name it appears once it listens with its mode; an old one is replaced.
+            raise UsageError(f"{place} is not a socket", cure="remove it, or set service.socket")
+    # It gets its final name once it listens with its mode, and replaces an old socket.
     new = place.with_name(f".{place.name}.{os.getpid()}")
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -169,7 +169,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 def _inode(path: str) -> tuple[int, int] | None:
-    """Return what tells a socket from a later one of its name; None: systemd's, which stays."""
+    """Return the identity of the socket file; None: systemd's, which stays."""
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
         return None
     about = os.stat(path)
@@ -177,7 +177,7 @@ def _inode(path: str) -> tuple[int, int] | None:
 
 
 def _remove(path: str, inode: tuple[int, int]) -> None:
-    """Remove the socket, so that clients know at once that there is no service."""
+    """Remove the socket, so that clients detect at once that no service runs."""
     with suppress(OSError):
         if _inode(path) == inode:
             os.unlink(path)
@@ -188,10 +188,12 @@ def _passed() -> socket.socket | None:
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     if os.environ.get("LISTEN_FDS") != "1":
-        raise UsageError("systemd passes several sockets", cure="use one unix socket")
+        raise UsageError("systemd passed more than one socket", cure="configure one ListenStream=")
     found = socket.socket(fileno=_FIRST_PASSED)
     if found.family != socket.AF_UNIX or found.type != socket.SOCK_STREAM:
-        raise UsageError("systemd passes no unix stream socket", cure="ListenStream=/run/…")
+        raise UsageError(
+            "systemd passed a socket that is not a unix stream socket", cure="ListenStream=/run/…"
+        )
     os.set_inheritable(_FIRST_PASSED, False)
     found.setblocking(False)
     return found
@@ -208,7 +210,7 @@ def _tcp_socket(listen: str, *, plain: bool) -> socket.socket:
         )[0]
         if plain and not ipaddress.ip_address(address[0]).is_loopback:
             raise UsageError(
-                f"{listen} is no loopback address, and tokens would be sent in clear",
+                f"{listen} is not a loopback address, and TCP without TLS sends tokens in clear text",
                 cure="set service.certificate and service.key",
             )
         found = socket.socket(family, kind)
@@ -221,16 +223,16 @@ def _tcp_socket(listen: str, *, plain: bool) -> socket.socket:
 
 
 def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:
-    """Return the TLS context; None: plain, which is allowed on loopback addresses if asked for.
+    """Return the TLS context; None: no TLS, which ``plain_loopback`` allows on loopback addresses.
 
     Raises:
-        UsageError: There is no certificate, and plain is not asked for; or it cannot be read.
+        UsageError: No certificate is set and TLS is required; or the certificate cannot be read.
     """
     if not settings.certificate:
         if settings.plain_loopback:
             return None
         raise UsageError(
-            "TCP without TLS sends tokens in clear",
+            "TCP without TLS sends tokens in clear text",
             cure="set service.certificate and service.key, or, on a loopback address,"
             " service.plain_loopback",
         )
@@ -257,7 +259,7 @@ def _name(listening: socket.socket) -> str:
 
 
 def notify(text: str) -> None:
-    """Tell systemd how the service is (sd_notify(3)); nothing without it."""
+    """Report the service's state to systemd (sd_notify(3)); do nothing without systemd."""
     where = os.environ.get("NOTIFY_SOCKET", "")
     if not where:
         return
@@ -266,7 +268,7 @@ def notify(text: str) -> None:
 
 
 async def _beat() -> None:
-    """Tell systemd's watchdog, twice in its time, that the event loop runs (sd_watchdog_enabled(3))."""
+    """Reset systemd's watchdog from the event loop, twice per interval (sd_watchdog_enabled(3))."""
     microseconds = os.environ.get("WATCHDOG_USEC", "")
     if not microseconds.isdecimal() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(
         os.getpid()

@@ -15,22 +15,22 @@ from icecore.service.api.starting import as_json, identity_of, start
 
 @dataclass(frozen=True)
 class Found:
-    """A snapshot that the caller may touch, and where it is."""
+    """A snapshot that the caller may access, and its repository."""
 
     snapshot: models.Snapshot
     where: Where
 
     @property
     def owner(self) -> int:
-        """The uid of its job; 0 where it is not recorded."""
+        """The uid of its job; 0 if it is not recorded."""
         return self.snapshot.owner or 0
 
 
 def find(call: Call, name: str) -> Found:
-    """Return the snapshot that a name means, among those that the caller may touch.
+    """Return the snapshot that a name refers to, among those that the caller may access.
 
     Raises:
-        NotFound: It may touch none of this name.
+        NotFound: There is no such snapshot.
     """
     where = call.service.where(call.known, call.query.user)
     known = call.service.snapshots(call.known, where)
@@ -76,19 +76,20 @@ def _start(call: Call, kind: models.Kind, line: list[str], **more: Any) -> Any:
 
 
 async def restore_snapshot(call: Call) -> Any:
-    """Restore a snapshot's processes as the user whose they were."""
+    """Restore a snapshot's processes as the user who owned them."""
     found: Found = call.subject
     caller, wanted = call.known, call.body
     if found.snapshot.quarantined:
         raise Damaged("snapshot", found.snapshot.snapshot, found.snapshot.quarantined)
     if found.snapshot.owner is None and not caller.whole_node:
         raise Denied(
-            "it cannot be read whose processes this snapshot holds",
+            "the users of the processes in this snapshot cannot be determined",
             cure="ask an administrator to restore it",
         )
     if wanted.name and not caller.may_touch(wanted.name, found.owner):
         raise Denied(f"the caller may not touch a job of the name {wanted.name!r}")
-    # One who sees all restores on nobody's behalf: as the user whose it was, with the service's limits.
+    # A caller that sees all does not restore for itself: the job gets its recorded user, and the
+    # limits of the service.
     identity = None if caller.sees_all else as_json(await identity_of(call))
     return _start(
         call, "restore", words.of_restore(wanted, found.snapshot.snapshot), identity=identity
@@ -113,7 +114,7 @@ async def compare_snapshot(call: Call) -> Any:
 async def mark_snapshot(call: Call) -> Any:
     """Pin or label a snapshot."""
     if call.body.pin is None and not call.body.add_tags and not call.body.remove_tags:
-        raise UsageError("nothing is to be marked", cure="give pin, add_tags or remove_tags")
+        raise UsageError("the request changes no mark", cure="give pin, add_tags or remove_tags")
     return _start(call, "mark", words.of_mark(call.body, call.subject.snapshot.snapshot))
 
 
@@ -121,7 +122,9 @@ async def forget_snapshots(call: Call) -> Any:
     """Forget snapshots, by id or by a policy for one job; a dry run unless told otherwise."""
     wanted: models.ForgetRequest = call.body
     if bool(wanted.snapshots) == bool(wanted.job):
-        raise UsageError("neither or both of 'snapshots' and 'job'", cure="give one of them")
+        raise UsageError(
+            "the request has neither or both of 'snapshots' and 'job'", cure="give one of them"
+        )
     if wanted.snapshots and (wanted.keep or wanted.keep_tags):
         raise UsageError("named snapshots and a policy exclude each other", cure="give one of them")
     where = call.service.where(call.known, call.query.user)
@@ -159,7 +162,9 @@ def _maintain(call: Call, kind: models.Kind, line: list[str]) -> Any:
 async def collect_repository(call: Call) -> Any:
     """Free the space of forgotten snapshots; a dry run unless told otherwise."""
     if call.body.fence is not None and not call.known.whole_node:
-        raise Denied("only administrators declare silent sessions dead", cure="leave 'fence' out")
+        raise Denied(
+            "only administrators may declare silent sessions dead", cure="leave 'fence' out"
+        )
     return _maintain(call, "gc", words.of_gc(call.body))
 
 

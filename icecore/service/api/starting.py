@@ -1,4 +1,4 @@
-"""Starts operations for the routes that do."""
+"""Start operations for routes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def start(
     snapshot: str = "",
     **more: Any,
 ) -> web.Response:
-    """Start an operation; return the response that names it.
+    """Start an operation; return the response that describes it.
 
     Args:
         words: The command and its options.
         owner: The uid whose job or repository it works on.
-        where: The repository; None: it needs none.
+        where: The repository; None: none is required.
         more: Further fields of `Stored`.
 
     Raises:
@@ -45,7 +45,7 @@ def start(
     """
     key = call.request.headers.get("Idempotency-Key", "")
     if len(key) > _MOST_KEY or not key.isascii():
-        raise UsageError(f"an Idempotency-Key of {len(key)} characters", cure="255 suffice")
+        raise UsageError(f"the Idempotency-Key has {len(key)} characters", cure="use at most 255")
     place = [f"--repository={where.location}"] if where is not None and where.location else []
     wanted = Stored(
         id=operations.new_id(),
@@ -69,7 +69,7 @@ def start(
 
 
 def key_of(caller: Caller) -> str:
-    """Return what tells callers apart: the user or the token, however often it connects."""
+    """Return the key of a caller: its user or its token, the same for all its connections."""
     return f"uid:{caller.uid}" if caller.kind == "socket" else caller.name
 
 
@@ -92,8 +92,8 @@ async def identity_of(call: Call) -> Identity:
     """Return the identity of the jobs that the caller starts.
 
     Raises:
-        Denied: It starts none.
-        NotFound, UsageError: Its process has ended, or changes its credentials meanwhile.
+        Denied: It may not start jobs.
+        NotFound, UsageError: Its process has ended, or has changed its credentials.
     """
     caller = call.known
     peer = caller.peer
@@ -105,8 +105,8 @@ async def identity_of(call: Call) -> Identity:
     if caller.uid is None:
         if not caller.whole_node or caller.role < 3:
             raise Denied(
-                "this token starts no jobs, because it names no user",
-                cure="'icecore token add --user USER …' makes one that does",
+                "this token cannot start jobs, because it has no user",
+                cure="make one with a user: icecore token add NAME --user USER",
             )
         return Identity.of_user("0")
     return Identity.of_user(str(caller.uid))
@@ -117,6 +117,6 @@ def _of_peer(pid: int, pidfd: int, uid: int) -> Identity:
 
 
 def as_json(identity: Identity) -> dict[str, Any]:
-    """Return an identity as JSON can hold it; `Identity` reads it back by `msgspec.convert`."""
+    """Return an identity for JSON; `msgspec.convert` converts it back to `Identity`."""
     found: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(identity), str_keys=True)
     return found

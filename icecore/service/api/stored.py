@@ -1,9 +1,9 @@
-"""What is kept of an operation in its directory, so that it survives a restart of the service.
+"""The files of an operation, which survive a restart of the service.
 
-``STATE/service/operations/ID/`` holds ``request.json`` (`Stored`), ``process.json`` (`Process`, by
-the worker, before anything else), ``cancel`` (once it was asked for), ``result.json`` (`Result`, by
-the worker, after everything else), the records (`journal`), ``output.log`` (what the worker wrote
-besides) and ``lock``, on which the worker has a lock for as long as it lives.
+``STATE/service/operations/ID/`` holds ``request.json`` (`Stored`), ``process.json`` (`Process`, which
+the worker writes first), ``cancel`` (after a cancel request), ``result.json`` (`Result`, which the
+worker writes last), the records (`journal`), ``output.log`` (other output of the worker) and
+``lock``, which the worker locks for as long as it lives.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ FOLDER = "operations"
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for.
+    """The request.
+
 
     Attributes:
-        caller: Who asked, for people; ``caller_key``: for comparison.
+        caller: The caller, for display; ``caller_key``: for comparison.
         owner: The uid whose job or repository it works on.
-        words: The command line of icecore that does it; ``command``: the job's, after ``--``.
+        words: The command line of icecore; ``command``: the job's command, after ``--``.
         environment: The job's.
         identity: The identity of the job's user (`icecore.host.jobs.identity`), as JSON.
-        supervised: It supervises a job, and is started again if its process is killed.
-        as_json: It prints what ``--json`` prints.
-        key, digest: Idempotency key and digest of the request that it came with.
+        supervised: It supervises a job, and is restarted if its process is killed.
+        as_json: It prints the output of ``--json``.
+        key, digest: Idempotency key and digest of the request.
     """
 
     id: str
@@ -74,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(directory: Path, name: str, value: msgspec.Struct) -> None:
-    """Write one file of an operation, durably and in one step."""
+    """Write one file of an operation, durably and atomically."""
     new = directory / f"{name}.new"
     with open(create_private(new), "wb") as file:
         file.write(msgspec.json.encode(value))
@@ -84,7 +85,7 @@ def write(directory: Path, name: str, value: msgspec.Struct) -> None:
 
 
 def read_stored(directory: Path) -> Stored | None:
-    """Return what was asked for; None: it cannot be read."""
+    """Return the request; None: it cannot be read."""
     return _read(directory / "request.json", Stored)
 
 
@@ -94,7 +95,7 @@ def read_process(directory: Path) -> Process | None:
 
 
 def read_result(directory: Path) -> Result | None:
-    """Return how it ended; None: it has not, or its worker was killed."""
+    """Return the result; None: it has not ended, or its worker was killed."""
     return _read(directory / "result.json", Result)
 
 

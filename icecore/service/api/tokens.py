@@ -1,7 +1,7 @@
 """Bearer tokens of callers on TCP, in ``STATE/service/tokens.json``.
 
-A token is 256 random bits, so nobody can guess it from its hash: SHA-256 suffices, where a password
-would need a slow hash. The token itself is shown once and stored nowhere.
+A token is 256 random bits, which cannot be guessed from their hash, so SHA-256 suffices; a password
+would require a slow hash. The token itself is shown once and not stored.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Token(msgspec.Struct, frozen=True):
     Attributes:
         name: For people and the audit log.
         digest: SHA-256 of the secret, in hexadecimal.
-        role: What its holder may do.
-        jobs: Patterns of the jobs that it may touch.
-        uid: The user whose jobs it sees and starts; None: the jobs of all users, and it starts none.
+        role: Permissions of its holder.
+        jobs: Patterns of the names of jobs that its holder may access.
+        uid: The user whose jobs its holder sees and starts; None: sees the jobs of all users, starts
+            none.
         created, expires: Unix times in seconds; ``expires`` 0: never.
     """
 
@@ -64,7 +65,7 @@ class Tokens:
         self._read: tuple[tuple[int, int, int], list[Token]] | None = None
 
     def all(self) -> list[Token]:
-        """Return the tokens, expired ones too, in the order of their creation.
+        """Return the tokens, including expired ones, in the order of their creation.
 
         Raises:
             Damaged: The file cannot be read.
@@ -88,7 +89,7 @@ class Tokens:
         """Return the token with this secret that has not expired."""
         digest = _digest(secret)
         found = None
-        for token in self.all():  # all of them: the time tells nothing about their order
+        for token in self.all():  # compare all: the time must not reveal the position
             if hmac.compare_digest(token.digest, digest):
                 found = token
         if found is None or (found.expires and found.expires <= time.time()):
@@ -114,8 +115,8 @@ class Tokens:
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"{name!r} is no name for a token",
-                cure="letters, digits, '.', '_', '-'; at most 63",
+                f"{name!r} is not a valid name for a token",
+                cure="use at most 63 letters, digits, '.', '_' and '-'",
             )
         secret = PREFIX + secrets.token_urlsafe(32)
         now = time.time()
@@ -131,7 +132,8 @@ class Tokens:
         with self._changing() as tokens:
             if any(one.name == name for one in tokens):
                 raise UsageError(
-                    f"there is a token {name}", cure=f"'icecore token remove {name}' first"
+                    f"token {name} already exists",
+                    cure=f"remove it first: icecore token remove {name}",
                 )
             if len(tokens) >= _MOST:
                 raise UsageError(f"there are {_MOST} tokens", cure="remove some")
@@ -152,7 +154,7 @@ class Tokens:
 
     @contextmanager
     def _changing(self) -> Iterator[list[Token]]:
-        """Lend the list; write it afterwards, durably and in one step."""
+        """Lend the list; write it afterwards, durably and atomically."""
         private_state(self._state, FOLDER)
         lock = os.open(
             self._path.with_suffix(".lock"),

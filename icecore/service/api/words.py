@@ -1,8 +1,8 @@
-"""Requests as command lines of icecore, for the processes of operations.
+"""Convert requests to command lines of icecore, for the processes of operations.
 
-Only what is named here reaches a command line that runs as root: no hooks, no directories, no
-configuration of the caller's. A value is part of its option's word, so that it is never an option
-itself.
+Only the fields that are listed here reach a command line that runs as root: no hooks, directories or
+configuration of the caller. Each value is part of its option's word (``--option=value``), so it
+cannot act as an option.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def of_run(wanted: models.RunRequest) -> Words:
 
 
 def of_retention(keep: models.Retention) -> Words:
-    """Return a retention policy as options: all of them, so that no configured one applies."""
+    """Return a retention policy as options: all of them, so that no configured option applies."""
     return [
         f"--{_dashed(name)}={'all' if value == -1 else value}"
         for name, value in msgspec.structs.asdict(keep).items()

@@ -1,4 +1,4 @@
-"""The processes of operations: made, found again, signalled, and never mistaken for others."""
+"""The processes of operations: start, find and signal them without mistaking a reused pid for one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from icecore.host.kernel import procfs
 from icecore.service.api import stored as files
 from icecore.service.api.stored import Process
 
-#: What a client may send to an operation.
+#: Signals that a client may send to an operation.
 SIGNALS = {
     "INT": signal.SIGINT,
     "TERM": signal.SIGTERM,
@@ -27,7 +27,7 @@ SIGNALS = {
 _POLL_SECONDS = 0.05
 #: A worker writes process.json within a fraction of a second.
 _SHOW_UP_SECONDS = 10.0
-#: Variables by which a service manager speaks to the service alone.
+#: Variables of the service manager that are meant only for the service.
 _NOT_INHERITED = (
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
@@ -41,14 +41,14 @@ _NOT_INHERITED = (
 def spawn(
     command: Sequence[str], directory: Path, lock: int, attempt: int
 ) -> subprocess.Popen[bytes]:
-    """Make the worker of an operation, with a session of its own.
+    """Start the worker of an operation in its own session.
 
     Args:
         command: Its command line, without its arguments.
         lock: A descriptor that holds the operation's lock; the worker inherits it.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be started.
     """
     log = os.open(
         directory / "output.log",
@@ -56,7 +56,7 @@ def spawn(
         0o600,
     )
     environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-    # A signal that comes before the command has its handlers waits until then.
+    # Signals stay blocked until the command has installed its handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
     try:
         return subprocess.Popen(
@@ -90,7 +90,7 @@ async def open_worker(directory: Path, child: subprocess.Popen[bytes] | None) ->
 
 
 def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) -> None:
-    """Send a signal to an operation's worker, and to no process that has its pid later.
+    """Send a signal to an operation's worker, and to no process that reuses its pid.
 
     Args:
         child: The worker, if it is this process's child.
@@ -101,7 +101,7 @@ def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) ->
         return
     process = files.read_process(directory)
     if process is None:
-        return  # it looks for the request to cancel when it begins
+        return  # it checks for a cancel request when it begins
     pidfd = _open(process)
     if pidfd >= 0:
         try:
@@ -112,7 +112,7 @@ def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) ->
 
 
 async def readable(descriptor: int) -> None:
-    """Wait until a descriptor can be read: of a pidfd, until its process has ended."""
+    """Wait until a descriptor is readable; a pidfd is once its process has ended."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
 
@@ -128,8 +128,8 @@ async def readable(descriptor: int) -> None:
 
 
 def _open(process: Process) -> int:
-    """Return a pidfd of a worker; -1: it has ended. It is compared after it is opened: from then on
-    the pid cannot be another process's.
+    """Return a pidfd of a worker; -1: it has ended. The start time is compared after the pidfd is
+    open, because only then the pid cannot be reused.
     """
     try:
         pidfd = os.pidfd_open(process.pid)
@@ -146,7 +146,7 @@ def _open(process: Process) -> int:
 
 
 def _is_free(directory: Path) -> bool:
-    """Return whether nobody holds an operation's lock."""
+    """Return whether an operation's lock is free."""
     descriptor = files.lock(directory)
     if descriptor >= 0:
         os.close(descriptor)

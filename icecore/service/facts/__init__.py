@@ -1,5 +1,5 @@
-"""What is known of the jobs of a repository and of this node, for metrics and page.
+"""Facts about the jobs of a repository and of this node, for metrics and page.
 
-Reading order: `readings` (what is read, and how long it stays valid), `jobs` (what follows from it
-for each job; pure).
+Reading order: `readings` (what is read, and how long it stays valid), `jobs` (facts about each job,
+derived from the readings; pure).
 """

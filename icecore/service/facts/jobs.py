@@ -1,5 +1,5 @@
-"""What follows from the readings for each job: its state, the age of its last good snapshot, when
-the next is due, what it costs and what is at risk. Pure.
+"""Derive facts about each job from the readings: its state, the age of its last good snapshot, the
+time of the next, the cost of snapshots and the work at risk. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GAPS = 8
 _LEAST_GAPS = 2
 #: In intervals: above the first a snapshot is due, above the second it is late.
 DUE, LATE = 1.25, 2.0
-#: A stop may take this share of the notice; the rest is for what was not measured.
+#: A stop may take this share of the notice; the rest is a margin for what is not measured.
 OF_NOTICE = 0.7
 
 
@@ -49,7 +49,7 @@ class JobFacts:
         here: Its newest instance on this node.
         snapshots: In commit order.
         good: The newest snapshot that is whole.
-        interval: From one snapshot to the next: planned, or the median of what was; 0: not known.
+        interval: Between snapshots: planned, or the median of past ones; 0: not known.
         is_planned: Whether the interval is its supervisor's.
         due: When the next snapshot is due; 0: none is.
         windows: Of the newest snapshots of its newest lineage.
@@ -108,7 +108,7 @@ class JobFacts:
 
 
 def jobs_of(reading: Reading, node: NodeReading, now: float) -> list[JobFacts]:
-    """Return all jobs, those first that run."""
+    """Return all jobs, running ones first."""
     snapshots: dict[str, list[SnapshotRecord]] = {}
     for record in reading.snapshots:
         snapshots.setdefault(record.job, []).append(record)
@@ -195,7 +195,7 @@ def _failed(job: Job) -> bool:
 
 
 def usual_interval(snapshots: Sequence[SnapshotRecord]) -> float:
-    """Return the median time between the newest snapshots of a lineage; 0: there are too few."""
+    """Return the median time between the newest snapshots of a lineage; 0: too few snapshots."""
     newest = [one.created_ns / 1e9 for one in snapshots[-1 - _GAPS :]]
     gaps = [after - before for before, after in itertools.pairwise(newest)]
     return max(0.0, statistics.median(gaps)) if len(gaps) >= _LEAST_GAPS else 0.0

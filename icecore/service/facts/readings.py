@@ -1,4 +1,4 @@
-"""What is read of a repository and of this node, and how long it stays valid.
+"""Readings of a repository and of this node, and how long they stay valid.
 
 Any node shows all jobs of the repository: their snapshots, and the leases that say where they run.
 Only the node on which a job runs knows its schedule.
@@ -34,7 +34,7 @@ class Reading:
         at: Unix time of the reading.
         generation: The log's.
         snapshots: In commit order.
-        leases: The sessions that hold the leases of jobs, by job.
+        leases: The sessions that hold the leases of jobs, by job name.
         sessions: The other open sessions.
     """
 
@@ -70,7 +70,7 @@ class NodeReading:
 
     Attributes:
         instances: Oldest first, and the state of each.
-        measured: What supervisors measured, by job.
+        measured: Measurements of supervisors, by job.
         damaged: Instances that cannot be read, and why.
     """
 
@@ -98,7 +98,7 @@ class Replica:
     """A replica compared with the repository.
 
     Attributes:
-        place: Its location, as it is configured.
+        place: Its configured location.
         missing: Snapshots that it lacks; None: it cannot be read.
         lag_seconds: Age of the oldest snapshot that it lacks; 0: it lacks none.
         error: Why it cannot be read.
@@ -112,7 +112,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Staging:
-    """A file system on which dumps and restores keep what they stage. Sizes in bytes."""
+    """A file system for the staging of dumps and restores. Sizes in bytes."""
 
     directory: str
     total: int
@@ -134,12 +134,12 @@ def staging_of(directories: Iterable[str]) -> list[Staging]:
 
 @dataclass(frozen=True)
 class Known(Generic[T]):
-    """A value and its age; while it cannot be read again, the error and the last value that could.
+    """A value and its age. If it cannot be read again: the error and the last value.
 
     Attributes:
         value: None: it was never read.
         at: Unix time at which it was read.
-        error: Why the newest attempt failed; empty: it did not.
+        error: Why the newest attempt failed; empty: it succeeded.
         seconds: How long the newest attempt took.
     """
 
@@ -150,12 +150,12 @@ class Known(Generic[T]):
 
 
 class Cached(Generic[T]):
-    """Reads a value again once it is older than ``seconds``; callers that come meanwhile share one
-    attempt. For one event loop.
+    """Read a value again once it is older than ``seconds``. Concurrent callers share one attempt. For
+    one event loop.
 
     Args:
         read: Reads it; raises `IcecoreError` or `OSError`.
-        seconds: For how long a value, or a failure, stays valid.
+        seconds: How long a value or a failure stays valid.
     """
 
     def __init__(self, read: Callable[[], Awaitable[T]], seconds: float) -> None:
@@ -167,7 +167,7 @@ class Cached(Generic[T]):
 
     @property
     def known(self) -> Known[T]:
-        """What was read last, however old it is."""
+        """The last value, of any age."""
         return self._known
 
     async def get(self) -> Known[T]:
@@ -177,7 +177,7 @@ class Cached(Generic[T]):
         return self._known
 
     def refresh(self) -> Known[T]:
-        """Return the value that is known, and begin to read it again if it is too old."""
+        """Return the last value, and begin to read it again if it is too old."""
         if not self._tried or time.monotonic() - self._tried > self._seconds:
             self._begin()
         return self._known

@@ -1,7 +1,7 @@
-"""Keeps the readings of one repository and of this node, for every scrape and every view of the page.
+"""Cache the readings of one repository and of this node, for all scrapes and all views of the page.
 
-A list is read when somebody asks and it is a few seconds old. What reads every map (the statistics)
-or another region (the replicas) is read in the background, and views show its age.
+A list is read on request if it is a few seconds old. The statistics, which read every map, and the
+replicas, which may be in another region, are read in the background, and views show their age.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Watch:
         return (await self._node.get()).value or NodeReading()
 
     async def jobs(self) -> list[JobFacts]:
-        """Return all jobs of the repository and of this node, those first that run."""
+        """Return all jobs of the repository and of this node, running ones first."""
         reading, node = await asyncio.gather(self.reading(), self.node())
         return jobs_of(reading.value or Reading(0.0), node, time.time())
 
@@ -81,7 +81,7 @@ class Watch:
         return await self._gpus.get()
 
     def stats(self) -> Known[Stats]:
-        """Return the newest statistics, and begin to count again if they are old."""
+        """Return the newest statistics, and begin to read them again if they are old."""
         known = self._stats.known
         if known.seconds and time.time() - known.at < known.seconds / _STATS_SHARE:
             return known
@@ -92,12 +92,12 @@ class Watch:
         return self._replicas.refresh()
 
     async def settled(self) -> tuple[Known[Stats], Known[Sequence[Replica]]]:
-        """Return statistics and replicas once they were read."""
+        """Return statistics and replicas once they have been read."""
         counted, compared = await asyncio.gather(self._stats.get(), self._replicas.get())
         return counted, Known(compared.value, compared.at, compared.error, compared.seconds)
 
     def changed(self) -> None:
-        """Make the next view read the lists again: something was changed here."""
+        """Make the next view read the lists again, after a change made here."""
         self._list.forget()
         self._node.forget()
 

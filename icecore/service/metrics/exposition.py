@@ -1,6 +1,6 @@
-"""The answer to a scrape: the repository's jobs, this node's jobs and storage, and what was counted.
+"""The response to a scrape: the repository's jobs, this node's jobs and storage, and the counters.
 
-Figures of the fleet come from the repository, so every node exposes the same; the rules in
+Values about all jobs come from the repository, so every node exposes the same; the rules in
 ``configs/prometheus`` take the maximum over nodes.
 """
 
@@ -119,7 +119,7 @@ def _jobs(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
 
 
 def _supervised(sample: Sample) -> Iterator[Metric]:
-    """What supervisors of this node measured; the counters of a job are kept in its record."""
+    """Add the measurements of this node's supervisors; the counters of a job are in its record."""
     stop = _gauge("predicted_stop_seconds", "How long a stop with a snapshot takes.", "job")
     notice = _gauge("notice_seconds", "Time from a notice until the job must be gone.", "job")
     commit = _gauge(

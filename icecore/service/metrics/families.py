@@ -1,7 +1,7 @@
-"""The metrics that are added up over time: their names, labels and help. Pure.
+"""The cumulative metrics: their names, labels and help. Pure.
 
-Labels are bounded: phases, codecs, operations and error classes are names in the code, and the jobs
-of a node that have a label of their own are at most `MOST_JOBS`.
+The number of labels is bounded: phases, codecs, operations and error classes are names in the code,
+and at most `MOST_JOBS` jobs of a node have their own label.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ PHASE_BYTES = Family("phase_bytes", ("phase",), "Bytes that a phase scanned, sto
 PHASES = Family("phases", ("phase", "result"), "Phases that ended; result is end or failed.")
 OPERATIONS = Family("operations", ("operation", "result"), "Operations; result is done or failed.")
 OPERATION_SECONDS = Family("operation_seconds", ("operation",), "Time spent in operations.")
-FAILURES = Family(
-    "failures", ("operation", "class"), "Operations that failed, by class of the error."
-)
+FAILURES = Family("failures", ("operation", "class"), "Operations that failed, by error class.")
 DUMPED = Family(
     "dump_bytes",
     ("kind",),

@@ -1,7 +1,8 @@
-"""Counts what the processes of a node do: any process adds to ``STATE/metrics/totals.json``, under a
-lock, when an operation of its ends. So counts survive every process, and a scrape sees them all.
+"""Count the work of all processes of a node. Each process adds its counts to
+``STATE/metrics/totals.json``, under a lock, when its operation ends. So counters survive the
+processes, and a scrape sees all of them.
 
-Counting is advice: what cannot be written is dropped, and a damaged file counts as empty.
+Counters are advisory: counts that cannot be written are dropped, and a damaged file counts as empty.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Requests = tuple[int, int, int, float]
 
 
 class Counted(Protocol):
-    """What a meter says of one operation (`icecore.store.backend.metrics.Counts`)."""
+    """The counts of one kind of request (`icecore.store.backend.metrics.Counts`)."""
 
     calls: int
     failures: int
@@ -55,8 +56,8 @@ Meter = Callable[[], Mapping[str, Counted]]
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """What was counted: value by metric and labels (joined by tabs). ``since`` is the Unix time of
-    the first count.
+    """Counters: value by metric and labels (joined by tabs). ``since`` is the Unix time of the first
+    count.
     """
 
     since: float = 0.0
@@ -69,7 +70,7 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 def read(state: Path) -> Totals:
-    """Return what was counted on this node."""
+    """Return the counters of this node."""
     try:
         return msgspec.json.decode((state / FOLDER / _FILE).read_bytes(), type=Totals)
     except (OSError, msgspec.DecodeError):
@@ -77,7 +78,7 @@ def read(state: Path) -> Totals:
 
 
 def add(state: Path, counts: Counts) -> None:
-    """Add to what was counted on this node. Gauges replace what was there.
+    """Add to the counters of this node. Gauges replace the old value.
 
     Raises:
         OSError: It cannot be written.
@@ -104,7 +105,7 @@ def add(state: Path, counts: Counts) -> None:
 
 
 def _bounded(family: Family, labels: Labels, total: Mapping[str, float]) -> Labels:
-    """Return labels under which a value counts: beyond `families.MOST_JOBS`, a job has no own."""
+    """Return the labels of a value: beyond `families.MOST_JOBS`, a job has no label of its own."""
     if "job" not in family.labels or any(key.startswith(f"{labels[0]}\t") for key in total):
         return labels
     jobs = {key.partition(_SEPARATOR)[0] for key in total}
@@ -162,12 +163,12 @@ class Tally:
             self.flush()
 
     def count(self, family: Family, *labels: str, value: float = 1.0) -> None:
-        """Count something that is no event."""
+        """Count something that is not an event."""
         with self._lock:
             self._add(family, labels, value)
 
     def flush(self) -> None:
-        """Add what was counted to the totals of the node."""
+        """Add the counts to the totals of the node."""
         with self._lock:
             self._read_meters()
             counts, self._counts = self._counts, {}
@@ -177,12 +178,12 @@ class Tally:
                 add(self._state, counts)
 
     def tick(self) -> None:
-        """Add what was counted to the totals, if the last time is long ago."""
+        """Add the counts to the totals if the last time is long ago."""
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
     def _read_meters(self) -> None:
-        """Count the requests since the last look."""
+        """Count the requests since the last reading."""
         for meter, before in self._meters:
             for operation, now in meter().items():
                 counted = (now.calls, now.failures, now.bytes, now.seconds)
@@ -226,7 +227,7 @@ Count = tuple[Family, Labels, float]
 
 
 def counts_of(event: Event) -> Iterator[Count]:
-    """Yield what an event counts."""
+    """Yield the counts of an event."""
     fields = event.fields
     if fields.get("state") in ("end", "failed"):
         yield from _phase(event.name, fields)

@@ -1,5 +1,5 @@
-"""The handlers that sign in and out, and those that start something: each does what a route of the
-API does, for a form of this page.
+"""Handlers that sign in and out, and handlers of forms that start an operation; each of these acts
+like a route of the API.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def enter(call: Call) -> web.StreamResponse:
     cookie = call.request.app[SESSIONS].enter(call.query.link)
     if cookie is None:
         raise Unauthenticated(
-            "this link was used, or is too old", cure="'icecore page' prints another"
+            "this link was already used or has expired", cure="get another: icecore page"
         )
     return _signed_in(call, cookie)
 
@@ -61,7 +61,7 @@ async def show_sign_in(call: Call) -> web.StreamResponse:
 async def sign_in(call: Call) -> web.StreamResponse:
     """Sign in with a token."""
     if call.request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        raise Unauthenticated("this form does not come from this page", cure="load it again")
+        raise Unauthenticated("this form does not come from this page", cure="load the page again")
     given = await _form(call)
     token = call.service.tokens.find(given.get("token", "").strip())
     if token is None:
@@ -97,7 +97,7 @@ async def dump(call: Call) -> web.StreamResponse:
 
 
 async def restore(call: Call) -> web.StreamResponse:
-    """Restore a snapshot, or only compare it with this machine."""
+    """Restore a snapshot, or only preview the restore on this machine."""
     given = await _own_form(call)
     name = given.get("name", "").strip()
     if name:
@@ -143,7 +143,7 @@ async def examine(call: Call) -> web.StreamResponse:
 
 
 async def cancel(call: Call) -> web.StreamResponse:
-    """Ask an operation to end."""
+    """Cancel an operation."""
     await _own_form(call)
     call.body = models.CancelRequest()
     await handlers.cancel_operation(call)
@@ -164,7 +164,7 @@ async def _own_form(call: Call) -> dict[str, str]:
     """Return the fields of a form of this page.
 
     Raises:
-        Denied: It comes from another site.
+        Denied: The form comes from another site.
     """
     given = await _form(call)
     require_own_form(call.request, given.get(FORM_TOKEN, ""))
@@ -173,7 +173,7 @@ async def _own_form(call: Call) -> dict[str, str]:
 
 async def _form(call: Call) -> dict[str, str]:
     if call.request.content_type != _FORM:
-        raise UsageError(f"a body of type {call.request.content_type}", cure=f"send {_FORM}")
+        raise UsageError(f"the body has the type {call.request.content_type}", cure=f"send {_FORM}")
     data = await call.request.post()
     return {name: value for name, value in data.items() if isinstance(value, str)}
 

@@ -1,4 +1,4 @@
-"""What the views show to a caller: only the jobs, snapshots and operations that it may touch."""
+"""Content of the views: only the jobs, snapshots and operations that the caller may access."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Content:
         """Return a job.
 
         Raises:
-            NotFound: The caller sees none of this name.
+            NotFound: The caller may see no job of this name.
         """
         found = next((job for job in self.jobs if job.name == name), None)
         if found is None:
@@ -60,7 +60,7 @@ class Content:
 
 
 def content_for(service: Service, caller: Caller) -> Content:
-    """Return what a caller sees; blocks."""
+    """Return what a caller may see; blocks."""
     where = service.where(caller)
     error = ""
     try:
@@ -130,7 +130,7 @@ def _bar(snapshot: SnapshotRecord, taken: Taken | None) -> Bar:
     known = taken.phases if taken is not None else {}
     window = snapshot.window_seconds
     phases = [min(known.get(name, 0.0), window) for name, _ in WINDOW_PHASES]
-    # CRIU works while the driver moves memory: its share is what is left of it.
+    # CRIU works while the driver moves memory: its share is the remaining time.
     if phases[0]:
         phases[0] = max(0.0, phases[0] - sum(phases[1:]))
     rest = max(0.0, window - sum(phases))
@@ -154,7 +154,7 @@ class Growth:
 
 
 def growth_of(snapshots: Sequence[SnapshotRecord], most: int = 240) -> list[Growth]:
-    """Return how a repository grew, at most so many points."""
+    """Return how a repository grew, with a bounded number of points."""
     logical = changed = stored = 0
     points = []
     for one in sorted(snapshots, key=lambda snapshot: snapshot.created_ns):
@@ -183,12 +183,12 @@ class Phase:
 
 @dataclass
 class Course:
-    """What an operation did so far.
+    """The progress of an operation.
 
     Attributes:
         lines: Its log: the kind of each line (line, note, error, event), and its text.
-        tables: What it printed as tables.
-        findings: What ``doctor`` found.
+        tables: The tables that it printed.
+        findings: The findings of ``doctor``.
         last: The offset of its last record.
     """
 
@@ -213,7 +213,7 @@ _TOLD = (
 
 
 def course_of(reader: Reader, course: Course) -> Course:
-    """Read what is new of an operation's records into its course."""
+    """Read the new records of an operation into its course."""
     for offset, line in reader.read():
         course.last = offset
         with_record(course, msgspec.json.decode(line))

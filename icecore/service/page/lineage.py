@@ -56,8 +56,8 @@ class Drawing:
 def draw(records: Sequence[SnapshotRecord]) -> Drawing:
     """Return the drawing of a job's snapshots, which are in commit order.
 
-    A snapshot continues the row of its parent, unless another one does so already: then it begins a
-    row of its own, as the first of a lineage does.
+    A snapshot continues the row of its parent. If another snapshot already does, it begins a new row,
+    like the first of a lineage.
     """
     shown = records[-MOST:]
     rows: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Templates, headers and files of the page.
 
-The policy allows only scripts and styles of this service, and no inline ones. What the templates
-show is escaped: names of jobs, labels and messages come from others.
+The content security policy allows only scripts and styles of this service, and none inline.
+Templates escape all values, because names of jobs, labels and messages are untrusted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def page(template: str, *, status: int = 200, **values: Any) -> web.Response:
 
 @cache
 def templates() -> Environment:
-    """Return the templates; a value that is missing is an error."""
+    """Return the templates; a missing value is an error."""
     made = Environment(
         loader=PackageLoader("icecore.service.page", "templates"),
         autoescape=True,
@@ -86,24 +86,24 @@ def templates() -> Environment:
 
 
 def command(words: Sequence[str]) -> str:
-    """Return the command line that does the same."""
+    """Return the equivalent command line."""
     return shlex.join(["icecore", *words])
 
 
 def duration(value: float | None) -> str:
-    """Return a duration for a table; a dash where it is not known."""
+    """Return a duration for a table; a dash if unknown."""
     if value is None:
         return "\N{EN DASH}"
     return f"{1e3 * value:.0f} ms" if 0.01 <= value < 0.9995 else units.seconds(value)
 
 
 def iso(at: float) -> str:
-    """Return a time as HTML's ``datetime`` attribute has it."""
+    """Return a time in the format of HTML's ``datetime`` attribute."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
 def span(value: float | None) -> str:
-    """Return a duration in whole seconds or coarser; a dash where it is not known."""
+    """Return a duration in whole seconds or coarser; a dash if unknown."""
     if value is None:
         return "\N{EN DASH}"
     if value < 60:
@@ -112,7 +112,7 @@ def span(value: float | None) -> str:
 
 
 def ago(at: float) -> Markup:
-    """Return how long ago a time is, with the time itself for pointers and assistive technology."""
+    """Return the age of a time, with the time itself as a tooltip and for assistive technology."""
     text = span(max(0.0, time.time() - at))
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
         iso(at), units.moment(at), text
@@ -149,7 +149,7 @@ def static(version: str, name: str) -> web.Response:
     """Return a file.
 
     Raises:
-        NotFound: There is no such file, or not in this version.
+        NotFound: There is no such file, or its version differs.
     """
     data, known = _file(name)
     if version != known:

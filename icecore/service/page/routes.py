@@ -1,4 +1,4 @@
-"""The routes of the page, which the service checks as it checks those of the API."""
+"""The routes of the page. The service checks them like those of the API."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def routes() -> list[Route]:
 
 
 def _public() -> list[Route]:
-    """Return what works before somebody has signed in; a link is made as the API is used."""
+    """Return the routes that require no session; a link is made by a caller of the API."""
     return [
         Route(
             "POST", f"{PATH}/links", _READ, "none", "Make a link.", actions.make_link, actions.Link
@@ -113,7 +113,7 @@ def _about(handle: Handler) -> str:
 
 
 def prepare(app: web.Application) -> None:
-    """Give an application what the page keeps."""
+    """Add the state of the page to an application."""
     app[SESSIONS] = Sessions()
     app.router.add_get("/", _to_page)
 
@@ -124,7 +124,7 @@ async def _to_page(request: web.Request) -> web.StreamResponse:
 
 @web.middleware
 async def errors_as_pages(request: web.Request, handler: Handle) -> web.StreamResponse:
-    """Show errors of the page's routes as pages; who has not signed in is asked to."""
+    """Show errors of the page's routes as pages; show the sign-in form without a session."""
     if not request.path.startswith(PATH) or request.path == f"{PATH}/links":
         return await handler(request)
     try:

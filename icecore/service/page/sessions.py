@@ -1,7 +1,7 @@
-"""Who has signed in: cookies, one-time links, and the tokens that protect forms.
+"""Sessions of browsers: cookies, one-time links, and the tokens that protect forms.
 
-A browser shows who uses it by a cookie alone, never by its connection: other pages in the browser
-and other users of its machine could use that, too. The cookie is SameSite=Strict, and each form has a
+A browser authenticates only with a cookie, never with its connection, which other pages in the
+browser and other users of its machine could use. The cookie is SameSite=Strict, and each form has a
 token that other sites cannot read (OWASP, Cross-Site Request Forgery Prevention).
 """
 
@@ -36,8 +36,8 @@ class Session:
     """A browser that has signed in.
 
     Attributes:
-        caller: On whose behalf; without a process, which may end before the session.
-        form_token: Is in each form of the page.
+        caller: The user or token that signed in; without a process, which may end before the session.
+        form_token: Contained in each form of the page.
         until: When it ends, on the clock of `Sessions`.
         token: The digest of the token that it signed in with; empty: a link.
     """
@@ -110,14 +110,14 @@ def session_of(request: web.Request) -> Session | None:
 
 
 def caller_of(service: Service, request: web.Request) -> Caller:
-    """Return who has signed in.
+    """Return the caller of a session.
 
     Raises:
-        Unauthenticated: Nobody has, or the token was removed or has expired since.
+        Unauthenticated: There is no session, or its token was removed or has expired.
     """
     session = session_of(request)
     if session is None or not _is_valid(service, session):
-        raise Unauthenticated("sign in first", cure="'icecore page' prints a link")
+        raise Unauthenticated("sign in first", cure="get a link: icecore page")
     return replace(session.caller, where=request.remote or session.caller.where)
 
 

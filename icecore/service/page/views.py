@@ -1,4 +1,4 @@
-"""The handlers that show something."""
+"""Handlers of the views."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAVIGATION = (
 
 
 def base(call: Call, here: str, title: str) -> dict[str, Any]:
-    """Return what every page shows."""
+    """Return the values that every page shows."""
     session, caller = session_of(call.request), call.known
     return {
         "here": here,
@@ -57,7 +57,7 @@ def base(call: Call, here: str, title: str) -> dict[str, Any]:
 
 
 def may_look_after(call: Call) -> bool:
-    """Return whether the caller may look after its repository as a whole."""
+    """Return whether the caller may manage its repository as a whole."""
     try:
         call.service.own_repository(call.known)
     except IcecoreError:
@@ -232,7 +232,7 @@ async def show_repository_page(call: Call) -> web.Response:
 
 
 async def show_statistics(call: Call) -> web.Response:
-    """Show what the repository holds, live and dead; this reads every map."""
+    """Show live and dead bytes of the repository; this reads every map."""
     found = await call.service.stored(call.service.backing.statistics, call.subject)
     return render.page("statistics.html", found=found)
 
@@ -265,7 +265,7 @@ async def show_nodes(call: Call) -> web.Response:
 
 
 def _inventory() -> Inventory | str | None:
-    """Return the GPUs; text: why their driver does not answer; None: there is no driver."""
+    """Return the GPUs; a text: the driver's error; None: there is no driver."""
     backend = find_backend()
     if not backend.present:
         return None

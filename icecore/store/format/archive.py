@@ -1,9 +1,9 @@
-"""What a snapshot keeps of a container's checkpoint archive beside its memory: which container it is,
-and where each member lies in the tar. Pure.
+"""What a snapshot records about a container's checkpoint archive besides its memory: the container,
+and the position of each member in the tar. Pure.
 
-An archive is an image directory of CRIU and more. Its members are spaces of the snapshot, and all
-bytes between their contents (headers, padding) are one more, so the tar can be written again byte
-for byte.
+An archive contains an image directory of CRIU and other files. Its members are spaces of the
+snapshot, and all bytes between their contents (headers, padding) are one more, so an export can
+write the tar again byte for byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_MEMBERS = 1 << 16
 MAX_HEADERS = 64 << 20
 MAX_TAR = 1 << 50
 _MAX_TEXT = 4096
-#: Where an archive has its images.
+#: Directory of the images in an archive.
 FOLDER = "checkpoint/"
 
 _IMAGE = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199}\Z")
@@ -42,8 +42,8 @@ MemoryKind = Literal["process", "shared"]
 class Archive(msgspec.Struct, frozen=True):
     """A container's checkpoint archive.
 
-    ``size`` is that of the uncompressed tar, in bytes. ``engine`` is what managed the container
-    ("libpod", "cri-o", …), ``runtime`` the OCI runtime. Texts that the archive does not tell are
+    ``size`` is that of the uncompressed tar, in bytes. ``engine`` is the engine that managed the
+    container ("libpod", "cri-o", …), ``runtime`` the OCI runtime. Texts that the archive lacks are
     empty.
     """
 
@@ -58,7 +58,7 @@ class Archive(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """The container in words: its name, image and runtime."""
+        """A title for the container: its name, image and runtime."""
         about = ", ".join(text for text in (self.image, self.runtime, self.engine) if text)
         name = f"{self.pod}/{self.name}" if self.pod else self.name
         return f"{name or 'without a name'} ({about})" if about else name or "without a name"
@@ -66,7 +66,7 @@ class Archive(msgspec.Struct, frozen=True):
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """The content of a regular file in the tar: ``size`` bytes from ``offset`` on, stored as the space
-    (``kind``, ``key``). For memory it is the pages of that space's pagemap, in the pagemap's order.
+    (``kind``, ``key``). The content of memory is the pages of that space's pagemap, in the pagemap's order.
     """
 
     path: Text
@@ -80,8 +80,8 @@ _MEMBERS = msgspec.msgpack.Decoder(Annotated[list[Member], msgspec.Meta(max_leng
 
 
 def image_key(path: str) -> str:
-    """Return the key of the image that holds a member: an image of CRIU keeps its name, so that it
-    is found as in a directory; any other member has a key that only depends on its path.
+    """Return the key of the image that holds a member. An image of CRIU keeps its name, so that it is
+    found as in a directory. The key of any other member depends only on its path.
     """
     name = path.removeprefix(FOLDER)
     if path.startswith(FOLDER) and _IMAGE.match(name) and not _PAGES.match(name):
@@ -98,7 +98,7 @@ def decode_archive(text: str) -> Archive:
     """Return the archive that ``extra["archive"]`` describes.
 
     Raises:
-        Damaged: It describes none.
+        Damaged: It is invalid.
     """
     try:
         return msgspec.json.decode(text, type=Archive)
@@ -107,10 +107,10 @@ def decode_archive(text: str) -> Archive:
 
 
 def container_title(manifest: Manifest) -> str:
-    """Return which container a snapshot was imported from; empty if from none.
+    """Return the container from which a snapshot was imported; empty if none.
 
     Raises:
-        Damaged: The manifest does not describe it.
+        Damaged: The record of the archive is invalid.
     """
     text = manifest.extra.get(ARCHIVE)
     return decode_archive(text).title if text is not None else ""
@@ -125,7 +125,7 @@ def decode_members(data: bytes, size: int) -> list[Member]:
     """Return the members of a tar of ``size`` bytes, ascending.
 
     Raises:
-        Damaged: They overlap, or do not lie in it.
+        Damaged: They overlap, or lie outside of it.
     """
     try:
         members: list[Member] = _MEMBERS.decode(data)
@@ -140,7 +140,7 @@ def decode_members(data: bytes, size: int) -> list[Member]:
 
 
 def gaps(members: Sequence[Member], size: int) -> list[tuple[int, int]]:
-    """Return what lies between the contents of members: (offset, length), none of them empty."""
+    """Return the non-empty gaps between the contents of members: (offset, length)."""
     found, at = [], 0
     for member in members:
         found.append((at, member.offset - at))

@@ -1,23 +1,22 @@
-"""What a dump tells the restore besides memory and files: the records in a manifest's ``extra``, and
-the GPUs in its requirements. Pure.
+"""Records that a dump passes to the restore besides memory and files: those in a manifest's
+``extra``, and the GPUs in its requirements. Pure.
 
 Each record is JSON in one text of ``extra``:
 
 - ``run`` (`Run`): how `icecore run` started the job;
 - ``cuda`` (`Gpus`): the processes whose device memory the driver moved;
 - ``resident`` (`Resident`): the device memory that stayed in place;
-- ``imported`` (a path, not JSON): the directory that `icecore import` read. Nothing reads it; it is
-  for people.
+- ``imported`` (a path, not JSON): the directory that `icecore import` read; informative.
 
 The dumper writes them with `encode_records` and `encode_device` (`icecore.dumper.phases.commit`,
 `icecore.dumper.gpu`). Every reader uses `read_run`, `read_gpus`, `read_resident` and
-`read_devices`, which raise `Damaged` for a record that breaks a rule below, no matter who wrote it
+`read_devices`, which raise `Damaged` for any record that breaks a rule below
 (`icecore.store.format.contract_rules`). Later code does not check again.
 
-JSON and not MessagePack: texts from the kernel may hold surrogate escapes (PEP 383), which
+They are JSON, not MessagePack: texts from the kernel may hold surrogate escapes (PEP 383), which
 ``json`` writes as ``\\udcXX``. Names and order of the fields are part of the format
-(docs/reference/format.md). Readers skip fields that they do not know, except in ``run``, where an
-unknown field may ask for isolation that this version cannot give.
+(docs/reference/format.md). Readers skip unknown fields, except in ``run``, where an unknown
+field may require isolation that this version cannot provide.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _Record = TypeVar("_Record")
 
 
 class RunIsolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which namespaces the job has of its own (`icecore.host.jobs.namespaces.Isolation`). A private
+    """Which namespaces of its own the job has (`icecore.host.jobs.namespaces.Isolation`). A private
     root (``root``) requires a pid namespace.
     """
 
@@ -94,8 +93,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         files_to: Absolute path of the directory of the instance's own copies of files, each under
             its whole path. Left out, like ``copies``, if there are none.
         copies: Absolute paths of these files as the job sees them.
-        user, user_name: The uid with which the job's command was started, and its name; whose
-            snapshot it is. Left out if it is root.
+        user, user_name: The uid with which the job's command was started, and the user's name: the
+            owner of the snapshot. Left out if it is root.
     """
 
     name: str
@@ -125,7 +124,7 @@ class Device(msgspec.Struct, frozen=True):
         name: The model. Only a GPU of the same model replaces it.
         memory: Bytes; decimal text in the map. A replacement has at least as many.
         used: A process had a context on it; "yes" or "no" in the map.
-        driver: The version of the driver; for people.
+        driver: The version of the driver; informative.
     """
 
     uuid: str
@@ -141,7 +140,7 @@ class GpuProcess(msgspec.Struct, frozen=True):
     Attributes:
         gpus: UUIDs of the GPUs that it had open. The driver must be given a GPU for each of them.
         contexts: Bytes that it used, by UUID of the GPU.
-        temporary: Where the driver put device memory in the process and removes it again at its
+        temporary: Where the driver placed device memory in the process that it removes again at its
             restore: (start, end), addresses in the process, ascending and disjoint. The restore
             fills these ranges through a file. May be absent: then they are filled like all others.
     """
@@ -173,8 +172,8 @@ class ResidentAllocation(msgspec.Struct, frozen=True, array_like=True, forbid_un
     """One allocation of a process. Its cells are a region of the space ``device`` of the process.
 
     Attributes:
-        identity: Names it within the process.
-        address: Its device address; 2^60 or more: no address, but the handle of memory that the
+        identity: Identifies it within the process.
+        address: Its device address; 2^60 or more: not an address but the handle of memory that the
             application manages itself. A multiple of 1 MiB.
         size: Bytes that are mapped; a multiple of 1 MiB.
         requested: Bytes that the application asked for.
@@ -191,12 +190,12 @@ class ResidentAllocation(msgspec.Struct, frozen=True, array_like=True, forbid_un
 
 
 class ResidentImport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Memory that a process has of another one, or a second time of its own: it is stored once, with
-    its owner.
+    """Memory of another process that a process has imported, or its own memory that it has mapped a
+    second time. It is stored once, with its owner.
 
     Attributes:
-        identity: Names it within the process that has it.
-        owner: Image id of the process that it belongs to.
+        identity: Identifies it within the importing process.
+        owner: Image id of the owner.
         there: Its identity in that process, which has such an allocation.
     """
 
@@ -209,10 +208,10 @@ class ResidentProcess(msgspec.Struct, frozen=True):
     """The resident memory of one process.
 
     Attributes:
-        token: Names the process to keepers, across checkpoint and restore: 16 bytes, in
+        token: Identifies the process to keepers, across checkpoint and restore: 16 bytes, in
             hexadecimal.
         allocations: Its own, in the order of the regions of its space.
-        imports: What it has of others. May be absent.
+        imports: Memory that it has imported. May be absent.
         left: What the preload had left to the driver when the dump began, without zeros: bytes
             (``pool_bytes``, ``small_bytes``, ``managed_bytes``, ``foreign_bytes``), and how often
             memory was allocated in a stream capture (``captured``) or shared by CUDA's legacy IPC
@@ -302,10 +301,10 @@ def read_gpus(manifest: Manifest) -> Gpus | None:
 
 
 def read_resident(manifest: Manifest) -> Resident | None:
-    """Return what the job's resident memory is, if it has any.
+    """Return the job's resident memory, if any.
 
     Raises:
-        Damaged: The record makes no sense, or is not that of the manifest's spaces.
+        Damaged: The record is invalid, or does not match the manifest's spaces.
     """
     return _read(
         manifest,
@@ -317,8 +316,8 @@ def read_resident(manifest: Manifest) -> Resident | None:
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
-    """Return the sum of `ResidentProcess.left`; empty if it is not recorded, or if the record makes
-    no sense, because nothing depends on it.
+    """Return the sum of `ResidentProcess.left`; empty if it is not recorded or
+    the record is invalid, because nothing depends on it.
     """
     total: Counter[str] = Counter()
     with suppress(Damaged):

@@ -1,5 +1,6 @@
-"""Checks what the records of a manifest may say beyond their types (`icecore.store.format.contract`
-says it in words). Each function yields every broken rule, in words. Pure.
+"""Check the rules for the records of a manifest that go beyond their types
+(`icecore.store.format.contract` describes them). Each function yields every broken rule as a
+message. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from icecore.store.format.contract import Gpus, Resident, ResidentProcess, Run
     from icecore.store.format.manifest import Manifest
 
-#: Bytes of an init's program; ours has 20 KiB.
+#: Most bytes of an init's program; icecore's has 20 KiB.
 _MOST_INIT = 16 << 20
 
 
@@ -24,7 +25,7 @@ def run_faults(run: Run) -> Iterator[str]:
     """Check how the job was started.
 
     Raises:
-        UnicodeEncodeError: A text is not one that the kernel can have.
+        UnicodeEncodeError: A text is not one that the kernel can return.
     """
     if run.isolation.root and not run.isolation.pid:
         yield "a private root needs its own pid namespace"

@@ -1,8 +1,8 @@
-"""What a job's open files, sockets and working directories need around them, as a manifest records
-it: directories, FIFOs, names of unix sockets, small files, and build ids of programs. Pure.
+"""What surrounds a job's open files, sockets and working directories, as a manifest records it:
+directories, FIFOs, names of unix sockets, small files, and build ids of programs. Pure.
 
 It is JSON in ``Manifest.extra["surroundings"]``; docs/reference/format.md specifies it. Snapshots
-without it are of an earlier icecore.
+of earlier versions lack it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from icecore.store.format.manifest import Manifest
 from icecore.store.format.manifest_rules import MAX_FILES, is_path
 
 KEY = "surroundings"
-#: Longest content of a small file, bytes.
+#: Most bytes of a small file.
 MAX_SMALL = 4096
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -39,8 +39,8 @@ class Named(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Folder(Named, frozen=True, array_like=True):
-    """A directory. ``opened``: a process has it open or works in it, so CRIU opens it and compares
-    its mode. ``mtime_ns`` is ns since the epoch.
+    """A directory. ``opened``: it is open or the working directory of a process, so CRIU opens it and
+    compares its mode. ``mtime_ns`` is ns since the epoch.
     """
 
     mtime_ns: Time = 0
@@ -52,8 +52,8 @@ class Fifo(Named, frozen=True, array_like=True):
 
 
 class SocketName(Named, frozen=True, array_like=True):
-    """A name that CRIU gives to a unix socket. ``folder`` is the directory that it lies in, if the
-    name leads there through symbolic links; empty: it does not.
+    """A name that CRIU gives to a unix socket. ``folder`` is its directory if the name leads
+    through symbolic links, else empty.
     """
 
     folder: str = ""
@@ -82,9 +82,9 @@ class SmallFile(Named, frozen=True, array_like=True):
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """Everything of one job. ``folders`` are ordered: parents precede what is in them.
-    ``programs`` maps the path of each mapped program or library to its build id in hexadecimal;
-    empty: it has none.
+    """The surroundings of one job. ``folders`` are ordered: parents precede their content.
+    ``programs`` maps the path of each mapped program or library to its build id in hexadecimal,
+    empty if it has none.
     """
 
     folders: Annotated[list[Folder], Many] = []
@@ -100,7 +100,7 @@ def encode_surroundings(found: Surroundings) -> str:
 
 
 def read_surroundings(manifest: Manifest) -> Surroundings | None:
-    """Return what a snapshot records; None: it is of an icecore that recorded nothing.
+    """Return the surroundings that a snapshot records; None: an earlier version wrote it.
 
     Raises:
         Damaged: The record makes no sense.
@@ -125,7 +125,7 @@ def _loaded(text: str) -> Any:
 
 
 def _faults(found: Surroundings) -> list[str]:
-    """Return each broken rule, in words."""
+    """Return each broken rule as a message."""
     every: tuple[Sequence[Named], ...] = (found.folders, found.fifos, found.sockets, found.small)
     paths = [one.path for some in every for one in some] + list(found.programs)
     paths += [one.folder for one in found.sockets if one.folder]

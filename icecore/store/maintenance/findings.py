@@ -1,4 +1,4 @@
-"""What a check finds: each damage once, and the snapshots that it affects."""
+"""Findings of a check: each damage once, and the snapshots that it affects."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_a_repository_that_a_user_can_write_to(tmp_path: Path) -> None:
     ):
         os.chown(path, owner, -1)
         path.chmod(mode)
-        with pytest.raises(UsageError, match="others can replace"):
+        with pytest.raises(UsageError, match="other users can replace"):
             backing.snapshots(where)
         os.chown(path, 0, -1)
         path.chmod(0o700)

@@ -194,7 +194,7 @@ def test_what_runs_as_root_is_not_given_by_users(node: Node, go: Go) -> None:
                 assert response.status == 403, more
         async with session.post(f"{node.url}/v1/jobs", json=base, headers=nobody) as response:
             assert response.status == 403  # it names no user, and root is none for it
-            assert "names no user" in (await response.json(content_type=None))["detail"]
+            assert "has no user" in (await response.json(content_type=None))["detail"]
         async with session.post(
             f"{node.url}/v1/snapshots/forget", json={"job": "train"}, headers=operate
         ) as response:

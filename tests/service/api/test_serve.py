@@ -201,9 +201,9 @@ def test_errors_and_statuses_are_those_of_the_command_line(node: Node) -> None:
             one, two = json.loads(through.stdout), json.loads(direct.stdout)
             assert {**one, "at": 0} == {**two, "at": 0}
     refused = node.run(ALICE, "dump", "--before", "id", "x")
-    assert refused.returncode == 2 and "takes no --before" in refused.stderr
+    assert refused.returncode == 2 and "refuses --before" in refused.stderr
     refused = node.run(ALICE, "-r", "/elsewhere", "dump", "x")
-    assert refused.returncode == 2 and "takes no --repository" in refused.stderr
+    assert refused.returncode == 2 and "refuses --repository" in refused.stderr
 
 
 def test_without_a_service(tmp_path: Path, node: Node) -> None:
@@ -322,7 +322,7 @@ def test_tcp(node: Node) -> None:
     free.close()
     for more, said in (
         (["--listen", f"127.0.0.1:{port}"], "TCP without TLS"),
-        (["--listen", f"0.0.0.0:{port}", "--plain-loopback"], "no loopback address"),
+        (["--listen", f"0.0.0.0:{port}", "--plain-loopback"], "not a loopback address"),
         (["--listen", "nonsense", "--plain-loopback"], "HOST:PORT"),
         (["--listen", f"127.0.0.1:{port}", "--certificate", "/nowhere"], "cannot be used"),
     ):
