@@ -69,7 +69,7 @@ def of_dump(wanted: models.DumpRequest, instance: str) -> Words:
         "files",
         "with_files",
         "verify_files",
-        "tcp",
+        "connections",
         "gpu_shared",
     )
     return [*words, instance]
