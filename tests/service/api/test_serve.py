@@ -438,6 +438,6 @@ def test_one_service_for_a_state_directory(node: Node) -> None:
 def test_a_directory_that_others_can_write(node: Node) -> None:
     (node.folder / "run").mkdir(mode=0o777)
     (node.folder / "run").chmod(0o777)
-    with pytest.raises(AssertionError, match="others can write"):
+    with pytest.raises(AssertionError, match="other users can write"):
         node.start()
     node.process = None
