@@ -89,6 +89,7 @@ class Operations:
         self._keys: dict[tuple[str, str], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._held = False  # nothing is started or forgotten now
 
     # -- the service starts and ends
 
@@ -102,12 +103,18 @@ class Operations:
             if stored is None:
                 continue
             self._know(_Entry(stored, directory))
-        for entry in sorted(self._entries.values(), key=lambda one: one.stored.created):
-            await self._recover(entry)
+        # An entry is "queued" until it is recovered, so that nothing may be started before that: an
+        # operation that has ended would run again.
+        self._held = True
+        try:
+            for entry in sorted(self._entries.values(), key=lambda one: one.stored.created):
+                self._recover(entry)
+        finally:
+            self._held = False
         self._forget_old()
         self._pump()
 
-    async def _recover(self, entry: _Entry) -> None:
+    def _recover(self, entry: _Entry) -> None:
         entry.process = files.read_process(entry.directory)
         entry.attempt = entry.process.attempt if entry.process else 0
         result = files.read_result(entry.directory)
@@ -243,12 +250,16 @@ class Operations:
 
     def _pump(self) -> None:
         """Start what waits and has its turn, oldest first."""
-        if self._closing:
+        if self._closing or self._held:
             return
         waiting = [entry for entry in self._entries.values() if entry.state == "queued"]
-        for entry in sorted(waiting, key=lambda one: one.stored.created):
-            if entry.stored.supervised or self._has_turn(entry.stored.caller_key):
-                self._start(entry)
+        self._held = True  # one that cannot start ends at once, and would begin the others here
+        try:
+            for entry in sorted(waiting, key=lambda one: one.stored.created):
+                if entry.stored.supervised or self._has_turn(entry.stored.caller_key):
+                    self._start(entry)
+        finally:
+            self._held = False
 
     def _has_turn(self, caller: str) -> bool:
         busy = [
@@ -382,6 +393,8 @@ class Operations:
 
     def _forget_old(self) -> None:
         """Remove the directories of operations that ended long ago, and of the oldest of many."""
+        if self._held:
+            return
         ended = [one for one in self._entries.values() if one.result is not None]
         ended.sort(key=lambda one: one.result.ended if one.result else 0.0)
         oldest = time.time() - _KEPT_SECONDS

@@ -21,7 +21,7 @@ from icecore.service.api.journal import Reader, Writer
 from icecore.service.api.models import Operation
 from icecore.service.api.operations import Bounds, Operations, new_id
 from icecore.service.api.problems import Busy, Conflict
-from icecore.service.api.stored import Process, Stored
+from icecore.service.api.stored import Process, Result, Stored
 from tests.service.api.conftest import WORKER
 
 
@@ -267,6 +267,25 @@ def test_a_request_that_never_began_begins_with_the_next_service(state: Path) ->
     async def test(own: Operations) -> None:
         assert (await own.wait(stored.id, 30)).state == "succeeded"
         assert not half.exists()
+
+    running(state, test)
+
+
+def test_nothing_that_ended_runs_again_after_a_crash(state: Path) -> None:
+    """The machine went down while the oldest ran; a younger one had ended days before the restart."""
+    lost, ended = wanted("wait"), wanted("echo", created=time.time() + 1)
+    for one in (lost, ended):
+        directory = state / "service" / "operations" / one.id
+        directory.mkdir(parents=True, mode=0o700)
+        files.write(directory, "request.json", one)
+        files.write(directory, "process.json", Process(1, 1, "another boot", time.time(), 1))
+    files.write(directory, "result.json", Result(exit_status=0, ended=time.time()))
+
+    async def test(own: Operations) -> None:
+        assert own.get(lost.id).state == "failed"
+        done = own.get(ended.id)
+        assert (done.state, done.attempt) == ("succeeded", 1)
+        assert not (directory / "output.log").exists()  # no process was made
 
     running(state, test)
 
