@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from icecore.errors import NotFound, UsageError
+from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.private import private_state
 from icecore.service.api import stored as files
 from icecore.service.api import workers
@@ -40,6 +40,7 @@ _KEPT = 1000
 _QUEUED_PER_CALLER = 100
 KEY_SECONDS = 86400.0
 _BACK_OFF = (1.0, 60.0)
+_WRITE_AGAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class _Entry:
     child: subprocess.Popen[bytes] | None = None
     state: State = "queued"
     attempt: int = 0
+    asked: bool = False  # to end; the file "cancel" says it to the worker and the next service
+    written: bool = False  # the result is on disk
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def cancelled(self) -> bool:
         """Whether it was asked to end."""
-        return (self.directory / "cancel").exists()
+        return self.asked or (self.directory / "cancel").exists()
 
 
 class Operations:
@@ -89,6 +92,8 @@ class Operations:
         self._keys: dict[tuple[str, str], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._unwritten: dict[str, _Entry] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._held = False  # nothing is started or forgotten now
 
     # -- the service starts and ends
@@ -119,19 +124,18 @@ class Operations:
         entry.attempt = entry.process.attempt if entry.process else 0
         result = files.read_result(entry.directory)
         if result is not None:
-            self._settle(entry, result)
+            self._settle(entry, result, written=True)
             return
-        descriptor = files.lock(entry.directory)
-        if descriptor < 0:
+        if not files.is_free(entry.directory):
             self._watch(entry)
             return
-        os.close(descriptor)
         if entry.process is not None or entry.cancelled:
             self._lost(entry)
 
     async def close(self) -> None:
         """Leave all operations to themselves."""
         self._closing = True
+        self._write()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -148,6 +152,7 @@ class Operations:
         Raises:
             Conflict: The key came with another request.
             Busy: The caller has too many operations.
+            IcecoreError: It cannot be recorded.
         """
         known = self._by_key(wanted)
         if known is not None:
@@ -155,9 +160,16 @@ class Operations:
         self._require_room(wanted)
         directory = self._folder / wanted.id
         making = self._folder / f"{wanted.id}.new"
-        making.mkdir(mode=0o700)
-        files.write(making, "request.json", wanted)
-        os.rename(making, directory)
+        try:
+            making.mkdir(mode=0o700)
+            files.write(making, "request.json", wanted)
+            os.rename(making, directory)
+        except OSError as error:
+            shutil.rmtree(making, ignore_errors=True)
+            raise IcecoreError(
+                f"the operation cannot be recorded: {error.strerror}",
+                cure="free space on the node",
+            ) from error
         entry = _Entry(wanted, directory)
         self._know(entry)
         self._pump()
@@ -211,7 +223,9 @@ class Operations:
         if not entry.stored.supervised:
             number = signal.SIGINT
         if entry.result is None:
-            (entry.directory / "cancel").touch(mode=0o600)
+            entry.asked = True
+            with suppress(OSError):  # a full disk; the signal comes all the same
+                (entry.directory / "cancel").touch(mode=0o600)
             if entry.state == "queued":
                 self._lost(entry)
             else:
@@ -271,7 +285,11 @@ class Operations:
         return len(busy) < self._bounds.node and of_caller < self._bounds.caller
 
     def _start(self, entry: _Entry) -> None:
-        descriptor = files.lock(entry.directory)
+        try:
+            descriptor = files.lock(entry.directory)
+        except OSError as error:
+            self._fail(entry, f"cannot start a process: {error.strerror}")
+            return
         if descriptor < 0:  # somebody else's worker has it; it writes the result
             self._watch(entry)
             return
@@ -337,20 +355,44 @@ class Operations:
         self._finish(entry, Result(exit_status=1, ended=time.time(), error=error))
 
     def _finish(self, entry: _Entry, result: Result, *, written: bool = False) -> None:
-        if not written:
-            files.write(entry.directory, "result.json", result)
-        self._settle(entry, result)
+        self._settle(entry, result, written=written)
         entry.changed.set()
         self._forget_old()
         self._pump()
 
-    def _settle(self, entry: _Entry, result: Result) -> None:
-        """Note how an operation ended."""
-        if entry.stored.environment is not None:  # it may hold secrets, and nobody needs it now
-            entry.stored = msgspec.structs.replace(entry.stored, environment=None)
-            files.write(entry.directory, "request.json", entry.stored)
+    def _settle(self, entry: _Entry, result: Result, *, written: bool) -> None:
+        """Note how an operation ended: in memory at once, on disk as soon as it can be written."""
         entry.result = result
         entry.state = _final_state(result, cancelled=entry.cancelled)
+        shorter = entry.stored.environment is not None
+        if shorter:  # it may hold secrets, and nobody needs it now
+            entry.stored = msgspec.structs.replace(entry.stored, environment=None)
+        entry.written = written
+        if shorter or not written:
+            self._unwritten[entry.stored.id] = entry
+            self._write()
+
+    def _write(self) -> None:
+        """Write what is not on disk yet; try again later if it fails, at the latest at the next
+        start, which comes to the same conclusions.
+        """
+        for id, entry in list(self._unwritten.items()):
+            assert entry.result is not None
+            try:
+                # In this order: what is left of the request must not run.
+                if not entry.written:
+                    files.write(entry.directory, "result.json", entry.result)
+                    entry.written = True
+                files.write(entry.directory, "request.json", entry.stored)
+            except OSError:  # above all a full disk
+                continue
+            del self._unwritten[id]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._unwritten and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_WRITE_AGAIN_SECONDS, self._write)
 
     # -- the table
 
@@ -404,6 +446,7 @@ class Operations:
                 continue
             shutil.rmtree(entry.directory, ignore_errors=True)
             del self._entries[entry.stored.id]
+            self._unwritten.pop(entry.stored.id, None)
             if self._keys.get((entry.stored.caller_key, entry.stored.key)) == entry.stored.id:
                 del self._keys[entry.stored.caller_key, entry.stored.key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from icecore.errors import NotFound, UsageError
+from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.job import boot_id
 from icecore.service.api import operations as module
 from icecore.service.api import stored as files
@@ -286,6 +287,62 @@ def test_nothing_that_ended_runs_again_after_a_crash(state: Path) -> None:
         done = own.get(ended.id)
         assert (done.state, done.attempt) == ("succeeded", 1)
         assert not (directory / "output.log").exists()  # no process was made
+
+    running(state, test)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each write of this service fail, not those of workers."""
+
+    def fail(*about: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write", fail)
+    monkeypatch.setattr(files, "create_private", fail)
+
+
+def test_an_operation_ends_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WRITE_AGAIN_SECONDS", 0.05)
+
+    async def test(own: Operations) -> None:
+        crash, _ = own.create(wanted("crash", environment={"A": "b"}))
+        waiting, _ = own.create(wanted("echo"))
+        folder = state / "service" / "operations"
+        with monkeypatch.context() as full:
+            full_disk(full)
+            done = await own.wait(crash.id, 10)
+            assert done.state == "failed" and done.error is not None
+            assert "was killed" in done.error.detail
+            assert (await own.wait(waiting.id, 10)).state == "succeeded"  # it got its turn
+            with pytest.raises(IcecoreError, match="cannot be recorded"):
+                own.create(wanted())
+            assert not list(folder.glob("*.new"))
+            assert files.read_result(folder / crash.id) is None
+        for _ in range(100):
+            stored = files.read_stored(folder / crash.id)
+            if stored is not None and stored.environment is None:
+                break
+            await asyncio.sleep(0.05)
+        result = files.read_result(folder / crash.id)
+        assert result is not None and result.exit_status == 1
+        assert stored is not None and stored.environment is None
+
+    running(state, test, Bounds(node=1, caller=1))
+
+
+def test_a_service_starts_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, ended = wanted("wait", environment={"A": "b"}), wanted(environment={"A": "b"})
+    for one in (lost, ended):
+        directory = state / "service" / "operations" / one.id
+        directory.mkdir(parents=True, mode=0o700)
+        files.write(directory, "request.json", one)
+        files.write(directory, "process.json", Process(1, 1, "another boot", time.time(), 1))
+    files.write(directory, "result.json", Result(exit_status=0, ended=time.time()))
+    full_disk(monkeypatch)
+
+    async def test(own: Operations) -> None:
+        assert own.get(lost.id).state == "failed"
+        assert own.get(ended.id).state == "succeeded"
 
     running(state, test)
 
