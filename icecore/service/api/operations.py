@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from icecore.service.api.tokens import FOLDER
 
 _POLL_SECONDS = 0.1
 _KEPT_SECONDS = 7 * 86400.0
-_KEPT = 1000
+_KEPT_PER_CALLER = 1000
 _QUEUED_PER_CALLER = 100
 KEY_SECONDS = 86400.0
 _BACK_OFF = (1.0, 60.0)
@@ -364,9 +365,9 @@ class Operations:
         """Note how an operation ended: in memory at once, on disk as soon as it can be written."""
         entry.result = result
         entry.state = _final_state(result, cancelled=entry.cancelled)
-        shorter = entry.stored.environment is not None
-        if shorter:  # it may hold secrets, and nobody needs it now
-            entry.stored = msgspec.structs.replace(entry.stored, environment=None)
+        shorter = entry.stored.environment is not None or bool(entry.stored.command)
+        if shorter:  # they may be large and hold secrets, and nobody needs them now
+            entry.stored = msgspec.structs.replace(entry.stored, environment=None, command=[])
         entry.written = written
         if shorter or not written:
             self._unwritten[entry.stored.id] = entry
@@ -434,15 +435,18 @@ class Operations:
             )
 
     def _forget_old(self) -> None:
-        """Remove the directories of operations that ended long ago, and of the oldest of many."""
+        """Remove the directories of operations that ended long ago, and of a caller's oldest of many."""
         if self._held:
             return
         ended = [one for one in self._entries.values() if one.result is not None]
-        ended.sort(key=lambda one: one.result.ended if one.result else 0.0)
+        ended.sort(key=lambda one: one.result.ended if one.result else 0.0, reverse=True)
         oldest = time.time() - _KEPT_SECONDS
-        for place, entry in enumerate(ended):
+        newer: Counter[str] = Counter()
+        for entry in ended:
             assert entry.result is not None
-            if entry.result.ended >= oldest and place >= len(ended) - _KEPT:
+            newer[entry.stored.caller_key] += 1
+            kept = newer[entry.stored.caller_key] <= _KEPT_PER_CALLER
+            if kept and entry.result.ended >= oldest:
                 continue
             shutil.rmtree(entry.directory, ignore_errors=True)
             del self._entries[entry.stored.id]

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from icecore.errors import IcecoreError, NotFound, UsageError
@@ -19,7 +20,7 @@ from icecore.host.jobs.job import boot_id
 from icecore.service.api import operations as module
 from icecore.service.api import stored as files
 from icecore.service.api.journal import Reader, Writer
-from icecore.service.api.models import Operation
+from icecore.service.api.models import Operation, RunRequest
 from icecore.service.api.operations import Bounds, Operations, new_id
 from icecore.service.api.problems import Busy, Conflict
 from icecore.service.api.stored import Process, Result, Stored
@@ -382,18 +383,40 @@ def test_supervised_jobs_do_not_wait_for_others(state: Path) -> None:
 
 
 def test_old_operations_are_forgotten(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT", 2)
+    monkeypatch.setattr(module, "_KEPT_PER_CALLER", 2)
 
     async def test(own: Operations) -> None:
+        other, _ = own.create(wanted(caller_key="uid:2"))  # the oldest, but another caller's
+        await own.wait(other.id, 30)
         ids = []
         for _ in range(4):
             made, _ = own.create(wanted(key=new_id(), digest="d"))
             await own.wait(made.id, 30)
             ids.append(made.id)
-        assert {one.id for one in own.all()} == set(ids[2:])
+        assert {one.id for one in own.all()} == {other.id, *ids[2:]}
         assert not (state / "service" / "operations" / ids[0]).exists()
 
     running(state, test)
+
+
+def test_what_a_job_was_started_with_goes_when_it_ends(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted(command=["a" * 1000], environment={"A": "b"}))
+        await own.wait(made.id, 30)
+        stored = files.read_stored(state / "service" / "operations" / made.id)
+        assert stored is not None and stored.words == ["echo"]
+        assert stored.command == [] and stored.environment is None
+
+    running(state, test)
+
+
+def test_a_command_that_no_kernel_starts_is_refused() -> None:
+    large = ["x" * 100_000] * 11
+    body = {"command": large, "cwd": "/", "environment": {}}
+    assert msgspec.convert(body, RunRequest).command == large
+    body["environment"] = {f"A{number}": "x" * 100_000 for number in range(11)}
+    with pytest.raises(msgspec.ValidationError, match="command and environment have 2200"):
+        msgspec.convert(body, RunRequest)
 
 
 # -- records
