@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +24,6 @@ SIGNALS = {
     "USR1": signal.SIGUSR1,
 }
 _POLL_SECONDS = 0.05
-#: A worker writes process.json within a fraction of a second.
-_SHOW_UP_SECONDS = 10.0
 #: Variables by which a service manager speaks to the service alone.
 _NOT_INHERITED = (
     "NOTIFY_SOCKET",
@@ -81,12 +78,13 @@ async def open_worker(directory: Path, child: subprocess.Popen[bytes] | None) ->
     """
     if child is not None:
         return os.pidfd_open(child.pid)  # nobody else collects it
-    until = time.monotonic() + _SHOW_UP_SECONDS
-    while (process := files.read_process(directory)) is None:
-        if time.monotonic() > until or _is_free(directory):
-            return -1
+    while True:
+        # Until a slow worker has written it, the file is absent, or that of an attempt before.
+        process = files.read_process(directory)
+        pidfd = _open(process) if process is not None else -1
+        if pidfd >= 0 or files.is_free(directory) or files.read_result(directory) is not None:
+            return pidfd
         await asyncio.sleep(_POLL_SECONDS)
-    return _open(process)
 
 
 def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) -> None:
@@ -143,11 +141,3 @@ def _open(process: Process) -> int:
         os.close(pidfd)
         return -1
     return pidfd
-
-
-def _is_free(directory: Path) -> bool:
-    """Return whether nobody holds an operation's lock."""
-    descriptor = files.lock(directory)
-    if descriptor >= 0:
-        os.close(descriptor)
-    return descriptor >= 0

@@ -348,6 +348,26 @@ def test_a_service_starts_on_a_full_disk(state: Path, monkeypatch: pytest.Monkey
     running(state, test)
 
 
+def test_a_worker_that_is_slow_to_begin_is_not_lost(state: Path) -> None:
+    """An earlier attempt has ended; the worker of the next holds the lock and is not named yet."""
+    stored = wanted("wait")
+    directory = state / "service" / "operations" / stored.id
+    directory.mkdir(parents=True, mode=0o700)
+    files.write(directory, "request.json", stored)
+    files.write(directory, "process.json", Process(1, 1, "another boot", time.time(), 1))
+    descriptor = files.lock(directory)
+
+    async def test(own: Operations) -> None:
+        try:
+            assert (await own.wait(stored.id, 0.3)).state == "running"
+            files.write(directory, "result.json", Result(exit_status=0, ended=time.time()))
+        finally:
+            os.close(descriptor)
+        assert (await own.wait(stored.id, 10)).state == "succeeded"
+
+    running(state, test)
+
+
 def test_a_supervisor_that_was_killed_is_started_again(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
