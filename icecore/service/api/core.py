@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import grp
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -242,13 +241,3 @@ def _uid(user: str) -> int:
         if user.isdecimal() and len(user) < 11:
             return int(user)
         raise NotFound(f"there is no user {user}") from None
-
-
-def free_of(directory: str) -> models.Staging:
-    """Return the sizes of the file system of a directory."""
-    about = os.statvfs(directory)
-    return models.Staging(
-        directory=directory,
-        total_bytes=about.f_blocks * about.f_frsize,
-        free_bytes=about.f_bavail * about.f_frsize,
-    )
