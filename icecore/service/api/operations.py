@@ -81,6 +81,10 @@ class Operations:
         state: icecore's state directory.
         worker: The command line of a worker, without the operation's directory.
         bounds: How many run at a time.
+
+    Attributes:
+        descriptors: Soft and hard limit on descriptors of workers and their jobs; None: this
+            process's.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Operations:
         self._folder = private_state(state, FOLDER, files.FOLDER)
         self._worker = list(worker) or [sys.executable, "-P", "-m", "icecore.worker"]
         self._bounds = bounds or Bounds()
+        self.descriptors: tuple[int, int] | None = None
         self._entries: dict[str, _Entry] = {}
         self._keys: dict[tuple[str, str], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -297,7 +302,9 @@ class Operations:
         entry.attempt += 1
         entry.state = "running"
         try:
-            entry.child = workers.spawn(self._worker, entry.directory, descriptor, entry.attempt)
+            entry.child = workers.spawn(
+                self._worker, entry.directory, descriptor, entry.attempt, self.descriptors
+            )
         except OSError as error:
             self._fail(entry, f"cannot start a process: {error.strerror}")
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -36,13 +37,18 @@ _NOT_INHERITED = (
 
 
 def spawn(
-    command: Sequence[str], directory: Path, lock: int, attempt: int
+    command: Sequence[str],
+    directory: Path,
+    lock: int,
+    attempt: int,
+    descriptors: tuple[int, int] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Make the worker of an operation, with a session of its own.
 
     Args:
         command: Its command line, without its arguments.
         lock: A descriptor that holds the operation's lock; the worker inherits it.
+        descriptors: Its soft and hard limit on descriptors; None: this process's.
 
     Raises:
         OSError: It cannot be made.
@@ -56,7 +62,7 @@ def spawn(
     # A signal that comes before the command has its handlers waits until then.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             [*command, str(directory), str(lock), str(attempt)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -65,6 +71,10 @@ def spawn(
             pass_fds=(lock,),
             env=environment,
         )
+        if descriptors is not None:  # before it starts a job: its interpreter only begins
+            with suppress(ProcessLookupError):
+                resource.prlimit(child.pid, resource.RLIMIT_NOFILE, descriptors)
+        return child
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(log)
