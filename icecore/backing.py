@@ -22,8 +22,8 @@ from icecore.private import components, is_own
 from icecore.repository import Repository
 from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
-from icecore.service.api.core import Where, free_of
-from icecore.service.facts.readings import Reading, Replica, read_repository
+from icecore.service.api.core import Where
+from icecore.service.facts.readings import Reading, Replica, read_repository, staging_of
 from icecore.service.metrics.tally import Tally
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
@@ -110,9 +110,12 @@ class Repositories:
             return compare_replicas(opened.repository, self._config)
 
     def staging(self) -> list[models.Staging]:
-        """Return the file systems for staging."""
+        """Return the file systems for staging whose directories exist."""
         own = {self._config.dump.workdir, self._config.restore.workdir or "/dev/shm"}
-        return [free_of(directory) for directory in sorted(own)]
+        return [
+            models.Staging(directory=one.directory, total_bytes=one.total, free_bytes=one.free)
+            for one in staging_of(sorted(own))
+        ]
 
     def prepare(self, where: Where) -> None:
         """Make a user's own repository if it does not exist."""

@@ -16,7 +16,7 @@ from icecore.errors import Denied, IcecoreError, UsageError
 from icecore.service.api import models, problems, snapshot_handlers
 from icecore.service.api.caller import Caller, Role, of_peer
 from icecore.service.api.connections import Guard
-from icecore.service.api.core import SERVICE, Service
+from icecore.service.api.core import CALLER, SERVICE, Service
 from icecore.service.api.handlers import may_see
 from icecore.service.api.operations import unknown
 from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
@@ -184,6 +184,7 @@ async def _authorise(route: Route, call: Call) -> None:
     except Unauthenticated:
         _count(service, guard.who if guard is not None else request.remote or "")
         raise
+    CALLER.set(call.caller.name)
     _count(service, call.caller.name)
     if call.caller.role < route.role:
         raise Denied(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import grp
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -23,11 +25,17 @@ from icecore.service.api.caller import Caller, Role
 from icecore.service.api.connections import Connections
 from icecore.service.api.limits import Rate
 from icecore.service.api.operations import Bounds, Operations
+from icecore.service.api.problems import Slow
 from icecore.service.api.tokens import Tokens
 from icecore.service.facts.readings import Reading, Replica
 
 T = TypeVar("T")
 _THREADS = 16
+_STORAGE_THREADS = 64
+_STORED_PER_CALLER = 4
+_STORED_SECONDS = 30.0
+#: Who sends the request that the current task handles.
+CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,10 @@ class Service:
     stopping: bool = False
     admin_gid: int | None = None
     _local: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
-    _storage: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
+    _storage: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_STORAGE_THREADS)
+    )
+    _turns: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
 
     @classmethod
     def made(
@@ -136,9 +147,37 @@ class Service:
         return await loop.run_in_executor(self._local, call, *arguments)
 
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that may wait for a repository in a thread, without delaying other requests."""
+        """Run what may wait for a repository in a thread, some calls of one caller at a time.
+
+        Raises:
+            Slow: It does not end in time; the thread is the caller's until it does.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._storage, call, *arguments)
+        turns = self._turns.setdefault(CALLER.get(), asyncio.Semaphore(_STORED_PER_CALLER))
+
+        def done(work: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turns.release)
+
+        deadline = asyncio.timeout(_STORED_SECONDS)
+        try:
+            async with deadline:
+                await turns.acquire()
+                try:
+                    work = self._storage.submit(call, *arguments)
+                except BaseException:
+                    turns.release()
+                    raise
+                work.add_done_callback(done)
+                return await asyncio.wrap_future(work)
+        except TimeoutError:
+            if not deadline.expired():  # it is the call's own
+                raise
+            raise Slow(
+                f"the repository did not answer in {_STORED_SECONDS:g} s",
+                cure="try again later",
+                after=_STORED_SECONDS,
+            ) from None
 
     def close(self) -> None:
         """Release the threads and the audit log."""
@@ -242,13 +281,3 @@ def _uid(user: str) -> int:
         if user.isdecimal() and len(user) < 11:
             return int(user)
         raise NotFound(f"there is no user {user}") from None
-
-
-def free_of(directory: str) -> models.Staging:
-    """Return the sizes of the file system of a directory."""
-    about = os.statvfs(directory)
-    return models.Staging(
-        directory=directory,
-        total_bytes=about.f_blocks * about.f_frsize,
-        free_bytes=about.f_bavail * about.f_frsize,
-    )

@@ -20,7 +20,7 @@ from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import models, words
 from icecore.service.api.caller import Role
-from icecore.service.api.core import free_of, owner_of
+from icecore.service.api.core import owner_of
 from icecore.service.api.listing import page
 from icecore.service.api.problems import Conflict
 from icecore.service.api.routes import Call
@@ -370,7 +370,7 @@ async def show_node(call: Call) -> Any:
             started=service.started,
             jobs_running=sum(job.state == "running" for job in service.registry.instances()),
             operations=operations,
-            staging=service.backing.staging() or [free_of(str(service.registry.state))],
+            staging=service.backing.staging(),
         )
 
     return await call.service.locally(look)

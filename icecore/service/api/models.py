@@ -21,6 +21,8 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Keep = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+#: The most bytes of a command and its environment (ARG_MAX, execve(2)).
+ARGUMENT_BYTES = 2 << 20
 Word = Annotated[str, msgspec.Meta(max_length=1 << 17, pattern=r"^[^\x00]*$")]
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[^=\x00]+$", max_length=1 << 12)]
 Host = Literal["host", "private"]
@@ -364,6 +366,21 @@ class RunRequest(Request, frozen=True, kw_only=True):
     resident: bool | None = None
     keep_resident: bool | None = None
     supervise: Supervise | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a command that no kernel starts.
+
+        Raises:
+            ValueError: Command and environment have more than `ARGUMENT_BYTES`.
+        """
+        size = sum(len(word.encode()) + 1 for word in self.command)
+        size += sum(
+            len(name.encode()) + len(value.encode()) + 2 for name, value in self.environment.items()
+        )
+        if size > ARGUMENT_BYTES:
+            raise ValueError(
+                f"command and environment have {size} bytes; at most {ARGUMENT_BYTES} can be started"
+            )
 
 
 class DumpRequest(Request, frozen=True, kw_only=True):

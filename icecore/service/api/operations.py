@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from icecore.errors import NotFound, UsageError
+from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.private import private_state
 from icecore.service.api import stored as files
 from icecore.service.api import workers
@@ -36,10 +37,11 @@ from icecore.service.api.tokens import FOLDER
 
 _POLL_SECONDS = 0.1
 _KEPT_SECONDS = 7 * 86400.0
-_KEPT = 1000
+_KEPT_PER_CALLER = 1000
 _QUEUED_PER_CALLER = 100
 KEY_SECONDS = 86400.0
 _BACK_OFF = (1.0, 60.0)
+_WRITE_AGAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,14 @@ class _Entry:
     child: subprocess.Popen[bytes] | None = None
     state: State = "queued"
     attempt: int = 0
+    asked: bool = False  # to end; the file "cancel" says it to the worker and the next service
+    written: bool = False  # the result is on disk
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def cancelled(self) -> bool:
-        """Whether a client cancelled it."""
-        return (self.directory / "cancel").exists()
+        """Whether it was asked to end."""
+        return self.asked or (self.directory / "cancel").exists()
 
 
 class Operations:
@@ -77,6 +81,10 @@ class Operations:
         state: icecore's state directory.
         worker: The command line of a worker, without the operation's directory.
         bounds: How many run at a time.
+
+    Attributes:
+        descriptors: Soft and hard limit on descriptors of workers and their jobs; None: this
+            process's.
     """
 
     def __init__(
@@ -85,10 +93,14 @@ class Operations:
         self._folder = private_state(state, FOLDER, files.FOLDER)
         self._worker = list(worker) or [sys.executable, "-P", "-m", "icecore.worker"]
         self._bounds = bounds or Bounds()
+        self.descriptors: tuple[int, int] | None = None
         self._entries: dict[str, _Entry] = {}
         self._keys: dict[tuple[str, str], str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._unwritten: dict[str, _Entry] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._held = False  # nothing is started or forgotten now
 
     # -- the service starts and ends
 
@@ -102,29 +114,34 @@ class Operations:
             if stored is None:
                 continue
             self._know(_Entry(stored, directory))
-        for entry in sorted(self._entries.values(), key=lambda one: one.stored.created):
-            await self._recover(entry)
+        # An entry is "queued" until it is recovered, so that nothing may be started before that: an
+        # operation that has ended would run again.
+        self._held = True
+        try:
+            for entry in sorted(self._entries.values(), key=lambda one: one.stored.created):
+                self._recover(entry)
+        finally:
+            self._held = False
         self._forget_old()
         self._pump()
 
-    async def _recover(self, entry: _Entry) -> None:
+    def _recover(self, entry: _Entry) -> None:
         entry.process = files.read_process(entry.directory)
         entry.attempt = entry.process.attempt if entry.process else 0
         result = files.read_result(entry.directory)
         if result is not None:
-            self._settle(entry, result)
+            self._settle(entry, result, written=True)
             return
-        descriptor = files.lock(entry.directory)
-        if descriptor < 0:
+        if not files.is_free(entry.directory):
             self._watch(entry)
             return
-        os.close(descriptor)
         if entry.process is not None or entry.cancelled:
             self._lost(entry)
 
     async def close(self) -> None:
         """Stop watching; all operations continue."""
         self._closing = True
+        self._write()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,6 +158,7 @@ class Operations:
         Raises:
             Conflict: The key belongs to another request.
             Busy: The caller has too many operations.
+            IcecoreError: It cannot be recorded.
         """
         known = self._by_key(wanted)
         if known is not None:
@@ -148,9 +166,16 @@ class Operations:
         self._require_room(wanted)
         directory = self._folder / wanted.id
         making = self._folder / f"{wanted.id}.new"
-        making.mkdir(mode=0o700)
-        files.write(making, "request.json", wanted)
-        os.rename(making, directory)
+        try:
+            making.mkdir(mode=0o700)
+            files.write(making, "request.json", wanted)
+            os.rename(making, directory)
+        except OSError as error:
+            shutil.rmtree(making, ignore_errors=True)
+            raise IcecoreError(
+                f"the operation cannot be recorded: {error.strerror}",
+                cure="free space on the node",
+            ) from error
         entry = _Entry(wanted, directory)
         self._know(entry)
         self._pump()
@@ -204,7 +229,9 @@ class Operations:
         if not entry.stored.supervised:
             number = signal.SIGINT
         if entry.result is None:
-            (entry.directory / "cancel").touch(mode=0o600)
+            entry.asked = True
+            with suppress(OSError):  # a full disk; the signal comes all the same
+                (entry.directory / "cancel").touch(mode=0o600)
             if entry.state == "queued":
                 self._lost(entry)
             else:
@@ -242,13 +269,17 @@ class Operations:
     # -- processes
 
     def _pump(self) -> None:
-        """Start waiting operations within the bounds, oldest first."""
-        if self._closing:
+        """Start what waits and has its turn, oldest first."""
+        if self._closing or self._held:
             return
         waiting = [entry for entry in self._entries.values() if entry.state == "queued"]
-        for entry in sorted(waiting, key=lambda one: one.stored.created):
-            if entry.stored.supervised or self._has_turn(entry.stored.caller_key):
-                self._start(entry)
+        self._held = True  # one that cannot start ends at once, and would begin the others here
+        try:
+            for entry in sorted(waiting, key=lambda one: one.stored.created):
+                if entry.stored.supervised or self._has_turn(entry.stored.caller_key):
+                    self._start(entry)
+        finally:
+            self._held = False
 
     def _has_turn(self, caller: str) -> bool:
         busy = [
@@ -260,14 +291,20 @@ class Operations:
         return len(busy) < self._bounds.node and of_caller < self._bounds.caller
 
     def _start(self, entry: _Entry) -> None:
-        descriptor = files.lock(entry.directory)
-        if descriptor < 0:  # another worker holds it and writes the result
+        try:
+            descriptor = files.lock(entry.directory)
+        except OSError as error:
+            self._fail(entry, f"cannot start a process: {error.strerror}")
+            return
+        if descriptor < 0:  # somebody else's worker has it; it writes the result
             self._watch(entry)
             return
         entry.attempt += 1
         entry.state = "running"
         try:
-            entry.child = workers.spawn(self._worker, entry.directory, descriptor, entry.attempt)
+            entry.child = workers.spawn(
+                self._worker, entry.directory, descriptor, entry.attempt, self.descriptors
+            )
         except OSError as error:
             self._fail(entry, f"cannot start a process: {error.strerror}")
             return
@@ -326,20 +363,44 @@ class Operations:
         self._finish(entry, Result(exit_status=1, ended=time.time(), error=error))
 
     def _finish(self, entry: _Entry, result: Result, *, written: bool = False) -> None:
-        if not written:
-            files.write(entry.directory, "result.json", result)
-        self._settle(entry, result)
+        self._settle(entry, result, written=written)
         entry.changed.set()
         self._forget_old()
         self._pump()
 
-    def _settle(self, entry: _Entry, result: Result) -> None:
-        """Record how an operation ended."""
-        if entry.stored.environment is not None:  # it may hold secrets, and is no longer needed
-            entry.stored = msgspec.structs.replace(entry.stored, environment=None)
-            files.write(entry.directory, "request.json", entry.stored)
+    def _settle(self, entry: _Entry, result: Result, *, written: bool) -> None:
+        """Note how an operation ended: in memory at once, on disk as soon as it can be written."""
         entry.result = result
         entry.state = _final_state(result, cancelled=entry.cancelled)
+        shorter = entry.stored.environment is not None or bool(entry.stored.command)
+        if shorter:  # they may be large and hold secrets, and nobody needs them now
+            entry.stored = msgspec.structs.replace(entry.stored, environment=None, command=[])
+        entry.written = written
+        if shorter or not written:
+            self._unwritten[entry.stored.id] = entry
+            self._write()
+
+    def _write(self) -> None:
+        """Write what is not on disk yet; try again later if it fails, at the latest at the next
+        start, which comes to the same conclusions.
+        """
+        for id, entry in list(self._unwritten.items()):
+            assert entry.result is not None
+            try:
+                # In this order: what is left of the request must not run.
+                if not entry.written:
+                    files.write(entry.directory, "result.json", entry.result)
+                    entry.written = True
+                files.write(entry.directory, "request.json", entry.stored)
+            except OSError:  # above all a full disk
+                continue
+            del self._unwritten[id]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._unwritten and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_WRITE_AGAIN_SECONDS, self._write)
 
     # -- the table
 
@@ -381,16 +442,22 @@ class Operations:
             )
 
     def _forget_old(self) -> None:
-        """Remove the directories of operations that ended long ago, and the oldest if there are too many."""
+        """Remove the directories of operations that ended long ago, and of a caller's oldest of many."""
+        if self._held:
+            return
         ended = [one for one in self._entries.values() if one.result is not None]
-        ended.sort(key=lambda one: one.result.ended if one.result else 0.0)
+        ended.sort(key=lambda one: one.result.ended if one.result else 0.0, reverse=True)
         oldest = time.time() - _KEPT_SECONDS
-        for place, entry in enumerate(ended):
+        newer: Counter[str] = Counter()
+        for entry in ended:
             assert entry.result is not None
-            if entry.result.ended >= oldest and place >= len(ended) - _KEPT:
+            newer[entry.stored.caller_key] += 1
+            kept = newer[entry.stored.caller_key] <= _KEPT_PER_CALLER
+            if kept and entry.result.ended >= oldest:
                 continue
             shutil.rmtree(entry.directory, ignore_errors=True)
             del self._entries[entry.stored.id]
+            self._unwritten.pop(entry.stored.id, None)
             if self._keys.get((entry.stored.caller_key, entry.stored.key)) == entry.stored.id:
                 del self._keys[entry.stored.caller_key, entry.stored.key]
 

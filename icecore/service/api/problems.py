@@ -30,6 +30,10 @@ class Busy(errors.ServiceFailed):
         self.after = after
 
 
+class Slow(Busy):
+    """What the request waits for does not answer in time."""
+
+
 class TooLarge(errors.UsageError):
     """The body of a request is too large."""
 
@@ -46,6 +50,7 @@ _STATUS: tuple[tuple[type[IcecoreError], int], ...] = (
     (Conflict, 409),
     (TooLarge, 413),
     (errors.UsageError, 400),
+    (Slow, 503),
     (Busy, 429),
     (errors.StoreFull, 507),
     (errors.StoreError, 502),

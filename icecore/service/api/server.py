@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -19,6 +20,7 @@ from aiohttp import web
 from icecore.config import ServiceSettings
 from icecore.errors import JobHeld, UsageError
 from icecore.events import Event, Sink
+from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.private import private_state, require_own
 from icecore.service.api.connections import Connections, Guard
 from icecore.service.api.core import Service
@@ -42,7 +44,10 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
     """
     settings = service.config.service
     held = _lock(service.registry.state)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    service.operations.descriptors = files  # select(2) of a job may not cope with more
     try:
+        raise_descriptor_limit()  # a connection takes two
         listening = [_unix_socket(settings.socket)]
         context = None
         if settings.listen:
@@ -53,6 +58,7 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
     finally:
         await service.operations.close()
         service.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
         os.close(held)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import time
 from typing import Any
 
@@ -102,14 +103,16 @@ async def identity_of(call: Call) -> Identity:
         if found.group != peer.gid or set(found.groups) != set(peer.gids):
             raise Denied("the caller has changed its groups since it connected")
         return found
-    if caller.uid is None:
-        if not caller.whole_node or caller.role < 3:
-            raise Denied(
-                "this token cannot start jobs, because it has no user",
-                cure="make one with a user: icecore token add NAME --user USER",
-            )
-        return Identity.of_user("0")
-    return Identity.of_user(str(caller.uid))
+    if caller.uid is None and (not caller.whole_node or caller.role < 3):
+        raise Denied(
+            "this token cannot start jobs, because it has no user",
+            cure="make one with a user: icecore token add NAME --user USER",
+        )
+    found = Identity.of_user(str(caller.uid or 0))  # with this process's limits
+    before = call.service.operations.descriptors
+    if before is None:
+        return found
+    return dataclasses.replace(found, limits={**found.limits, resource.RLIMIT_NOFILE: before})
 
 
 def _of_peer(pid: int, pidfd: int, uid: int) -> Identity:

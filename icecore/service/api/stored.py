@@ -117,3 +117,18 @@ def lock(directory: Path) -> int:
         os.close(descriptor)
         return -1
     return descriptor
+
+
+def is_free(directory: Path) -> bool:
+    """Return whether no worker has the lock of an operation. It needs no space on the disk."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:  # no worker was ever made
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

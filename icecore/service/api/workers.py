@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +25,7 @@ SIGNALS = {
     "USR1": signal.SIGUSR1,
 }
 _POLL_SECONDS = 0.05
-#: A worker writes process.json within a fraction of a second.
-_SHOW_UP_SECONDS = 10.0
-#: Variables of the service manager that are meant only for the service.
+#: Variables by which a service manager speaks to the service alone.
 _NOT_INHERITED = (
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
@@ -39,13 +37,18 @@ _NOT_INHERITED = (
 
 
 def spawn(
-    command: Sequence[str], directory: Path, lock: int, attempt: int
+    command: Sequence[str],
+    directory: Path,
+    lock: int,
+    attempt: int,
+    descriptors: tuple[int, int] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the worker of an operation in its own session.
 
     Args:
         command: Its command line, without its arguments.
         lock: A descriptor that holds the operation's lock; the worker inherits it.
+        descriptors: Its soft and hard limit on descriptors; None: this process's.
 
     Raises:
         OSError: It cannot be started.
@@ -59,7 +62,7 @@ def spawn(
     # Signals stay blocked until the command has installed its handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             [*command, str(directory), str(lock), str(attempt)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -68,6 +71,10 @@ def spawn(
             pass_fds=(lock,),
             env=environment,
         )
+        if descriptors is not None:  # before it starts a job: its interpreter only begins
+            with suppress(ProcessLookupError):
+                resource.prlimit(child.pid, resource.RLIMIT_NOFILE, descriptors)
+        return child
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(log)
@@ -81,12 +88,13 @@ async def open_worker(directory: Path, child: subprocess.Popen[bytes] | None) ->
     """
     if child is not None:
         return os.pidfd_open(child.pid)  # nobody else collects it
-    until = time.monotonic() + _SHOW_UP_SECONDS
-    while (process := files.read_process(directory)) is None:
-        if time.monotonic() > until or _is_free(directory):
-            return -1
+    while True:
+        # Until a slow worker has written it, the file is absent, or that of an attempt before.
+        process = files.read_process(directory)
+        pidfd = _open(process) if process is not None else -1
+        if pidfd >= 0 or files.is_free(directory) or files.read_result(directory) is not None:
+            return pidfd
         await asyncio.sleep(_POLL_SECONDS)
-    return _open(process)
 
 
 def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) -> None:
@@ -143,11 +151,3 @@ def _open(process: Process) -> int:
         os.close(pidfd)
         return -1
     return pidfd
-
-
-def _is_free(directory: Path) -> bool:
-    """Return whether an operation's lock is free."""
-    descriptor = files.lock(directory)
-    if descriptor >= 0:
-        os.close(descriptor)
-    return descriptor >= 0

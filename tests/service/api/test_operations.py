@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -11,17 +12,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from icecore.errors import NotFound, UsageError
+from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.job import boot_id
 from icecore.service.api import operations as module
 from icecore.service.api import stored as files
 from icecore.service.api.journal import Reader, Writer
-from icecore.service.api.models import Operation
+from icecore.service.api.models import Operation, RunRequest
 from icecore.service.api.operations import Bounds, Operations, new_id
 from icecore.service.api.problems import Busy, Conflict
-from icecore.service.api.stored import Process, Stored
+from icecore.service.api.stored import Process, Result, Stored
 from tests.service.api.conftest import WORKER
 
 
@@ -271,6 +273,101 @@ def test_a_request_that_never_began_begins_with_the_next_service(state: Path) ->
     running(state, test)
 
 
+def test_nothing_that_ended_runs_again_after_a_crash(state: Path) -> None:
+    """The machine went down while the oldest ran; a younger one had ended days before the restart."""
+    lost, ended = wanted("wait"), wanted("echo", created=time.time() + 1)
+    for one in (lost, ended):
+        directory = state / "service" / "operations" / one.id
+        directory.mkdir(parents=True, mode=0o700)
+        files.write(directory, "request.json", one)
+        files.write(directory, "process.json", Process(1, 1, "another boot", time.time(), 1))
+    files.write(directory, "result.json", Result(exit_status=0, ended=time.time()))
+
+    async def test(own: Operations) -> None:
+        assert own.get(lost.id).state == "failed"
+        done = own.get(ended.id)
+        assert (done.state, done.attempt) == ("succeeded", 1)
+        assert not (directory / "output.log").exists()  # no process was made
+
+    running(state, test)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each write of this service fail, not those of workers."""
+
+    def fail(*about: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write", fail)
+    monkeypatch.setattr(files, "create_private", fail)
+
+
+def test_an_operation_ends_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WRITE_AGAIN_SECONDS", 0.05)
+
+    async def test(own: Operations) -> None:
+        crash, _ = own.create(wanted("crash", environment={"A": "b"}))
+        waiting, _ = own.create(wanted("echo"))
+        folder = state / "service" / "operations"
+        with monkeypatch.context() as full:
+            full_disk(full)
+            done = await own.wait(crash.id, 10)
+            assert done.state == "failed" and done.error is not None
+            assert "was killed" in done.error.detail
+            assert (await own.wait(waiting.id, 10)).state == "succeeded"  # it got its turn
+            with pytest.raises(IcecoreError, match="cannot be recorded"):
+                own.create(wanted())
+            assert not list(folder.glob("*.new"))
+            assert files.read_result(folder / crash.id) is None
+        for _ in range(100):
+            stored = files.read_stored(folder / crash.id)
+            if stored is not None and stored.environment is None:
+                break
+            await asyncio.sleep(0.05)
+        result = files.read_result(folder / crash.id)
+        assert result is not None and result.exit_status == 1
+        assert stored is not None and stored.environment is None
+
+    running(state, test, Bounds(node=1, caller=1))
+
+
+def test_a_service_starts_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, ended = wanted("wait", environment={"A": "b"}), wanted(environment={"A": "b"})
+    for one in (lost, ended):
+        directory = state / "service" / "operations" / one.id
+        directory.mkdir(parents=True, mode=0o700)
+        files.write(directory, "request.json", one)
+        files.write(directory, "process.json", Process(1, 1, "another boot", time.time(), 1))
+    files.write(directory, "result.json", Result(exit_status=0, ended=time.time()))
+    full_disk(monkeypatch)
+
+    async def test(own: Operations) -> None:
+        assert own.get(lost.id).state == "failed"
+        assert own.get(ended.id).state == "succeeded"
+
+    running(state, test)
+
+
+def test_a_worker_that_is_slow_to_begin_is_not_lost(state: Path) -> None:
+    """An earlier attempt has ended; the worker of the next holds the lock and is not named yet."""
+    stored = wanted("wait")
+    directory = state / "service" / "operations" / stored.id
+    directory.mkdir(parents=True, mode=0o700)
+    files.write(directory, "request.json", stored)
+    files.write(directory, "process.json", Process(1, 1, "another boot", time.time(), 1))
+    descriptor = files.lock(directory)
+
+    async def test(own: Operations) -> None:
+        try:
+            assert (await own.wait(stored.id, 0.3)).state == "running"
+            files.write(directory, "result.json", Result(exit_status=0, ended=time.time()))
+        finally:
+            os.close(descriptor)
+        assert (await own.wait(stored.id, 10)).state == "succeeded"
+
+    running(state, test)
+
+
 def test_a_supervisor_that_was_killed_is_started_again(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,18 +403,40 @@ def test_supervised_jobs_do_not_wait_for_others(state: Path) -> None:
 
 
 def test_old_operations_are_forgotten(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT", 2)
+    monkeypatch.setattr(module, "_KEPT_PER_CALLER", 2)
 
     async def test(own: Operations) -> None:
+        other, _ = own.create(wanted(caller_key="uid:2"))  # the oldest, but another caller's
+        await own.wait(other.id, 30)
         ids = []
         for _ in range(4):
             made, _ = own.create(wanted(key=new_id(), digest="d"))
             await own.wait(made.id, 30)
             ids.append(made.id)
-        assert {one.id for one in own.all()} == set(ids[2:])
+        assert {one.id for one in own.all()} == {other.id, *ids[2:]}
         assert not (state / "service" / "operations" / ids[0]).exists()
 
     running(state, test)
+
+
+def test_what_a_job_was_started_with_goes_when_it_ends(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted(command=["a" * 1000], environment={"A": "b"}))
+        await own.wait(made.id, 30)
+        stored = files.read_stored(state / "service" / "operations" / made.id)
+        assert stored is not None and stored.words == ["echo"]
+        assert stored.command == [] and stored.environment is None
+
+    running(state, test)
+
+
+def test_a_command_that_no_kernel_starts_is_refused() -> None:
+    large = ["x" * 100_000] * 11
+    body = {"command": large, "cwd": "/", "environment": {}}
+    assert msgspec.convert(body, RunRequest).command == large
+    body["environment"] = {f"A{number}": "x" * 100_000 for number in range(11)}
+    with pytest.raises(msgspec.ValidationError, match="command and environment have 2200"):
+        msgspec.convert(body, RunRequest)
 
 
 # -- records

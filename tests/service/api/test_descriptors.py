@@ -1,0 +1,57 @@
+"""The service raises its own limit on descriptors, and not that of jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icecore.service.api import server, workers
+from icecore.service.api.caller import Caller, Role
+from icecore.service.api.routes import Call
+from icecore.service.api.starting import identity_of
+from tests.service.api.conftest import Node
+
+
+def test_jobs_of_tokens_do_not_get_the_raised_limit(node: Node) -> None:
+    node.service.operations.descriptors = (300, 400)
+    for uid in (None, os.getuid()):
+        caller = Caller("token a", "token", Role.ADMIN, uid, sees_all=True, jobs=("*",))
+        call = Call(node.service, None, caller)  # type: ignore[arg-type]
+        assert asyncio.run(identity_of(call)).limits[resource.RLIMIT_NOFILE] == (300, 400)
+
+
+def test_workers_do_not_inherit_the_raised_limit(tmp_path: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    command = ["sh", "-c", "sleep 0.3; ulimit -Sn"]
+    try:
+        child = workers.spawn(command, tmp_path, lock, 1, (300, hard))
+        assert child.wait(10) == 0
+    finally:
+        os.close(lock)
+    assert (tmp_path / "output.log").read_text() == "300\n"
+
+
+def test_the_service_raises_its_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    own = (min(256, before[1]), before[1])
+    seen = []
+
+    async def serve_on(*about: Any) -> None:
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+    monkeypatch.setattr(server, "_serve_on", serve_on)
+    monkeypatch.setattr(server, "_unix_socket", lambda path: None)
+    resource.setrlimit(resource.RLIMIT_NOFILE, own)
+    try:
+        asyncio.run(server.serve(node.service, Any, lambda event: None))  # type: ignore[arg-type]
+        assert seen == [(own[1], own[1])]
+        assert node.service.operations.descriptors == own
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == own
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
