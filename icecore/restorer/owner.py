@@ -34,18 +34,6 @@ def snapshot_owner(manifest: Manifest) -> int:
     return owner_of(manifest, None) if run is None else run.user
 
 
-def may_read_memory(user: int, manifest: Manifest, record: RunRecord | None) -> bool:
-    """Return whether a user may read what a snapshot holds, not only restore it: no process in it
-    ran with another user's rights, as set-user-ID programs do.
-    """
-    if not may_touch(user, owner_of(manifest, record)):
-        return False
-    processes = manifest.processes
-    if record is not None and record.user != ROOT:
-        processes = processes[1:]  # the init is root's, and holds nothing
-    return user == ROOT or all(process.user == user for process in processes)
-
-
 def require_owner(manifest: Manifest, record: RunRecord | None, user: int) -> None:
     """Require that a user may restore a snapshot.
 

@@ -12,7 +12,6 @@ import pytest
 from icecore.host.criu.images import FILES, read_image, write_image
 from icecore.host.criu.protobuf import Message
 from icecore.host.criu.socket_images import (
-    can_connect,
     close_outside,
     drop_datagrams,
     load_unix,
@@ -94,16 +93,3 @@ def test_a_datagram_socket_loses_the_peer_that_is_missing(images: Path) -> None:
 
 def test_which_names_a_restore_binds(images: Path) -> None:
     assert {one.path for one in load_unix(images) if one.is_bound} == {"/run/server", "/box"}
-
-
-def test_whether_a_name_can_be_connected(images: Path, tmp_path: Path) -> None:
-    close_outside(images)
-    (daemon,) = outside_datagrams(images)
-    root = tmp_path / ("long" * 30)
-    (root / "dev").mkdir(parents=True)
-    assert not can_connect(daemon, str(root), own_network=False)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
-        there.bind(str(tmp_path / "log"))
-        (tmp_path / "log").rename(root / "dev/log")
-        assert can_connect(daemon, str(root), own_network=False)
-    assert not can_connect(daemon, str(root), own_network=False), "nobody listens any more"

@@ -2,15 +2,19 @@
  * the tree inherits both. If it cannot, CRIU does not start.
  *
  * CRIU with --manage-cgroups=ignore leaves the tree in its own cgroup, and does not know keyrings.
- * ICECORE_CGROUPS holds files cgroup.procs, separated by colons; ICECORE_KEYRING is set where the
- * tree must not possess the keys of the session that restores it.
+ * ICECORE_CGROUPS holds files cgroup.procs, separated by newlines, which a cgroup's name cannot
+ * contain; users name groups. ICECORE_KEYRING is set where the tree must not possess the keys of the
+ * session that restores it.
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #define JOIN_SESSION_KEYRING 1
@@ -21,16 +25,39 @@ static void fail(const char *what)
 	_exit(1);
 }
 
+/* Open a file cgroup.procs for writing; nothing else is ever written to. */
+static int open_group(const char *path)
+{
+	static const char last[] = "/cgroup.procs";
+	size_t length = strlen(path), end = sizeof last - 1;
+	struct statfs about;
+
+	if (*path != '/' || length < end || strcmp(path + length - end, last)) {
+		errno = EINVAL;
+		return -1;
+	}
+	int file = open(path, O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+	if (file < 0)
+		return -1;
+	if (fstatfs(file, &about) < 0 ||
+	    (about.f_type != CGROUP_SUPER_MAGIC && about.f_type != CGROUP2_SUPER_MAGIC)) {
+		close(file);
+		errno = EINVAL;
+		return -1;
+	}
+	return file;
+}
+
 __attribute__((constructor)) static void join(void)
 {
 	const char *named = getenv("ICECORE_CGROUPS");
 	char *groups = named ? strdup(named) : NULL;
 
 	for (char *path = groups; path && *path;) {
-		char *end = strchr(path, ':');
+		char *end = strchr(path, '\n');
 		if (end)
 			*end = 0;
-		int file = open(path, O_WRONLY | O_CLOEXEC);
+		int file = open_group(path);
 		if (file < 0 || write(file, "0", 1) != 1)
 			fail(path);
 		close(file);

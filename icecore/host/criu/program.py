@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from icecore.errors import MissingTool, NotFound
+from icecore.errors import MissingTool, NotFound, UsageError
 from icecore.host.criu.log import Diagnosis, diagnose
 from icecore.host.kernel.limits import kernel_version
 
@@ -339,8 +339,11 @@ def restore_environment(
 
     Raises:
         MissingTool: One of them is wanted and there is no library.
+        UsageError: A path contains a newline, which separates them; a cgroup's name cannot.
     """
-    wanted = {_CGROUPS: ":".join(cgroups)} if cgroups else {}
+    if odd := [path for path in cgroups if "\n" in path]:
+        raise UsageError(f"the cgroup of {odd[0]!r} cannot be joined: its path has several lines")
+    wanted = {_CGROUPS: "\n".join(cgroups)} if cgroups else {}
     if own_keyring:
         wanted[_KEYRING] = "new"
     if wanted and not RESTORE_LIBRARY.exists():

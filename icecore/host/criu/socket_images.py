@@ -63,6 +63,13 @@ class UnixImage:
         return os.path.normpath(path)
 
     @property
+    def leads_up(self) -> bool:
+        """Return whether its name has a component ``..``: where that leads, `path` does not say if
+        the component before it is a link.
+        """
+        return ".." in os.path.join(self.directory, os.fsdecode(self.name)).split("/")
+
+    @property
     def is_bound(self) -> bool:
         """Return whether a restore gives the name to it. An accepted socket only shows its
         listener's.
@@ -125,36 +132,6 @@ def outside_datagrams(folder: Path) -> list[UnixImage]:
     every = load_unix(folder)
     wanted = {one.peer for one in every if one.kind == socket.SOCK_DGRAM and not one.external}
     return [one for one in every if one.external and one.inode in wanted]
-
-
-def can_connect(one: UnixImage, root: str, *, own_network: bool) -> bool:
-    """Return whether a datagram socket can be connected to this one's name here.
-
-    Args:
-        root: What its path is relative to, for a job with a private root.
-        own_network: The job has a network namespace of its own, which has abstract names of its
-            own.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-        if not one.path:
-            return not own_network and _connects(probe, one.name)
-        folder, name = os.path.split(root + one.path)
-        try:
-            descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:  # the whole path may be longer than an address
-            return _connects(probe, os.fsencode(f"/proc/self/fd/{descriptor}/{name}"))
-        finally:
-            os.close(descriptor)
-
-
-def _connects(probe: socket.socket, address: bytes) -> bool:
-    try:
-        probe.connect(address)
-    except OSError:
-        return False
-    return True
 
 
 def drop_datagrams(folder: Path, inodes: Set[int]) -> None:

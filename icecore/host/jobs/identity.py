@@ -417,6 +417,27 @@ def _require_same_machine(pid: int) -> None:
     ]
     if filters[0] > filters[1]:
         raise UsageError(f"process {pid} has seccomp filters", cure=cure)
+    label = _security_label(pid)
+    if label not in (_security_label("self"), "", "unconfined"):
+        raise UsageError(f"process {pid} is confined by a security module ({label})", cure=cure)
+
+
+def _security_label(pid: int | str) -> str:
+    """Return what AppArmor or SELinux calls a process's confinement; empty: neither is there."""
+    try:
+        data = Path(f"/proc/{pid}/attr/current").read_bytes()
+    except FileNotFoundError as error:
+        if pid != "self" and not Path(f"/proc/{pid}").exists():
+            raise NotFound(f"process {pid} has ended") from error
+        return ""
+    except ProcessLookupError as error:
+        raise NotFound(f"process {pid} has ended") from error
+    except OSError:  # EINVAL: no security module labels processes
+        return ""
+    label = os.fsdecode(data.rstrip(b"\0\n"))
+    # A user of SELinux is unconfined in this type, and icecore, a service, in another one.
+    words = label.split(":")
+    return "unconfined" if len(words) >= 3 and words[2] == "unconfined_t" else label
 
 
 def _io_priority(pid: int) -> int:

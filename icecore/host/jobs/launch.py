@@ -47,6 +47,8 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
 KEYCTL_JOIN_SESSION_KEYRING = 1
 #: keyctl, ioprio_set, capset, by machine.
 CALLS = {"x86_64": (250, 251, 126), "aarch64": (219, 30, 91)}
+#: f_type of statfs(2): cgroup version 1 and 2.
+CGROUP_MAGICS = (0x27E0EB, 0x63677270)
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 #: Descriptors of the init: how the command ended, and what fails before it runs.
 _STATUS, _REPORT = 3, 4
@@ -169,10 +171,29 @@ def join_cgroups(files: list[str]) -> None:
     """Move this process into groups (cgroups(7)), each named by its file cgroup.procs."""
     for path in files:
         try:
-            with open(path, "w") as file:
-                file.write("0\n")
+            group = _open_group(path)
+            try:
+                os.write(group, b"0\n")
+            finally:
+                os.close(group)
         except OSError as error:
             raise StepFailed(f"joining the cgroup {os.path.dirname(path)}", error) from error
+
+
+def _open_group(path: str) -> int:
+    """Open a file cgroup.procs for writing. Users name groups: nothing else is ever written to."""
+    refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+    if not path.startswith("/") or os.path.basename(path) != "cgroup.procs":
+        raise refused
+    group = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    about = ctypes.create_string_buffer(512)  # struct statfs, which begins with a long f_type
+    if (
+        _libc.fstatfs(ctypes.c_int(group), about) != 0
+        or ctypes.c_long.from_buffer(about).value not in CGROUP_MAGICS
+    ):
+        os.close(group)
+        raise refused
+    return group
 
 
 def _drop_bounding(kept: int) -> None:

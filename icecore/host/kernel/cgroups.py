@@ -82,6 +82,10 @@ def files_to_join(groups: Mapping[str, str]) -> list[str]:
         wanted = groups.get(one.name)
         if wanted is None or wanted == own.get(one.name):
             continue
+        if wanted.endswith(" (deleted)"):  # no group can be told from one that had that name
+            raise UsageError(
+                f"the cgroup {wanted} has been removed", cure="start the job from another one"
+            )
         below = os.path.relpath(wanted, one.root)
         if below.startswith("..") or re.search(r"(^|/)\.\.(/|$)", wanted):
             raise UsageError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import bound_limits, forget_sizes
-from icecore.host.criu.socket_images import can_connect, drop_datagrams, outside_datagrams
+from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
@@ -33,8 +33,10 @@ from icecore.restorer.files.images import (
     spaces_of,
 )
 from icecore.restorer.files.jobfiles import Inode
+from icecore.restorer.files.peers import can_connect
 from icecore.restorer.files.put_back import PutBack
 from icecore.restorer.fill.device_file import DeviceFile
+from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.planning import OWN_FOLDERS, Plan, Workspace
 from icecore.restorer.phases.resources import Resources
@@ -254,13 +256,15 @@ def _exchange(attempt: Attempt, workspace: Workspace, put_back: PutBack) -> None
 
 def _drop_datagrams(attempt: Attempt, plan: Plan, images: Path) -> None:
     """Leave datagram sockets unconnected whose peer outside of the tree is missing here, such as a
-    log daemon's: programs connect again once a send fails, as after a restart of that daemon.
+    log daemon's, or whose name others than root could make lead to another socket: programs
+    connect again once a send fails, as after a restart of that daemon.
     """
+    user = owner_of(plan.manifest, plan.record)
     outside = plan.manifest.namespaces.network != "host"
     missing = {
         one.inode
         for one in outside_datagrams(images)
-        if not can_connect(one, attempt.options.root, own_network=outside)
+        if not can_connect(one, attempt.options.root, user, own_network=outside)
     }
     if missing:
         drop_datagrams(images, missing)
