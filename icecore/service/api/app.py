@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 MOST_BODY = 8 << 20
 _BODY_SECONDS = 30.0
 _JSON = "application/json"
+#: Characters of a part of the path in the audit log.
+_MOST_MATCH = 256
 
 
 def build(
@@ -161,11 +164,14 @@ def _dispatching(route: Route) -> Handle:
             await _parse(route, call)
             await _with_subject(route, call)
         except IcecoreError as error:
-            if call.caller is not None or route.role > Role.PUBLIC:
+            known = call.caller is not None or route.role > Role.PUBLIC
+            if known and not isinstance(error, Busy):
                 _record_refusal(route, call, error)
             raise
         if not route.changes:
             return await _handled(route, call)
+        if route.role == Role.PUBLIC:
+            return await _signed_in(route, call)
         return await _recorded(route, call)
 
     return dispatch
@@ -181,7 +187,7 @@ async def _authorise(route: Route, call: Call) -> None:
     try:
         identify = route.identify or caller_of
         call.caller = identify(service, request)
-    except Unauthenticated:
+    except Denied:
         _count(service, guard.who if guard is not None else request.remote or "")
         raise
     CALLER.set(call.caller.name)
@@ -274,16 +280,27 @@ async def _recorded(route: Route, call: Call) -> web.StreamResponse:
     return response
 
 
+async def _signed_in(route: Route, call: Call) -> web.StreamResponse:
+    """Handle a request of somebody whom nobody knows yet; a failure counts as a refusal."""
+    try:
+        response = await _handled(route, call)
+    except IcecoreError as error:
+        _record_refusal(route, call, error)
+        raise
+    if response.status < 400:
+        _audit(call.service, state="done", status=response.status, **_about(route, call))
+    else:
+        _refuse(call.service, status=response.status, **_about(route, call))
+    return response
+
+
 def _record_refusal(route: Route, call: Call, error: IcecoreError) -> None:
-    status = problems.status_of(error)
-    _audit(
-        call.service,
-        state="refused",
-        status=status,
-        error=type(error).__name__,
-        **_who(call),
-        **_what(route, call),
-    )
+    status, name = problems.status_of(error), type(error).__name__
+    _refuse(call.service, status=status, error=name, **_about(route, call))
+
+
+def _about(route: Route, call: Call) -> dict[str, Any]:
+    return {**_who(call), **_what(route, call)}
 
 
 def _who(call: Call) -> dict[str, Any]:
@@ -293,7 +310,8 @@ def _who(call: Call) -> dict[str, Any]:
 
 
 def _what(route: Route, call: Call) -> dict[str, Any]:
-    return {"what": route.name, "subject": dict(call.request.match_info)}
+    about = {key: value[:_MOST_MATCH] for key, value in call.request.match_info.items()}
+    return {"what": route.name, "subject": about}
 
 
 def _audit(service: Service, **fields: Any) -> None:
@@ -302,8 +320,19 @@ def _audit(service: Service, **fields: Any) -> None:
     Raises:
         IcecoreError: The entry cannot be written, so the request must not be carried out.
     """
-    try:
+    with _written():
         service.audit.write(**fields)
+
+
+def _refuse(service: Service, **fields: Any) -> None:
+    with _written():
+        service.audit.refuse(**fields)
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise IcecoreError(
             f"the audit log cannot be written: {error.strerror}", cure="free space on the node"

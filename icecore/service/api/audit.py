@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ from icecore.service.api.tokens import FOLDER
 from icecore.text import jsonable
 
 _KEPT = 4
+#: Refusals in full, of one caller and of all that nobody knows, in `_SPAN` seconds.
+_REFUSALS = 60
+_REFUSALS_OF_UNKNOWN = 1
+_SPAN = 60.0
 
 
 class Audit:
@@ -27,13 +33,50 @@ class Audit:
     Args:
         state: icecore's state directory.
         limit: Bytes of one file.
+        clock: Seconds.
     """
 
-    def __init__(self, state: Path, limit: int = 16 << 20) -> None:
+    def __init__(
+        self,
+        state: Path,
+        limit: int = 16 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.path = private_state(state, FOLDER) / "audit.jsonl"
         self._limit = limit
         self._lock = threading.Lock()
         self._file = -1
+        self._clock = clock
+        self._began = clock()
+        self._refused: Counter[str] = Counter()
+
+    def refuse(self, **fields: Any) -> None:
+        """Append a refusal; beyond a caller's share, only their number is written, once a minute.
+
+        So nobody rotates the entries of others out by being refused.
+
+        Args:
+            fields: ``who`` is the caller; empty: all whom nobody knows, who have one share.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._count_refusals()
+        who = str(fields["who"])
+        self._refused[who] += 1
+        if self._refused[who] <= (_REFUSALS if who else _REFUSALS_OF_UNKNOWN):
+            self.write(state="refused", **fields)
+
+    def _count_refusals(self) -> None:
+        """Write how many refusals were left out, once their minute is over."""
+        if self._clock() - self._began < _SPAN:
+            return
+        refused, self._refused = self._refused, Counter()
+        self._began = self._clock()
+        for who, number in refused.items():
+            more = number - (_REFUSALS if who else _REFUSALS_OF_UNKNOWN)
+            if more > 0:
+                self.write(state="refused", who=who, more=more)
 
     def write(self, **fields: Any) -> None:
         """Append one entry.

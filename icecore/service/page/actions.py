@@ -111,7 +111,8 @@ async def compare(call: Call) -> web.StreamResponse:
     given = await _own_form(call)
     older = given.get("older", "").strip()
     if older:
-        older = snapshot_handlers.find(call, older).snapshot.snapshot
+        found = await call.service.stored(snapshot_handlers.find, call, older)
+        older = found.snapshot.snapshot
     body = models.DiffRequest(older=older)
     return await _started(call, snapshot_handlers.compare_snapshot, body)
 

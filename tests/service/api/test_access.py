@@ -202,6 +202,24 @@ def test_the_audit_log_is_rotated(tmp_path: Path) -> None:
     assert numbers == list(range(numbers[0], 200)) and len(numbers) > 20
 
 
+def test_refusals_rotate_nothing_out(tmp_path: Path) -> None:
+    now = [0.0]
+    audit = Audit(tmp_path, limit=1 << 16, clock=lambda: now[0])
+    audit.write(state="done", who="root")
+    for _ in range(5000):
+        audit.refuse(who="", subject={"job": "x" * 256})
+        audit.refuse(who="uid 5", subject={"job": "x" * 256})
+    now[0] = 61.0
+    audit.refuse(who="uid 6")
+    audit.close()
+    entries = [json.loads(line) for line in audit.path.read_text().splitlines()]
+    assert entries[0]["who"] == "root" and len(entries) == 1 + 1 + 60 + 2 + 1
+    assert {one["who"]: one["more"] for one in entries if "more" in one} == {
+        "": 4999,
+        "uid 5": 4940,
+    }
+
+
 # -- repositories
 
 
