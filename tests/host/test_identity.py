@@ -18,6 +18,7 @@ from icecore.host.jobs.identity import Identity
         (b"system_u:system_r:httpd_t:s0\0", b"system_u:system_r:unconfined_service_t:s0\0", True),
         (b"user_u:user_r:unconfined_t:s0\0", b"system_u:system_r:icecore_t:s0\0", False),
         (b"unconfined\n", b"icecore (enforce)\n", False),
+        (b"editor (unconfined)\n", b"unconfined\n", False),
         (b"icecore (enforce)\n", b"icecore (enforce)\n", False),
     ],
 )

@@ -437,6 +437,8 @@ def _security_label(pid: int | str) -> str:
     label = os.fsdecode(data.rstrip(b"\0\n"))
     # A user of SELinux is unconfined in this type, and icecore, a service, in another one.
     words = label.split(":")
+    if label.endswith(" (unconfined)"):  # a profile of AppArmor that only names a program
+        return "unconfined"
     return "unconfined" if len(words) >= 3 and words[2] == "unconfined_t" else label
 
 
