@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
 import time
 from typing import Any
@@ -99,7 +100,9 @@ async def identity_of(call: Call) -> Identity:
     caller = call.known
     peer = caller.peer
     if peer is not None:
-        found = await call.service.locally(_of_peer, peer.pid, peer.pidfd, peer.uid)
+        # Its connection may be closed, and the descriptor's number reused, while the thread reads.
+        pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
+        found = await call.service.locally(_of_peer, peer.pid, pidfd, peer.uid)
         if found.group != peer.gid or set(found.groups) != set(peer.gids):
             raise Denied("the caller has changed its groups since it connected")
         return found
@@ -116,7 +119,12 @@ async def identity_of(call: Call) -> Identity:
 
 
 def _of_peer(pid: int, pidfd: int, uid: int) -> Identity:
-    return Identity.of_process(pid, pidfd=pidfd, user=uid)
+    """Return the identity of a process; closes the pidfd."""
+    try:
+        return Identity.of_process(pid, pidfd=pidfd, user=uid)
+    finally:
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 def as_json(identity: Identity) -> dict[str, Any]:

@@ -4,6 +4,7 @@ like a route of the API.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ from icecore.service.page.sessions import (
     set_cookie,
 )
 
+#: Time for a form to arrive.
+BODY_SECONDS = 30.0
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -175,7 +178,11 @@ async def _own_form(call: Call) -> dict[str, str]:
 async def _form(call: Call) -> dict[str, str]:
     if call.request.content_type != _FORM:
         raise UsageError(f"the body has the type {call.request.content_type}", cure=f"send {_FORM}")
-    data = await call.request.post()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            data = await call.request.post()
+    except TimeoutError:
+        raise UsageError("the form did not arrive in time") from None
     return {name: value for name, value in data.items() if isinstance(value, str)}
 
 

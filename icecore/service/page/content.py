@@ -213,10 +213,11 @@ _TOLD = (
 
 
 def course_of(reader: Reader, course: Course) -> Course:
-    """Read the new records of an operation into its course."""
-    for offset, line in reader.read():
-        course.last = offset
-        with_record(course, msgspec.json.decode(line))
+    """Read all that is new of an operation's records into its course."""
+    while records := list(reader.read()):  # at most some MiB at a time
+        for offset, line in records:
+            course.last = offset
+            with_record(course, msgspec.json.decode(line))
     return course
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, CookieJar
 
 from icecore.service.api.caller import Role
-from icecore.service.page import render, routes
+from icecore.service.api.journal import Reader, Writer
+from icecore.service.page import actions, content, render, routes
 from icecore.service.page.sessions import COOKIE, LINK_SECONDS, Sessions
 from tests.service.api.conftest import ALICE, BOB, Node
 from tests.service.page.conftest import Go
@@ -178,6 +180,30 @@ def test_a_session_ends_with_its_token(node: Node, go: Go) -> None:
                 assert answer.status == 303 and answer.headers["Location"] == "/page/sign-in"
 
     go(test)
+
+
+def test_a_form_has_to_arrive_in_time(node: Node, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions, "BODY_SECONDS", 0.2)
+
+    async def test(_: ClientSession) -> None:
+        reader, writer = await asyncio.open_unix_connection(node.socket)
+        writer.write(
+            b"POST /page/sign-in HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+            b"Content-Type: application/x-www-form-urlencoded\r\n\r\n"
+        )
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 2.5)
+        writer.close()
+
+    go(test)
+
+
+def test_a_long_operation_is_read_to_its_end(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    for number in range(3):
+        writer.write(b'{"do":"line","text":"%d%b"}' % (number, b"x" * (1 << 20)))
+    writer.close()
+    course = content.course_of(Reader(tmp_path), content.Course())
+    assert [text[0] for _, text in course.lines] == ["0", "1", "2"]
 
 
 def test_what_others_named_is_escaped(node: Node, go: Go) -> None:
