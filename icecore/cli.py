@@ -167,7 +167,12 @@ def main(
     _prepare_streams()
     recorder = output
     output = output or Output(as_json="--json" in own, quiet=True)
-    before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    before = {
+        number: signal.signal(number, _interrupt)
+        for number in _SIGNALS
+        # nohup(1) ignores it for what it starts.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
     if origin is not None and not origin.supervised:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threads_before = threading.excepthook

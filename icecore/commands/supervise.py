@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group,  # type: ignore[arg-type]
             ForgetSettings,
             about.name,
-            f"after each snapshot, do 'icecore forget --keep-{rule}' for the job",
+            f"after each snapshot, forget the job's older ones; keep: {rule}",
         )
 
 

@@ -119,6 +119,10 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         "the file that the user named, and a new directory beside it",
     ),
     "phases/resources.py": ({"Path.chmod"}, "the directory of the instance, which is icecore's"),
+    "files/peers.py": (
+        {"filesystem.acting_as", "filesystem.open_confined", "os.open"},
+        "opens with O_PATH, with the rights of the job's user, and asks whether a socket answers",
+    ),
     "files/exporter.py": (
         {"Path.mkdir", "Path.unlink", "shutil.rmtree"},
         "the directory that the user named; open files in it go through jobfiles.py",

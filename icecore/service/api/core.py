@@ -277,7 +277,7 @@ def _uid(user: str) -> int:
 
     try:
         return pwd.getpwnam(user).pw_uid
-    except KeyError:
+    except (KeyError, ValueError):  # a text with a NUL is no name
         if user.isdecimal() and len(user) < 11:
             return int(user)
         raise NotFound(f"there is no user {user}") from None
