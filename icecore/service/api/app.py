@@ -15,8 +15,8 @@ from aiohttp import web
 
 from icecore.errors import Denied, IcecoreError, UsageError
 from icecore.service.api import models, problems, snapshot_handlers
-from icecore.service.api.caller import Caller, Role, of_peer
-from icecore.service.api.connections import Guard
+from icecore.service.api.caller import Caller, Peer, Role, of_peer
+from icecore.service.api.connections import guard_of
 from icecore.service.api.core import CALLER, SERVICE, Service
 from icecore.service.api.handlers import may_see
 from icecore.service.api.operations import unknown
@@ -61,7 +61,7 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def _guarded(request: web.Request, handler: Handle) -> web.StreamResponse:
     """Tell the connection's guard when a request begins and ends."""
-    guard = _guard(request)
+    guard = guard_of(request)
     if guard is None:
         return await handler(request)
     guard.begins()
@@ -108,12 +108,6 @@ def _as_response(problem: models.Error, headers: dict[str, str]) -> web.Response
     )
 
 
-def _guard(request: web.Request) -> Guard | None:
-    transport = request.transport
-    protocol = transport.get_protocol() if transport is not None else None
-    return protocol if isinstance(protocol, Guard) else None
-
-
 # -- who calls
 
 
@@ -124,12 +118,9 @@ def caller_of(service: Service, request: web.Request) -> Caller:
         Unauthenticated: The request has no valid token.
         Denied: The user may not use the service.
     """
-    guard = _guard(request)
+    guard = guard_of(request)
     if guard is not None and guard.peer is not None:
-        found = of_peer(guard.peer, admin_gid=service.admin_gid, others=service.others)
-        if found.role == Role.PUBLIC:
-            raise Denied("only administrators may use this service", cure="ask an administrator")
-        return found
+        return of_socket(service, guard.peer)
     kind, _, secret = request.headers.get("Authorization", "").partition(" ")
     token = service.tokens.find(secret.strip()) if kind.lower() == "bearer" else None
     if token is None:
@@ -137,6 +128,18 @@ def caller_of(service: Service, request: web.Request) -> Caller:
             "the request has no valid token", cure="make one on the node: icecore token add NAME"
         )
     return of_token(token, request)
+
+
+def of_socket(service: Service, peer: Peer) -> Caller:
+    """Return the process at the other end of a unix socket.
+
+    Raises:
+        Denied: The user may not use the service.
+    """
+    found = of_peer(peer, admin_gid=service.admin_gid, others=service.others)
+    if found.role == Role.PUBLIC:
+        raise Denied("only administrators may use this service", cure="ask an administrator")
+    return found
 
 
 def of_token(token: Token, request: web.Request) -> Caller:
@@ -180,7 +183,7 @@ def _dispatching(route: Route) -> Handle:
 async def _authorise(route: Route, call: Call) -> None:
     """Identify the caller, apply its rate limit, and require the role of the route."""
     service, request = call.service, call.request
-    guard = _guard(request)
+    guard = guard_of(request)
     if route.role == Role.PUBLIC:
         _count(service, guard.who if guard is not None else request.remote or "")
         return

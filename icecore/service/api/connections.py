@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
+from aiohttp import web
+
 from icecore.service.api.caller import Peer
 
 #: Time for a request's headers, and for a client that does not read what it asked for.
@@ -143,3 +145,10 @@ class Guard(asyncio.Protocol):
     def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+def guard_of(request: web.Request) -> Guard | None:
+    """Return the guard of a request's connection; None: it has none."""
+    transport = request.transport
+    protocol = transport.get_protocol() if transport is not None else None
+    return protocol if isinstance(protocol, Guard) else None

@@ -255,7 +255,7 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
                 offsets[stream] += len(data)
                 beat = loop.time()
                 yield LogPiece(stream, data)
-        if ended or call.service.stopping:
+        if ended or call.service.stopping or call.gone:
             return
         if loop.time() - beat > _BEAT_SECONDS:
             beat = loop.time()
@@ -328,7 +328,7 @@ async def _send_events(call: Call, response: web.StreamResponse, after: int) -> 
     beat = loop.time()
     async for record in call.service.operations.records(call.subject.id, after):
         if record is None:
-            if call.service.stopping:
+            if call.service.stopping or call.gone:
                 return
             if loop.time() - beat > _BEAT_SECONDS:
                 beat = loop.time()

@@ -50,6 +50,12 @@ class Call:
     audit: dict[str, Any] | None = None
 
     @property
+    def gone(self) -> bool:
+        """Whether the client has hung up. aiohttp lets a handler that writes nothing run on."""
+        transport = self.request.transport
+        return transport is None or transport.is_closing()
+
+    @property
     def known(self) -> Caller:
         """The caller of a route that is not public."""
         assert self.caller is not None

@@ -13,15 +13,16 @@ from aiohttp import web
 from icecore.errors import UsageError
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import handlers, models, snapshot_handlers
-from icecore.service.api.app import of_token
 from icecore.service.api.problems import Unauthenticated
 from icecore.service.api.routes import Call, Handler
+from icecore.service.api.tokens import Token
 from icecore.service.page import render
 from icecore.service.page.sessions import (
     COOKIE,
     FORM_TOKEN,
     PATH,
     SESSIONS,
+    holder_of,
     require_own_form,
     session_of,
     set_cookie,
@@ -40,13 +41,28 @@ class Link(msgspec.Struct, frozen=True):
 
 async def make_link(call: Call) -> Any:
     """Return a link that signs the caller in to the page."""
-    secret = call.request.app[SESSIONS].link(call.known)
+    secret = call.request.app[SESSIONS].link(holder_of(call.request, _token_of(call)))
     return Link(f"{PATH}/enter?link={secret}")
+
+
+def _token_of(call: Call) -> Token | None:
+    """Return the token of a caller; None: a process on the unix socket.
+
+    Raises:
+        Unauthenticated: It was removed, or has expired.
+    """
+    if call.known.kind != "token":
+        return None
+    _, _, secret = call.request.headers.get("Authorization", "").partition(" ")
+    token = call.service.tokens.find(secret.strip())
+    if token is None:
+        raise Unauthenticated("the token is no longer valid")
+    return token
 
 
 async def enter(call: Call) -> web.StreamResponse:
     """Sign in with a link."""
-    cookie = call.request.app[SESSIONS].enter(call.query.link)
+    cookie = call.request.app[SESSIONS].enter(call.query.link, holder_of(call.request, None))
     if cookie is None:
         raise Unauthenticated(
             "this link was already used or has expired", cure="get another: icecore page"
@@ -71,8 +87,7 @@ async def sign_in(call: Call) -> web.StreamResponse:
         return render.page(
             "sign_in.html", status=401, title="Sign in", error="This token is not valid."
         )
-    caller = of_token(token, call.request)
-    return _signed_in(call, call.request.app[SESSIONS].begin(caller, token))
+    return _signed_in(call, call.request.app[SESSIONS].begin(holder_of(call.request, token)))
 
 
 async def sign_out(call: Call) -> web.StreamResponse:

@@ -13,12 +13,15 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aiohttp import web
 
-from icecore.errors import Denied
+from icecore.errors import Denied, NotFound
+from icecore.host.kernel import procfs
+from icecore.service.api.app import of_socket, of_token
 from icecore.service.api.caller import Caller
+from icecore.service.api.connections import guard_of
 from icecore.service.api.core import Service
 from icecore.service.api.problems import Unauthenticated
 from icecore.service.api.tokens import Token
@@ -32,20 +35,32 @@ _MOST = 1000
 
 
 @dataclass(frozen=True)
+class Holder:
+    """Whose session it is. What the holder may do is looked up for each request.
+
+    Attributes:
+        process: Pid and start time of the process at the other end of the unix socket, which is
+            ``icecore page``; None: the session is used on TCP. Whoever listens on the port after it,
+            and gets the cookie from the browser, is another process.
+        token: Digest of the token that signed in; empty: the process itself is the caller.
+    """
+
+    process: tuple[int, int] | None
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class Session:
     """A browser that has signed in.
 
     Attributes:
-        caller: The user or token that signed in; without a process, which may end before the session.
         form_token: Contained in each form of the page.
         until: When it ends, on the clock of `Sessions`.
-        token: The digest of the token that it signed in with; empty: a link.
     """
 
-    caller: Caller
+    holder: Holder
     form_token: str
     until: float
-    token: str = ""
 
 
 class Sessions:
@@ -58,36 +73,31 @@ class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._links: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
+        self._links: OrderedDict[str, tuple[Holder, float]] = OrderedDict()
 
-    def link(self, caller: Caller) -> str:
-        """Return the secret of a link that signs a caller in, once, within `LINK_SECONDS`."""
+    def link(self, holder: Holder) -> str:
+        """Return the secret of a link that signs a holder in, once, within `LINK_SECONDS`."""
         secret = secrets.token_urlsafe(32)
-        self._links[_digest(secret)] = (caller, self._clock() + LINK_SECONDS)
+        self._links[_digest(secret)] = (holder, self._clock() + LINK_SECONDS)
         _bound(self._links)
         return secret
 
-    def enter(self, secret: str) -> str | None:
-        """Return the cookie of a new session for the secret of a link; None: it is not valid."""
-        caller, until = self._links.pop(_digest(secret), (None, 0.0))
-        if caller is None or self._clock() > until:
-            return None
-        return self.begin(caller)
-
-    def begin(self, caller: Caller, token: Token | None = None) -> str:
-        """Return the cookie of a new session.
+    def enter(self, secret: str, by: Holder) -> str | None:
+        """Return the cookie of a new session for the secret of a link; None: it is not valid.
 
         Args:
-            token: It signed in with this token, and the session ends with it.
+            by: Who uses it: the process that asked for it, or somebody on TCP with that of a token.
         """
+        holder, until = self._links.pop(_digest(secret), (None, 0.0))
+        if holder is None or holder.process != by.process or self._clock() > until:
+            return None
+        return self.begin(holder)
+
+    def begin(self, holder: Holder) -> str:
+        """Return the cookie of a new session."""
         secret = secrets.token_urlsafe(32)
-        session = Session(
-            caller=replace(caller, peer=None),
-            form_token=secrets.token_urlsafe(32),
-            until=self._clock() + SESSION_SECONDS,
-            token=token.digest if token is not None else "",
-        )
-        self._sessions[_digest(secret)] = session
+        until = self._clock() + SESSION_SECONDS
+        self._sessions[_digest(secret)] = Session(holder, secrets.token_urlsafe(32), until)
         _bound(self._sessions)
         return secret
 
@@ -109,26 +119,50 @@ def session_of(request: web.Request) -> Session | None:
     return request.app[SESSIONS].find(request.cookies.get(COOKIE, ""))
 
 
-def caller_of(service: Service, request: web.Request) -> Caller:
-    """Return the caller of a session.
+def holder_of(request: web.Request, token: Token | None) -> Holder:
+    """Return who would have a session that begins with a request.
+
+    Args:
+        token: That it signs in with.
 
     Raises:
-        Unauthenticated: There is no session, or its token was removed or has expired.
+        Unauthenticated: The process at the other end has ended.
+    """
+    guard = guard_of(request)
+    digest = token.digest if token is not None else ""
+    if guard is None or guard.peer is None:
+        return Holder(None, digest)
+    try:
+        return Holder((guard.peer.pid, procfs.start_time(guard.peer.pid)), digest)
+    except NotFound as error:
+        raise Unauthenticated("the calling process has ended") from error
+
+
+def caller_of(service: Service, request: web.Request) -> Caller:
+    """Return the caller of a session, with the rights that it has now.
+
+    Raises:
+        Unauthenticated: There is no session; its token was removed or has expired; or the request
+            comes from another process than the session.
+        Denied: The user may no longer use the service.
     """
     session = session_of(request)
-    if session is None or not _is_valid(service, session):
-        raise Unauthenticated("sign in first", cure="get a link: icecore page")
-    return replace(session.caller, where=request.remote or session.caller.where)
-
-
-def _is_valid(service: Service, session: Session) -> bool:
-    if not session.token:
-        return True
+    guard = guard_of(request)
+    if session is None or session.holder.process != holder_of(request, None).process:
+        raise _unknown()
+    if not session.holder.token:
+        if guard is None or guard.peer is None:
+            raise _unknown()
+        return of_socket(service, guard.peer)
     now = time.time()
-    return any(
-        one.digest == session.token and (not one.expires or one.expires > now)
-        for one in service.tokens.all()
-    )
+    for token in service.tokens.all():
+        if token.digest == session.holder.token and (not token.expires or token.expires > now):
+            return of_token(token, request)
+    raise _unknown()
+
+
+def _unknown() -> Unauthenticated:
+    return Unauthenticated("sign in first", cure="get a link: icecore page")
 
 
 def require_own_form(request: web.Request, given: str) -> None:
@@ -168,7 +202,7 @@ def _digest(secret: str) -> str:
 def _bound(
     table: OrderedDict[str, object]
     | OrderedDict[str, Session]
-    | OrderedDict[str, tuple[Caller, float]],
+    | OrderedDict[str, tuple[Holder, float]],
 ) -> None:
     while len(table) > _MOST:
         table.popitem(last=False)

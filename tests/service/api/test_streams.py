@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from icecore.service.api import connections
+from icecore.host.jobs.job import Job, Stream
+from icecore.service.api import connections, handlers
 from tests.service.api.conftest import Go, Node, Session, ended
 from tests.service.api.test_operations import pid_of
 
@@ -126,6 +127,31 @@ def test_a_log_is_followed(node: Node, go: Go) -> None:
             second = json.loads(await asyncio.wait_for(response.content.readline(), 10))
             assert base64.b64decode(second["data"]) == b"more\n"
             assert first["stream"] == "stdout"
+
+    go(test)
+
+
+def test_nobody_is_served_who_has_hung_up(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, really = [0], handlers._read_log
+
+    def counted(job: Job, stream: Stream, at: int) -> bytes:
+        looks[0] += 1
+        return really(job, stream, at)
+
+    monkeypatch.setattr(handlers, "_read_log", counted)
+
+    async def test(session: Session) -> None:
+        async with session.get("/v1/jobs/train/logs?stream=stdout&follow=true") as response:
+            await response.content.readexactly(4)
+        before = looks[0]
+        for _ in range(20):  # the service learns of it within a moment
+            await asyncio.sleep(0.5)
+            if looks[0] == before:
+                return
+            before = looks[0]
+        raise AssertionError("the service reads on")
 
     go(test)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientResponse, ClientSession, CookieJar
+from aiohttp import ClientResponse, ClientSession, CookieJar, UnixConnector
 
 from icecore.service.api.caller import Role
 from icecore.service.api.journal import Reader, Writer
 from icecore.service.page import actions, content, render, routes
-from icecore.service.page.sessions import COOKIE, LINK_SECONDS, Sessions
+from icecore.service.page.sessions import COOKIE, LINK_SECONDS, Holder, Sessions
 from tests.service.api.conftest import ALICE, BOB, Node
 from tests.service.page.conftest import Go
 
@@ -52,6 +52,20 @@ def _has_headers(answer: ClientResponse) -> None:
     policy = answer.headers["Content-Security-Policy"]
     assert policy == render.POLICY and "unsafe" not in policy
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def from_another_process(socket: str, cookie: str) -> bytes:
+    """Return the first line of the answer to another process that has a cookie."""
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout(20);"
+        " s.connect(sys.argv[1]); s.sendall(b'GET /page HTTP/1.1\\r\\nHost: localhost\\r\\n'"
+        " b'Cookie: ' + sys.argv[2].encode() + b'\\r\\n\\r\\n'); print(s.recv(100).split(b'\\r')[0])"
+    )
+    asking = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, socket, f"{COOKIE}={cookie}"), stdout=subprocess.PIPE
+    )
+    out, _ = await asyncio.wait_for(asking.communicate(), 30)
+    return out
 
 
 async def form_token(session: ClientSession) -> str:
@@ -147,15 +161,24 @@ def test_a_link_signs_in_once(node: Node, go: Go) -> None:
     async def test(socket: ClientSession) -> None:
         async with socket.post("/page/links") as answer:
             path = (await answer.json())["path"]
+        async with ClientSession(node.url) as other, other.get(path) as answer:
+            assert answer.status == 401  # it is for the process that asked for it
+        async with socket.post("/page/links") as answer:
+            path = (await answer.json())["path"]
         jar = CookieJar(unsafe=True)
-        async with ClientSession(node.url, cookie_jar=jar) as other:
-            assert "train" in await text_of(other, path)  # root's, as the socket says
-            token = await form_token(other)
-            async with ClientSession(node.url) as late, late.get(path) as answer:
+        async with ClientSession(
+            "http://localhost", connector=UnixConnector(str(node.socket)), cookie_jar=jar
+        ) as same:
+            assert "train" in await text_of(same, path)
+            token = await form_token(same)
+            async with socket.get(path) as answer:
                 assert answer.status == 401 and "used" in await answer.text()
-            async with other.post("/page/sign-out", data={"form_token": token}) as answer:
+            # Whoever has the port afterwards gets the cookie, and is another process.
+            (cookie,) = [one.value for one in jar]
+            assert b" 303 " in await from_another_process(node.socket, cookie)
+            async with same.post("/page/sign-out", data={"form_token": token}) as answer:
                 assert answer.status == 200 and "Sign in" in await answer.text()
-            async with other.get("/page", allow_redirects=False) as answer:
+            async with same.get("/page", allow_redirects=False) as answer:
                 assert answer.status == 303
 
     go(test)
@@ -164,10 +187,12 @@ def test_a_link_signs_in_once(node: Node, go: Go) -> None:
 def test_links_and_sessions_end() -> None:
     now = [0.0]
     sessions = Sessions(lambda: now[0])
-    caller: Any = type("Caller", (), {})()
-    link = sessions.link(caller)
+    holder = Holder((1, 2))
+    link = sessions.link(holder)
     now[0] = LINK_SECONDS + 1
-    assert sessions.enter(link) is None and sessions.enter("") is None
+    assert sessions.enter(link, holder) is None and sessions.enter("", holder) is None
+    assert sessions.enter(sessions.link(holder), Holder((1, 3))) is None
+    assert sessions.enter(sessions.link(holder), holder)
     assert sessions.find("") is None
 
 
@@ -175,6 +200,19 @@ def test_a_session_ends_with_its_token(node: Node, go: Go) -> None:
     async def test(_: ClientSession) -> None:
         async with browser(node, "temporary", "read") as session:
             await text_of(session, "/page")
+            node.service.tokens.remove("temporary")
+            async with session.get("/page", allow_redirects=False) as answer:
+                assert answer.status == 303 and answer.headers["Location"] == "/page/sign-in"
+
+    go(test)
+
+
+def test_a_session_of_a_link_ends_with_its_token(node: Node, go: Go) -> None:
+    async def test(_: ClientSession) -> None:
+        headers = node.token("temporary", "read")
+        async with ClientSession(node.url, cookie_jar=CookieJar(unsafe=True)) as session:
+            async with session.post("/page/links", headers=headers) as answer:
+                await text_of(session, (await answer.json())["path"])
             node.service.tokens.remove("temporary")
             async with session.get("/page", allow_redirects=False) as answer:
                 assert answer.status == 303 and answer.headers["Location"] == "/page/sign-in"
