@@ -311,7 +311,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         from_resident=arguments.from_resident,
         detach=not arguments.attach,
         register=not arguments.read_only,
-        gpu_map=_gpu_map(arguments.gpu_map),
+        gpu_map=gpu_map(arguments.gpu_map),
         identity=context.origin.identity if context.origin is not None else None,
     )
     repository = context.repository()
@@ -341,7 +341,12 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     return status.exit_code
 
 
-def _gpu_map(pairs: list[str]) -> dict[str, str]:
+def gpu_map(pairs: list[str]) -> dict[str, str]:
+    """Return what ``--gpu-map`` says: old → new.
+
+    Raises:
+        UsageError: A pair is malformed, or a GPU is given twice.
+    """
     out: dict[str, str] = {}
     for pair in pairs:
         old, separator, new = pair.partition("=")

@@ -62,13 +62,15 @@ def restore(
     Args:
         followed: Follows a job's output until it ends; returns its exit status.
     """
+    from icecore.commands.snapshots import gpu_map
+
     others = _others(RestoreSettings, _RESTORE)
     _refuse(arguments, [*others, "root", "files_to", "read_only", "repository"])
     body = {
         "dry_run": arguments.dry_run,
         "name": arguments.name,
         "from_resident": arguments.from_resident,
-        "gpu_map": _pairs(arguments.gpu_map),
+        "gpu_map": gpu_map(arguments.gpu_map),
         **_given(arguments, _RESTORE),
     }
     running: Record = {}
@@ -322,13 +324,3 @@ def _refuse(arguments: argparse.Namespace, names: Sequence[str]) -> None:
                 f"the service refuses --{option}, because it runs as root",
                 cure="leave it out, ask an administrator to configure it, or run as root",
             )
-
-
-def _pairs(pairs: list[str]) -> dict[str, str]:
-    out: dict[str, str] = {}
-    for pair in pairs:
-        old, separator, new = pair.partition("=")
-        if not separator or not old or not new or old in out:
-            raise UsageError(f"--gpu-map {pair!r} is wrong", cure="write OLD=NEW, each GPU once")
-        out[old] = new
-    return out

@@ -70,6 +70,7 @@ _MOST_DOUBLINGS = 10
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
 _OUTPUT_SECONDS = 0.5
+_READER_SECONDS = 0.02
 #: Nobody will ever read what is written.
 _GONE = frozenset({errno.EPIPE, errno.EBADF})
 #: Ended instances of the job that are remembered.
@@ -467,6 +468,9 @@ class Supervisor:
         """Wait before output that could not be written is tried again; False: nobody reads it."""
         if error.errno in _GONE:
             return False
+        if isinstance(error, BlockingIOError):  # the reader is slow
+            time.sleep(_READER_SECONDS)
+            return True
         if not self._blocked:
             self._blocked = True
             self._tell("run.output_failed", error=str(error))
