@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,8 @@ from icecore.service.metrics.families import Family
 FOLDER = "metrics"
 _FILE = "totals.json"
 _SEPARATOR = "\t"
+#: For another process that adds at the end of an operation, too.
+_WAIT_SECONDS = 2.0
 #: A long operation adds what it has counted so far at most this often.
 _FLUSH_SECONDS = 10.0
 _FLUSH_AFTER = frozenset({"restore.resident", "store.requests"})
@@ -77,17 +79,20 @@ def read(state: Path) -> Totals:
         return Totals()
 
 
-def add(state: Path, counts: Counts) -> None:
+def add(state: Path, counts: Counts, *, seconds: float = 0.0) -> None:
     """Add to the counters of this node. Gauges replace the old value.
 
+    Args:
+        seconds: To wait for another process that adds at the same time, which may be stopped.
+
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written; BlockingIOError: the other process takes too long.
         UsageError: The directory is not this user's.
     """
     folder = private_state(state, FOLDER)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _take(lock, seconds)
         before = read(state)
         values = {name: dict(found) for name, found in before.values.items()}
         for name, found in counts.items():
@@ -102,6 +107,19 @@ def add(state: Path, counts: Counts) -> None:
         os.replace(new, folder / _FILE)
     finally:
         os.close(lock)
+
+
+def _take(lock: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _bounded(family: Family, labels: Labels, total: Mapping[str, float]) -> Labels:
@@ -123,6 +141,7 @@ class Tally:
         self._state = state
         self._lock = threading.Lock()
         self._counts: Counts = {}
+        self._frozen = False
         self._flushed = time.monotonic()
         self._meters: list[tuple[Meter, dict[str, Requests]]] = []
 
@@ -155,6 +174,10 @@ class Tally:
                 for family, labels, value in counts_of(event):
                     self._add(family, labels, value)
             late = time.monotonic() - self._flushed > _FLUSH_SECONDS
+            if event.name == "dump.window":
+                self._frozen = event.fields.get("state") in ("begin", "progress")
+            if self._frozen:  # the job must not wait for a file
+                return
         if (
             event.name in _FLUSH_AFTER
             or event.name.startswith(_SUPERVISION)
@@ -167,15 +190,28 @@ class Tally:
         with self._lock:
             self._add(family, labels, value)
 
-    def flush(self) -> None:
-        """Add the counts to the totals of the node."""
+    def flush(self, seconds: float = 0.0) -> None:
+        """Add the counts to the totals of the node. While another process does, they are kept for
+        the next time.
+
+        Args:
+            seconds: To wait for the other process.
+        """
         with self._lock:
             self._read_meters()
             counts, self._counts = self._counts, {}
             self._flushed = time.monotonic()
-        if counts:
-            with suppress(OSError, IcecoreError):
-                add(self._state, counts)
+        if not counts:
+            return
+        try:
+            add(self._state, counts, seconds=seconds)
+        except BlockingIOError:
+            with self._lock:
+                for name, found in counts.items():
+                    for labels, value in found.items():
+                        self._keep(known.FAMILIES[name], labels, value)
+        except (OSError, IcecoreError):
+            pass  # metrics fail no operation
 
     def tick(self) -> None:
         """Add the counts to the totals if the last time is long ago."""
@@ -194,9 +230,17 @@ class Tally:
                 before[operation] = counted
 
     def _add(self, family: Family, labels: Labels, value: float) -> None:
-        found = self._counts.setdefault(family.name, {})
         clean = tuple(label.replace(_SEPARATOR, " ") for label in labels)
+        found = self._counts.setdefault(family.name, {})
         found[clean] = value if family.kind == "gauge" else found.get(clean, 0.0) + value
+
+    def _keep(self, family: Family, labels: Labels, value: float) -> None:
+        """Put back what could not be added; a newer gauge stands."""
+        found = self._counts.setdefault(family.name, {})
+        if family.kind != "gauge":
+            found[labels] = found.get(labels, 0.0) + value
+        else:
+            found.setdefault(labels, value)
 
 
 @contextmanager
@@ -220,7 +264,7 @@ def counted(state: Path, operation: str, emit: Sink) -> Iterator[Sink]:
             tally.count(known.FAILURES, operation, failed)
         elif operation in _LAST:
             tally.count(_LAST[operation], value=time.time())
-        tally.flush()
+        tally.flush(_WAIT_SECONDS)
 
 
 Count = tuple[Family, Labels, float]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,34 @@ def test_requests_are_counted_while_a_bucket_is_open(tmp_path: Path) -> None:
     mine.forget(meter.counts)
     mine.flush()
     assert tally.read(tmp_path).of(families.REQUESTS)[("create",)] == 2
+
+
+def test_nothing_waits_for_a_process_that_is_stopped_while_it_adds(tmp_path: Path) -> None:
+    own = tally.Tally(tmp_path)
+    own.count(families.OPERATIONS, "dump", "done")
+    own.flush()
+    began = time.monotonic()
+    with open(tmp_path / tally.FOLDER / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        own.count(families.OPERATIONS, "dump", "done")
+        own.flush()
+        with pytest.raises(BlockingIOError):
+            tally.add(tmp_path, {}, seconds=0.1)
+    assert time.monotonic() - began < 5
+    done = ("dump", "done")
+    assert tally.read(tmp_path).of(families.OPERATIONS)[done] == 1
+    own.flush()  # nothing was lost
+    assert tally.read(tmp_path).of(families.OPERATIONS)[done] == 2
+
+
+def test_nothing_is_written_while_a_job_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tally, "_FLUSH_SECONDS", 0.0)
+    own = tally.Tally(tmp_path)
+    own.event(Event("dump.window", {"state": "begin"}))
+    for name in ("dump.criu", "store.requests", "run.paused"):
+        own.event(Event(name, {"state": "end", "seconds": 1.0}))
+    assert not (tmp_path / tally.FOLDER).exists()
+    own.event(Event("dump.window", {"state": "end", "seconds": 1.0}))
+    assert (tmp_path / tally.FOLDER / "totals.json").exists()
