@@ -24,7 +24,7 @@ from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
 from icecore.service.api.core import Where
 from icecore.service.facts.readings import Reading, Replica, read_repository, staging_of
-from icecore.service.metrics.tally import Tally
+from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
@@ -141,7 +141,7 @@ class Repositories:
                 for repository in one.opened:
                     repository.close()
             self._open.clear()
-        self._tally.flush()
+        self._tally.flush(WAIT_SECONDS)
 
     def _owner(self, repository: Repository, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""

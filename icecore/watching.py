@@ -15,7 +15,7 @@ from icecore.service.facts.readings import Replica, staging_of
 from icecore.service.facts.watch import Watch
 from icecore.service.metrics import tally
 from icecore.service.metrics.exposition import Sample, exposition
-from icecore.service.metrics.tally import Tally
+from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.store.backend.metrics import meters_of
 from icecore.text import host_name
 
@@ -115,7 +115,7 @@ class Scraper:
             await self._watch.close()
         if self._repository is not None:
             await asyncio.to_thread(self._repository.close)
-        await asyncio.to_thread(self._tally.flush)
+        await asyncio.to_thread(self._tally.flush, WAIT_SECONDS)
 
     def _open(self) -> Repository:
         opened = Repository.open(

@@ -44,7 +44,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.host.jobs.shell import run_shell
 from icecore.restorer.restored import Restored
 from icecore.service.interval import Bounds, choose
-from icecore.service.metrics.tally import Tally
+from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.notice import Notices
 from icecore.service.record import FOLDER, Record, Taken
 from icecore.service.watchdog import Watchdog, end, resume_all
@@ -257,6 +257,7 @@ class Supervisor:
         except _Asked as asked:
             return 128 + asked.number
         finally:
+            self._tally.flush(WAIT_SECONDS)
             self._record.close()
 
     def _emit(self, event: Event) -> None:

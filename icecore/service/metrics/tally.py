@@ -28,7 +28,7 @@ FOLDER = "metrics"
 _FILE = "totals.json"
 _SEPARATOR = "\t"
 #: For another process that adds at the end of an operation, too.
-_WAIT_SECONDS = 2.0
+WAIT_SECONDS = 2.0
 #: A long operation adds what it has counted so far at most this often.
 _FLUSH_SECONDS = 10.0
 _FLUSH_AFTER = frozenset({"restore.resident", "store.requests"})
@@ -264,7 +264,7 @@ def counted(state: Path, operation: str, emit: Sink) -> Iterator[Sink]:
             tally.count(known.FAILURES, operation, failed)
         elif operation in _LAST:
             tally.count(_LAST[operation], value=time.time())
-        tally.flush(_WAIT_SECONDS)
+        tally.flush(WAIT_SECONDS)
 
 
 Count = tuple[Family, Labels, float]
