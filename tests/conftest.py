@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ for _name in (
     "MALLOC",
 ):
     os.environ.pop(f"PYTHON{_name}", None)
+# nohup(1) ignores it, and what ignores it at its start keeps it so.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Servers of tests are on this machine, whatever way others are to be asked.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 
