@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +114,11 @@ def s3_place(region_a: Server, monkeypatch: pytest.MonkeyPatch) -> S3Place:
     for name, value in region_a.environment().items():
         monkeypatch.setenv(name, value)
     return S3Place(BUCKET, prefix=f"test-{secrets.token_hex(6)}", endpoint=region_a.endpoint)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that all users may enter; pytest closes its own to others."""
+    with tempfile.TemporaryDirectory(prefix="icecore-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)

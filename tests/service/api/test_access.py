@@ -65,12 +65,11 @@ with socket.socket(socket.AF_UNIX) as own:
 
 
 @pytest.fixture
-def connected(tmp_path: Path) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+def connected(public: Path) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
     """A connection from a process of alice's."""
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
-    path = tmp_path / "s"
+    path = public / "s"
     with socket.socket(socket.AF_UNIX) as listening:
+        listening.settimeout(30)
         listening.bind(str(path))
         path.chmod(0o666)
         listening.listen()

@@ -103,10 +103,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path, tmp_path / "repository")
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)  # so that the users reach the socket
+def node(public: Path) -> Iterator[Node]:
+    found = Node(public, public / "repository")
     subprocess.run(
         [sys.executable, "-P", "-m", "icecore", "init", str(found.repository)],
         env=found.environment(), check=True, capture_output=True, timeout=60,
@@ -114,7 +112,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     try:
         yield found
     finally:
-        _end_jobs(tmp_path / "state")
+        _end_jobs(public / "state")
         if found.process is not None:
             found.process.kill()
             found.process.communicate()
