@@ -424,3 +424,18 @@ def overridden(settings: Settings, arguments: argparse.Namespace) -> Settings:
     )  # type: ignore[type-var]
     result: Settings = changed
     return result
+
+
+def gpu_map(pairs: list[str]) -> dict[str, str]:
+    """Return what ``--gpu-map`` says: old → new.
+
+    Raises:
+        UsageError: A pair is malformed, or a GPU is given twice.
+    """
+    out: dict[str, str] = {}
+    for pair in pairs:
+        old, separator, new = pair.partition("=")
+        if not separator or not old or not new or old in out:
+            raise UsageError(f"--gpu-map {pair!r} is wrong", cure="write OLD=NEW, each GPU once")
+        out[old] = new
+    return out

@@ -17,6 +17,7 @@ from icecore.commands.context import (
     Commands,
     Context,
     add_setting,
+    gpu_map,
     overridden,
 )
 from icecore.config import LABEL, DumpSettings, RestoreSettings
@@ -339,21 +340,6 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         "job.ended", {"job": "", "instance": "", "how": str(status), "exit_code": status.exit_code}
     )
     return status.exit_code
-
-
-def gpu_map(pairs: list[str]) -> dict[str, str]:
-    """Return what ``--gpu-map`` says: old → new.
-
-    Raises:
-        UsageError: A pair is malformed, or a GPU is given twice.
-    """
-    out: dict[str, str] = {}
-    for pair in pairs:
-        old, separator, new = pair.partition("=")
-        if not separator or not old or not new or old in out:
-            raise UsageError(f"--gpu-map {pair!r} is wrong", cure="write OLD=NEW, each GPU once")
-        out[old] = new
-    return out
 
 
 def _report_requirements(found: Requirements, context: Context) -> None:

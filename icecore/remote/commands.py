@@ -12,7 +12,7 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from icecore.commands.context import Context, overridden
+from icecore.commands.context import Context, gpu_map, overridden
 from icecore.config import DumpSettings, ForgetSettings, RestoreSettings, job_environment
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
@@ -62,8 +62,6 @@ def restore(
     Args:
         followed: Follows a job's output until it ends; returns its exit status.
     """
-    from icecore.commands.snapshots import gpu_map
-
     others = _others(RestoreSettings, _RESTORE)
     _refuse(arguments, [*others, "root", "files_to", "read_only", "repository"])
     body = {

@@ -31,9 +31,11 @@ from tests.cli.documents import check_event, documented_events
 from tests.seaweedfs import Server
 from tests.store.miniature import page, take
 
+#: Counts; its ballast is most of what a first snapshot stores.
 COUNT = [
     "/bin/sh",
     "-c",
+    "for n in 1 2 3 4 5 6 7 8; do eval b$n=$(head -c 60000 /dev/urandom | base64 -w 0); done; "
     "i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9",
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,6 +22,7 @@ from icecore.store.format import codec
 from icecore.store.format.cell import NODE_CELLS
 from icecore.store.format.manifest import NODE_REF, Region
 from icecore.store.runtime.pool import Scratch
+from icecore.store.snapshot import reader as reader_module
 from icecore.store.snapshot.decoder import ChunkDecoder
 from icecore.store.snapshot.reader import plan_nodes
 from tests.store.images import FULL, NONE, Place, Taken, bitmap, image, make_data, place, touch
@@ -307,3 +309,32 @@ def test_too_little_room_is_refused(here: Place) -> None:
     taken = here.take({0: (FULL, make_data("random", CELL_PAGES))})
     with pytest.raises(ValueError, match="room"):
         here.reader(taken.snapshot).read_cell(taken.records[0], memoryview(bytearray(PAGE)))
+
+
+def test_threads_that_read_maps_share_their_memory(
+    here: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each space's records are counted once, however many threads read them and however often."""
+    data = make_data("heap", 1)
+    with here.writer() as writer:
+        spaces = []
+        for number in range(64):
+            rows = [
+                writer.store_cell(number, 0, bitmap([0]), NONE, memoryview(data), None, region=0)
+            ]
+            spaces.append(
+                writer.put_map(
+                    "process", str(number), 0, [Region(0, 1 << 20, 0)], [np.array(rows)], None
+                )
+            )
+        snapshot = writer.commit(here.manifest(spaces))
+    size = 64 * rows[0].nbytes
+    monkeypatch.setattr(reader_module, "_MAP_BYTES", size)
+    reader = here.reader(snapshot)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            assert all(len(found[0]) == 1 for found in pool.map(reader.records, spaces))
+    monkeypatch.setattr(reader_module, "_MAP_BYTES", size - 1)
+    reader = here.reader(snapshot)
+    with ThreadPoolExecutor(8) as pool, pytest.raises(Damaged, match="more memory than"):
+        list(pool.map(reader.records, spaces))

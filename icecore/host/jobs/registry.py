@@ -306,13 +306,6 @@ class Registry:
         )
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
-            for own in ("stdout.log", "stderr.log", "status"):
-                made = os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                try:
-                    if record.user and own != "status":
-                        os.fchown(made, record.user, -1)
-                finally:
-                    os.close(made)
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
@@ -465,6 +458,7 @@ class Registry:
                 )
                 with open(program, "wb") as file:
                     file.write(init)
+                _make_logs(directory, wanted.user)
                 job.save()
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -493,6 +487,17 @@ def _let_go(place: Path) -> None:
         if any(process.alive for process in held):
             return
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _make_logs(directory: Path, user: int) -> None:
+    """Make the files that an instance writes, before anybody knows of it."""
+    for own in ("stdout.log", "stderr.log", "status"):
+        made = os.open(directory / own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            if user and own != "status":
+                os.fchown(made, user, -1)
+        finally:
+            os.close(made)
 
 
 def _discard(job: Job) -> None:

@@ -9,7 +9,7 @@ pack, an object with a footer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -176,21 +176,24 @@ class NodeDecoder:
         return node
 
     def decode(
-        self, stored: Sequence[memoryview], refs: npt.NDArray[np.void], limit: int = 1 << 62
+        self,
+        stored: Sequence[memoryview],
+        refs: npt.NDArray[np.void],
+        take: Callable[[int], bool] = lambda count: True,
     ) -> tuple[Records, Indices]:
         """Decode and check many nodes of a space.
 
         Args:
             stored: Their stored bytes.
             refs: Their NODE_REF records.
-            limit: Most bytes of records to create.
+            take: Takes memory for so many bytes of records; returns whether there is enough.
 
         Returns:
             All records, one after the other, and how many each node has.
 
         Raises:
             Damaged: A node is not what was written, or not of the group that its reference says; or
-                there are more records than ``limit``.
+                there is not enough memory for its records.
         """
         identities = refs["node"].tobytes()
         if overhead(self._key):
@@ -198,8 +201,7 @@ class NodeDecoder:
         plain = []
         for i, s in enumerate(stored):
             plain.append(self.plain(s, identities[32 * i : 32 * i + 32]))
-            limit -= len(plain[-1])
-            if limit < 0:
+            if not take(len(plain[-1])):
                 raise _damaged(
                     identities[32 * i : 32 * i + 32],
                     "with it, the records of the snapshot's cells take more memory than this machine has to spare",

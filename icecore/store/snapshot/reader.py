@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -89,6 +90,31 @@ def plan_nodes(refs: npt.NDArray[np.void], *, gap: int, read_size: int) -> list[
     return reads
 
 
+class _MapBudget:
+    """The memory for the records of all spaces of a snapshot; several threads take from it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[tuple[str, str], int] = {}
+        self._left = _MAP_BYTES
+
+    def of(self, kind: str, key: str) -> Callable[[int], bool]:
+        """Return what takes bytes for a space: false if the budget does not have them. What an
+        earlier read of the space took is given back.
+        """
+        space = (kind, key)
+        with self._lock:
+            self._left += self._taken.pop(space, 0)
+
+        def take(count: int) -> bool:
+            with self._lock:
+                self._taken[space] = self._taken.get(space, 0) + count
+                self._left -= count
+                return self._left >= 0
+
+        return take
+
+
 class SnapshotReader:
     """One snapshot of a repository. Synchronous and thread-safe.
 
@@ -114,8 +140,7 @@ class SnapshotReader:
         self._loop = loop
         self._decoder = ChunkDecoder(repository.keys.chunk)
         self._scratch = ScratchPerThread()
-        #: Bytes of records found for each space.
-        self._map_bytes: dict[tuple[str, str], int] = {}
+        self._map_budget = _MapBudget()
         self._ahead = (
             None
             if loop is None or repository.backend.direct
@@ -166,11 +191,9 @@ class SnapshotReader:
             lengths = refs["length"][read.refs].tolist()
             for at, start, length in zip(read.refs.tolist(), starts, lengths, strict=True):
                 stored[at] = data[start : start + length]
-        others = sum(
-            size for key, size in self._map_bytes.items() if key != (space.kind, space.key)
+        records, counts = NodeDecoder(self._keys.node).decode(
+            stored, refs, self._map_budget.of(space.kind, space.key)
         )
-        records, counts = NodeDecoder(self._keys.node).decode(stored, refs, _MAP_BYTES - others)
-        self._map_bytes[space.kind, space.key] = records.nbytes
         try:
             check_regions(
                 space.regions, records, np.repeat(refs["region"].astype(np.int64), counts)
