@@ -1,0 +1,292 @@
+"""Trainings by libraries' own loops: ``python libraries.py NAME --out FILE``; a line ``STEP LOSS``
+for each step. They know nothing of icecore, and their losses are the same bit for bit in each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+WIDTH, CLASSES, BATCH = 512, 16, 64
+Report = Callable[[Any], None]
+
+
+def _samples() -> Any:
+    """A torch data set whose samples are made in the worker, from nothing but their number."""
+    import torch
+    from torch.utils.data import Dataset
+
+    class Samples(Dataset[Any]):
+        def __len__(self) -> int:
+            return BATCH * 64
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)), index % 16
+
+    return Samples()
+
+
+def _model() -> Any:
+    import torch
+    from torch import nn
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(1)
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+    ]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def _loader() -> Any:
+    import torch
+    from torch.utils.data import DataLoader
+
+    return DataLoader(
+        _samples(),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=2,
+        pin_memory=True,
+        persistent_workers=True,
+        generator=torch.Generator().manual_seed(2),
+    )
+
+
+def trainer(report: Report) -> None:
+    """The Trainer of transformers, with workers and a linear schedule."""
+    import torch
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
+
+    class Texts(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 100_000
+
+        def __getitem__(self, index: int) -> Any:
+            generator = torch.Generator().manual_seed(index)
+            tokens = torch.randint(0, 1000, (64,), generator=generator)
+            return {"input_ids": tokens, "labels": tokens}
+
+    class Losses(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            if "loss" in logs:
+                report(logs["loss"])
+
+    set_seed(1)
+    config = GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=1000, n_positions=64)
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=32,
+        max_steps=100_000,
+        logging_steps=1,
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        full_determinism=True,
+        seed=1,
+    )
+    Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Texts(), callbacks=[Losses()]).train()
+
+
+def lightning(report: Report) -> None:
+    """PyTorch Lightning in mixed precision, with checkpoints of its own."""
+    import pytorch_lightning
+    import torch
+
+    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _model()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            report(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    pytorch_lightning.Trainer(
+        max_epochs=1000,
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.mkdtemp(),
+        deterministic=True,
+    ).fit(Module(), _loader())
+
+
+def accelerate(report: Report) -> None:
+    """Accelerate with gradient accumulation."""
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="fp16")
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _loader())
+    while True:
+        for data, target in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.cross_entropy(model(data), target)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            report(loss.item())
+
+
+def autotune(report: Report) -> None:
+    """A Triton kernel that is tuned anew for each size, while the program runs."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    configs = [triton.Config({"BLOCK": block}, num_warps=4) for block in (128, 256, 512, 1024)]
+
+    @triton.autotune(configs=configs, key=["size"])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def scaled(data, out, size, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        tl.store(out + at, tl.load(data + at, mask=inside) * factor + 1.0, mask=inside)
+
+    step = 0
+    while True:
+        step += 1
+        size = 1 << (10 + step // 20 % 12)
+        data = torch.arange(size, device="cuda", dtype=torch.float32)
+        out = torch.empty_like(data)
+        scaled[lambda meta, size=size: (triton.cdiv(size, meta["BLOCK"]),)](
+            data, out, size, 1.0 / step
+        )
+        report(out.double().sum().item())
+
+
+def onnx(report: Report) -> None:
+    """The model is exported to ONNX every 40 steps."""
+    import torch
+
+    model = _model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    folder = Path(tempfile.mkdtemp())
+    step = 0
+    while True:
+        for data, target in _loader():
+            step += 1
+            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 40 == 0:
+                torch.onnx.export(model, (data.cuda(),), folder / "model.onnx", dynamo=True)
+            report(loss.item())
+
+
+def pool(report: Report) -> None:
+    """CuPy, whose pool keeps what is freed."""
+    import cupy
+
+    state = cupy.arange(1 << 22, dtype=cupy.float32) / (1 << 22)
+    step = 0
+    while True:
+        step += 1
+        other = cupy.empty((step % 32 + 1) << 20, dtype=cupy.uint8)  # sizes come and go
+        other.fill(step % 251)
+        state = cupy.sin(state * 1.7 + 0.1)
+        report(float(cupy.sort(state)[:: 1 << 10].sum()) + int(other[-1]))
+
+
+def optax(report: Report) -> None:
+    """JAX with Optax; Orbax saves in the background every 40 steps, if it is installed."""
+    import jax
+    import optax as library
+    from jax import numpy as jnp
+
+    try:
+        import orbax.checkpoint as orbax
+    except ImportError:
+        orbax = None
+    keys = jax.random.split(jax.random.key(1), 4)
+    state = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+    optimizer = library.adamw(1e-3)
+    moments = optimizer.init(state)
+
+    def loss_of(state: Any, data: Any) -> Any:
+        found = data
+        for weights in state:
+            found = jnp.tanh(found @ weights)
+        return jnp.mean((found - data[:, ::-1]) ** 2)
+
+    @jax.jit
+    def update(state: Any, moments: Any, data: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(state, data)
+        changes, moments = optimizer.update(gradients, moments, state)
+        return library.apply_updates(state, changes), moments, loss
+
+    saver = None if orbax is None else orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())
+    folder = Path(tempfile.mkdtemp())
+    step = 0
+    while True:
+        step += 1
+        data = jax.random.normal(jax.random.key(step), (BATCH, WIDTH))
+        state, moments, loss = update(state, moments, data)
+        if saver is not None and step % 40 == 0:
+            saver.save(folder / str(step), args=orbax.args.StandardSave(state))
+        report(float(loss))
+
+
+#: Name → the function, and the modules that it needs.
+LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
+    "trainer": (trainer, ("torch", "transformers", "accelerate")),
+    "lightning": (lightning, ("torch", "pytorch_lightning")),
+    "accelerate": (accelerate, ("torch", "accelerate")),
+    "autotune": (autotune, ("torch", "triton")),
+    "onnx": (onnx, ("torch", "onnx", "onnxscript")),
+    "pool": (pool, ("cupy",)),
+    "optax": (optax, ("jax", "optax")),
+}
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("--out", required=True)
+    arguments = parser.parse_args()
+    step = 0
+    with open(arguments.out, "a", encoding="ascii") as out:
+
+        def report(loss: Any) -> None:
+            nonlocal step
+            step += 1
+            print(step, float(loss).hex(), file=out, flush=True)
+            time.sleep(0.03)
+
+        LIBRARIES[arguments.library][0](report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
