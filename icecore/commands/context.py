@@ -11,11 +11,12 @@ from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from icecore import passphrase, units
+from icecore import units
+from icecore.access import passphrase
+from icecore.commands.output import Output
 from icecore.config import SECONDS, SIZE, SWITCH, THREADS, Config, Kind
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink
-from icecore.output import Output
 from icecore.service.metrics.tally import Tally
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Context:
     def emit(self) -> Sink:
         """The sink of a repository's events, which are counted."""
         if self._tally is None:
-            from icecore.places import state_directory
+            from icecore.access.places import state_directory
 
             self._tally = Tally(state_directory(self.config.state))
             self._stack.callback(self._tally.flush)
@@ -150,15 +151,15 @@ class Context:
             from icecore.remote.jobs import RemoteRegistry
 
             return RemoteRegistry(self.service)
+        from icecore.access.places import state_directory
         from icecore.host.jobs.registry import Registry
-        from icecore.places import state_directory
 
         return Registry(state_directory(self.config.state), emit=self.output.event)
 
     def recover_files(self) -> None:
         """Roll back or complete the changes that killed restores made to jobs' files."""
+        from icecore.access.places import state_directory
         from icecore.host.jobs.registry import Registry
-        from icecore.places import state_directory
 
         state = Registry(state_directory(self.config.state)).state
         try:

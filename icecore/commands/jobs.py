@@ -276,7 +276,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
 def _run_through(service: Service, arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore run through the node service."""
-    from icecore.remote import commands as remote
+    from icecore.commands import remote
 
     supervised = supervise.is_wanted(arguments)
     if supervised:

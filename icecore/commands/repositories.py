@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from icecore import passphrase, units
+from icecore import units
+from icecore.access import passphrase
 from icecore.commands.context import (
     DRY_RUN,
     PIN,
@@ -291,10 +292,10 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
 def forget(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore forget."""
     if context.service is not None:
-        from icecore.remote import commands as remote
+        from icecore.commands import remote
 
         return remote.forget(arguments, context, context.service)
-    from icecore.addressing import shortest
+    from icecore.snapshots.addressing import shortest
     from icecore.store.maintenance.forget import Policy
     from icecore.store.maintenance.gc import Options
 
@@ -379,10 +380,10 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
 def mark(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore mark."""
     if context.service is not None:
-        from icecore.remote import commands as remote
+        from icecore.commands import remote
 
         return remote.mark(arguments, context, context.service)
-    from icecore.contained import snapshot_fields
+    from icecore.snapshots.contents import snapshot_fields
 
     if arguments.pin is None and not arguments.tag and not arguments.untag:
         raise UsageError("nothing to change", cure="give --pin, --no-pin, --tag or --untag")

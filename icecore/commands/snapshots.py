@@ -26,9 +26,9 @@ from icecore.events import Value
 from icecore.text import printable, printable_command
 
 if TYPE_CHECKING:
-    from icecore.difference import Difference
     from icecore.restorer.files.plan import FilePlan
     from icecore.restorer.requirements import Requirements
+    from icecore.snapshots.difference import Difference
     from icecore.store.format.manifest import Manifest
 
 _LARGEST = 20
@@ -263,7 +263,7 @@ def _add_restore(commands: Commands) -> None:
 def dump(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore dump."""
     if context.service is not None:
-        from icecore.remote import commands as remote
+        from icecore.commands import remote
 
         return remote.dump(arguments, context, context.service)
     from icecore import api
@@ -293,7 +293,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.commands.jobs import follow
 
     if context.service is not None:
-        from icecore.remote import commands as remote
+        from icecore.commands import remote
 
         return remote.restore(
             arguments,
@@ -407,8 +407,8 @@ def _report_files(plan: FilePlan, context: Context) -> None:
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore ls."""
-    from icecore import contained
-    from icecore.addressing import shortest
+    from icecore.snapshots import contents
+    from icecore.snapshots.addressing import shortest
 
     everything = context.snapshots()
     if arguments.job:
@@ -418,7 +418,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     for record in everything:
         if arguments.job not in ("", record.job) or not set(arguments.tag) <= set(record.tags):
             continue
-        context.output.result("snapshot", contained.snapshot_fields(record))
+        context.output.result("snapshot", contents.snapshot_fields(record))
         rows.append(
             [
                 record.snapshot[:digits],
@@ -458,25 +458,25 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore show."""
     if context.service is not None:
-        from icecore.remote import commands as remote
+        from icecore.commands import remote
 
         return remote.show(arguments, context, context.service)
-    from icecore import contained
+    from icecore.commands.output import left_words
     from icecore.host.jobs.identity import user_name
-    from icecore.output import left_words
     from icecore.restorer.owner import snapshot_owner
+    from icecore.snapshots import contents
     from icecore.store.format.archive import container_title
     from icecore.store.format.contract import left_to_driver
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
     output, sizes = context.output, manifest.sizes
-    output.result("snapshot", contained.snapshot_fields(record))
-    resident, moved = contained.device_bytes(manifest)
+    output.result("snapshot", contents.snapshot_fields(record))
+    resident, moved = contents.device_bytes(manifest)
     left = left_to_driver(manifest)
     owner = snapshot_owner(manifest)
     host = sizes.logical - sizes.device
-    output.result("snapshot.details", contained.details(manifest))
+    output.result("snapshot.details", contents.details(manifest))
     if not output.as_json:
         lines = [
             ("snapshot", manifest.snapshot),
@@ -524,7 +524,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ),
             (
                 "namespaces",
-                f"own {' '.join(contained.namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
+                f"own {' '.join(contents.namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
             ),
             (
                 "GPUs",
@@ -555,10 +555,10 @@ def _count(value: Value) -> int:
 
 
 def _show_processes(manifest: Manifest, context: Context) -> None:
-    from icecore import contained
+    from icecore.snapshots import contents
 
     rows = []
-    for process, fields in zip(manifest.processes, contained.processes(manifest), strict=True):
+    for process, fields in zip(manifest.processes, contents.processes(manifest), strict=True):
         context.output.result("snapshot.process", fields)
         threads = str(process.threads) if process.alive else "zombie"
         rows.append(
@@ -579,10 +579,10 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
 
 def _show_regions(manifest: Manifest, context: Context) -> None:
     """Print the regions by kind within each space."""
-    from icecore import contained
+    from icecore.snapshots import contents
 
     rows = []
-    for fields in contained.regions(manifest):
+    for fields in contents.regions(manifest):
         context.output.result("snapshot.regions", fields)
         rows.append(
             [
@@ -599,10 +599,10 @@ def _show_regions(manifest: Manifest, context: Context) -> None:
 
 
 def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
-    from icecore import contained
+    from icecore.snapshots import contents
 
     rows = []
-    for fields in contained.files(manifest):
+    for fields in contents.files(manifest):
         context.output.result("snapshot.file", fields)
         rows.append(
             [
@@ -622,7 +622,7 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
 def diff(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore diff."""
     if context.service is not None:
-        from icecore.remote import commands as remote
+        from icecore.commands import remote
 
         return remote.diff(arguments, context, context.service)
     repository = context.repository()
