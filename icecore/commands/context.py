@@ -40,6 +40,8 @@ SNAPSHOT = (
 JOB = "a job's name, its instance id, or the pid of one of its processes"
 TAG = "label the snapshot; repeatable"
 PIN = "exempt the snapshot from retention policies"
+#: Rows that commands list without --all.
+ROWS = 20
 PLACE = "a directory, or s3://BUCKET/PREFIX (default: the configured repository)"
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
