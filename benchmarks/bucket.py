@@ -30,8 +30,8 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.common import MIB, Result, Rounds, progress, show
+from icecore.access.places import backend_at
 from icecore.config import Config, S3Settings
-from icecore.places import backend_at
 from icecore.restorer.fetch.fetcher import Fetcher, Limits
 from icecore.restorer.plan.memory import plan_batches
 from icecore.store.backend.base import Backend

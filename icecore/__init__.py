@@ -19,7 +19,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from icecore.api import check_restore, dump, restore, run
     from icecore.config import Config
-    from icecore.difference import Difference
     from icecore.dumper.dump import DumpResult
     from icecore.dumper.options import DumpOptions
     from icecore.errors import IcecoreError
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
     from icecore.restorer.restored import Restored
+    from icecore.snapshots.difference import Difference
     from icecore.store.format.manifest import Manifest
     from icecore.store.format.state import SnapshotRecord
     from icecore.store.maintenance.forget import Policy

@@ -12,16 +12,16 @@ from dataclasses import fields, replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from icecore import passphrase
+from icecore.access import passphrase
+from icecore.access.places import state_directory
 from icecore.config import Config, job_environment, load
 from icecore.errors import HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.hooks import run_hook
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry, require_name
 from icecore.host.kernel import procfs
-from icecore.places import state_directory
+from icecore.restorer.hooks import run_hook
 from icecore.service.metrics.tally import counted
 from icecore.text import harmless
 

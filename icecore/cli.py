@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from icecore import config
+from icecore.access.places import state_directory
 from icecore.commands import (
     completion,
     exchange,
@@ -40,10 +41,9 @@ from icecore.commands.context import (
     TopParser,
     load_numpy,
 )
+from icecore.commands.output import Output
 from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep
-from icecore.output import Output
-from icecore.places import state_directory
 from icecore.service.metrics.tally import counted
 
 if TYPE_CHECKING:

@@ -22,16 +22,16 @@ import msgspec
 
 from icecore.cli import main as run_command
 from icecore.commands.context import Origin
+from icecore.commands.output import Output
 from icecore.config import load
 from icecore.errors import IcecoreError, NotFound, PreflightRefused
 from icecore.events import Event, Value
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import boot_id
 from icecore.host.kernel import procfs
-from icecore.output import Output
-from icecore.service.api import stored as files
+from icecore.service.api import operation_files as files
 from icecore.service.api.journal import Writer
-from icecore.service.api.stored import Process, Result, Stored
+from icecore.service.api.operation_files import Process, Result, Stored
 from icecore.text import jsonable
 
 #: Events that carry the result of an operation; the last one counts.
@@ -39,7 +39,7 @@ _RESULTS = frozenset({"run.started", "run.resumed", "dump.done", "restore.runnin
 
 
 class Recorder(Output):
-    """An output that records each call, so that `icecore.remote.replay` can print it elsewhere.
+    """An output that records each call, so that `icecore.commands.replay` can print it elsewhere.
 
     Args:
         writer: Gets the records.

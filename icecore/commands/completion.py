@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from icecore import passphrase
+from icecore.access import passphrase
 from icecore.commands.context import Commands, Context
 from icecore.config import Kind
 from icecore.errors import IcecoreError

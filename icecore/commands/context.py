@@ -11,11 +11,12 @@ from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from icecore import passphrase, units
+from icecore import units
+from icecore.access import passphrase
+from icecore.commands.output import Output
 from icecore.config import SECONDS, SIZE, SWITCH, THREADS, Config, Kind
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink
-from icecore.output import Output
 from icecore.service.metrics.tally import Tally
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ SNAPSHOT = (
 JOB = "a job's name, its instance id, or the pid of one of its processes"
 TAG = "label the snapshot; repeatable"
 PIN = "exempt the snapshot from retention policies"
+#: Rows that commands list without --all.
+ROWS = 20
 PLACE = "a directory, or s3://BUCKET/PREFIX (default: the configured repository)"
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
@@ -96,7 +99,7 @@ class Context:
     def emit(self) -> Sink:
         """The sink of a repository's events, which are counted."""
         if self._tally is None:
-            from icecore.places import state_directory
+            from icecore.access.places import state_directory
 
             self._tally = Tally(state_directory(self.config.state))
             self._stack.callback(self._tally.flush)
@@ -150,15 +153,15 @@ class Context:
             from icecore.remote.jobs import RemoteRegistry
 
             return RemoteRegistry(self.service)
+        from icecore.access.places import state_directory
         from icecore.host.jobs.registry import Registry
-        from icecore.places import state_directory
 
         return Registry(state_directory(self.config.state), emit=self.output.event)
 
     def recover_files(self) -> None:
         """Roll back or complete the changes that killed restores made to jobs' files."""
+        from icecore.access.places import state_directory
         from icecore.host.jobs.registry import Registry
-        from icecore.places import state_directory
 
         state = Registry(state_directory(self.config.state)).state
         try:

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from icecore import passphrase, units
+from icecore import units
+from icecore.access import passphrase
 from icecore.commands.context import Commands, Context
 from icecore.errors import NotFound, UsageError
 

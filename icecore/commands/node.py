@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
 
 def doctor(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore doctor."""
-    from icecore.doctor import examine
+    from icecore.node.doctor import examine
 
     signs = {"good": "ok", "warning": "warn", "bad": "BAD"}
     bad = False

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from icecore import passphrase, units
+from icecore import units
+from icecore.access import passphrase
 from icecore.commands.context import DRY_RUN, READ_ONLY_ALL, SNAPSHOT, Commands, Context
 from icecore.errors import Damaged
 

@@ -89,16 +89,16 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
 
     try:
         from icecore.service.api.app import build
-        from icecore.service.api.core import Service
         from icecore.service.api.server import serve as run
+        from icecore.service.api.service import Service
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the service requires the module {error.name}", cure="pip install 'icecore[service]'"
         ) from error
-    from icecore.backing import Repositories
+    from icecore.node.backing import Repositories
+    from icecore.node.watching import Scraper
     from icecore.service import scrape
     from icecore.service.page import routes as page
-    from icecore.watching import Scraper
 
     own = overridden(context.config.service, arguments)
     own = replace(own, repository=context.config.service.repository)  # -r is the administrators'

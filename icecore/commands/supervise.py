@@ -142,7 +142,7 @@ def run(
         writer: Returns the function that writes the output of an instance. Its second argument decides
             whether to retry a failed write.
     """
-    from icecore.engine import RepositoryEngine
+    from icecore.node.engine import RepositoryEngine
     from icecore.service.interval import Bounds
     from icecore.service.supervisor import Plan, Supervisor
 

@@ -6,12 +6,12 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from icecore import passphrase
+from icecore.access import passphrase
 from icecore.commands.context import PLACE, Commands, Context
 from icecore.errors import Distrusted, UsageError
 
 if TYPE_CHECKING:
-    from icecore.trust import Finding
+    from icecore.access.trust import Finding
 
 _ACCEPTED = re.compile(r"([0-9a-f]{32})(?:@(\d{1,20}))?")
 
@@ -54,9 +54,9 @@ def _accepted(text: str) -> tuple[str, int | None]:
 
 def trust(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore trust."""
-    from icecore.places import backend_at
+    from icecore.access.places import backend_at
+    from icecore.access.trust import Client
     from icecore.store.runtime.loop import LoopThread
-    from icecore.trust import Client
 
     if arguments.plain and arguments.accept is None:
         raise UsageError("--plain requires --accept", cure="give --accept ID as well")
@@ -83,7 +83,7 @@ def trust(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _show(place: str, finding: Finding, accepted: bool, context: Context) -> int:
-    from icecore.trust import command
+    from icecore.access.trust import command
 
     known, found, seen = finding.known, finding.found, finding.seen
     how = command(place, finding)

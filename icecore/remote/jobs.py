@@ -173,7 +173,7 @@ class RemoteRegistry(Registry):
         self._refuse()
 
     def start(self, *arguments: Any, **named: Any) -> Job:
-        """Raise: `icecore.remote.commands` starts jobs."""
+        """Raise: `icecore.commands.remote` starts jobs."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

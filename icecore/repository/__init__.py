@@ -13,18 +13,18 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
+from icecore.access.passphrase import Passphrase
+from icecore.access.places import backend_at
+from icecore.access.trust import Client
 from icecore.config import Config
 from icecore.errors import UsageError
 from icecore.events import Sink, discard
-from icecore.passphrase import Passphrase
-from icecore.places import backend_at
 from icecore.repository.keys import Keys
 from icecore.repository.maintenance import Maintenance
 from icecore.repository.opened import lost
 from icecore.repository.replication import Replication, backend_with_replicas
 from icecore.repository.snapshots import Snapshots
 from icecore.store.format.keys import Parameters
-from icecore.trust import Client
 
 __all__ = ["Repository", "lost"]
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from icecore.access.passphrase import Passphrase, current
+from icecore.access.places import backend_at
 from icecore.config import Config
 from icecore.errors import UsageError
 from icecore.events import Sink, discard
-from icecore.passphrase import Passphrase, current
-from icecore.places import backend_at
 from icecore.repository.opened import Opened
 from icecore.store.runtime.loop import LoopThread
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from icecore.places import backend_at
+from icecore.access.places import backend_at
 from icecore.repository.opened import Opened
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from icecore import addressing
+from icecore.access.trust import Client
 from icecore.config import Config
 from icecore.errors import Damaged, NotFound
+from icecore.snapshots import addressing
 from icecore.store.backend.base import Backend
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
-from icecore.trust import Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,7 +91,7 @@ class Opened:
 
     def find(self, snapshot: str) -> SnapshotRecord:
         """Return the snapshot that an id, the beginning of one, ``JOB``, ``JOB~1``, ``JOB@1`` or
-        ``latest`` names (`icecore.addressing.resolve`).
+        ``latest`` names (`icecore.snapshots.addressing.resolve`).
 
         Raises:
             NotFound: There is no such snapshot.

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from icecore.access.passphrase import Passphrase, current
+from icecore.access.places import backend_at
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.passphrase import Passphrase, current
-from icecore.places import backend_at
 from icecore.repository.opened import Opened
 from icecore.store.backend.base import Backend
 from icecore.store.format.state import SnapshotRecord

@@ -11,7 +11,7 @@ from icecore.store.format.manifest import Manifest
 from icecore.store.format.state import SnapshotRecord
 
 if TYPE_CHECKING:
-    from icecore.difference import Difference
+    from icecore.snapshots.difference import Difference
     from icecore.store.maintenance.forget import Decision, Policy
     from icecore.store.maintenance.gc import Freed
     from icecore.store.snapshot.reader import SnapshotReader
@@ -52,7 +52,7 @@ class Snapshots(Opened):
         Raises:
             NotFound: There is no such snapshot.
         """
-        from icecore import difference
+        from icecore.snapshots import difference
 
         return difference.compare(self.reader(older), self.reader(newer))
 

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from icecore.service.api.caller import Role
-from icecore.service.api.routes import Call, Route
+from icecore.service.api.routing import Call, Route
 from icecore.service.metrics.exposition import CONTENT_TYPE
 
 Scrape = Callable[[Mapping[tuple[str, str], int]], Awaitable[bytes]]

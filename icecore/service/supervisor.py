@@ -152,7 +152,7 @@ _Message = _Signalled | _Noticed | _Ended | _Dumped
 
 
 class Engine(Protocol):
-    """What a supervisor needs of the rest of icecore; `icecore.engine` is the one.
+    """What a supervisor needs of the rest of icecore; `icecore.node.engine` is the one.
 
     Attributes:
         registry: The jobs of this node.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from icecore.addressing import resolve, shortest
 from icecore.errors import NotFound, UsageError
+from icecore.snapshots.addressing import resolve, shortest
 from icecore.store.format.state import SnapshotRecord
 
 

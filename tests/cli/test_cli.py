@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from icecore import doctor
 from icecore.cli import build_parser, main, split_command
 from icecore.config import Config
 from icecore.errors import UsageError
+from icecore.node import doctor
 from tests.cli.conftest import Cli
 from tests.cli.documents import check_event, documented_events
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from icecore.difference import compare
 from icecore.sizes import PAGE
+from icecore.snapshots.difference import compare
 from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import (
     Manifest,
@@ -41,7 +41,7 @@ class Fake:
     maps: dict[str, list[Records]]
 
     def records(self, space: Space) -> list[Records]:
-        """See `icecore.difference.Reader`."""
+        """See `icecore.snapshots.difference.Reader`."""
         return self.maps[space.key]
 
 

@@ -27,10 +27,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from icecore.commands.output import Output
 from icecore.errors import IcecoreError, PreflightRefused
 from icecore.events import Event
 from icecore.host.jobs.registry import Registry
-from icecore.output import Output
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import (

@@ -18,6 +18,8 @@ import pytest
 
 import icecore
 from icecore import cli as command_line
+from icecore.access.places import backend_at
+from icecore.access.trust import Client
 from icecore.config import Config, S3Settings
 from icecore.errors import (
     Damaged,
@@ -28,13 +30,11 @@ from icecore.errors import (
     RollbackDetected,
     UsageError,
 )
-from icecore.places import backend_at
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.keys import FORMAT, Parameters, encode_config
 from icecore.store.format.keys import Config as Identity
 from icecore.store.format.names import log_name
 from icecore.store.log.repository import StoredRepository
-from icecore.trust import Client
 from tests.cli.conftest import Cli
 from tests.cli.documents import ROOT
 
@@ -253,7 +253,7 @@ def test_only_one_module_opens_repositories() -> None:
                     and node.value.id in names
                 ):
                     opening.add(str(path.relative_to(ROOT)))
-    assert opening == {"icecore/trust.py"}
+    assert opening == {"icecore/access/trust.py"}
 
 
 def test_a_place_is_known_by_all_its_names(

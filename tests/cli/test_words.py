@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from icecore.commands.output import describe, left_words
 from icecore.events import Event
 from icecore.host.resident.protocol import Counts
-from icecore.output import describe, left_words
 from icecore.store.format.contract import RESIDENT, left_to_driver
 from icecore.store.format.manifest import Space
 from tests.recorded import manifest_with

@@ -152,7 +152,7 @@ def _imported() -> None:
     load_numpy()
     import icecore.api
     import icecore.cli
-    import icecore.doctor
+    import icecore.node.doctor
     import icecore.repository
     import icecore.store.backend.local
     import icecore.store.maintenance.check

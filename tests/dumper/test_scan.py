@@ -21,7 +21,6 @@ import pytest
 import xxhash
 import zstandard
 
-from icecore.doctor import _scanning
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, without_zero_pages
@@ -33,6 +32,7 @@ from icecore.errors import Damaged, DumpFailed
 from icecore.host.kernel import scanning
 from icecore.host.kernel.memory import RemoteReader
 from icecore.host.kernel.scanning import Columns, NativeScan, native_scan_lacks
+from icecore.node.doctor import _scanning
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.cell import CELL
 from icecore.store.format.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints

@@ -16,6 +16,7 @@ from typing import Literal
 import pytest
 
 from icecore import api
+from icecore.commands.output import describe
 from icecore.config import Config, RunSettings
 from icecore.errors import MissingTool, RestoreFailed, UsageError
 from icecore.events import Event
@@ -26,7 +27,6 @@ from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.resident import keeper
 from icecore.host.resident.client import Keeper
-from icecore.output import describe
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import releasing
 from tests.cli.conftest import Cli

@@ -17,11 +17,11 @@ from typing import IO
 import pytest
 
 from icecore import Config
-from icecore.engine import RepositoryEngine
 from icecore.errors import JobHeld
 from icecore.events import Event
 from icecore.host.jobs.identity import Identity
 from icecore.host.kernel import procfs
+from icecore.node.engine import RepositoryEngine
 from icecore.repository import Repository
 from icecore.service.supervisor import Plan, Supervisor
 from icecore.store.log import lease

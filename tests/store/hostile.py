@@ -27,7 +27,6 @@ import numpy as np
 import zstandard
 
 from icecore.cli import main
-from icecore.difference import compare
 from icecore.dumper.memory.parent import load_parent
 from icecore.errors import IcecoreError
 from icecore.events import discard
@@ -40,6 +39,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.planning import run_record
 from icecore.restorer.requirements import check_requirements
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.snapshots.difference import compare
 from icecore.store.backend.local import LocalBackend
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format.cell import CELL, Records

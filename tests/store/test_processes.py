@@ -25,9 +25,9 @@ from pathlib import Path
 
 import pytest
 
+from icecore.access.places import backend_at
 from icecore.config import Config
 from icecore.errors import NotFound, ObjectMissing, SessionFenced
-from icecore.places import backend_at
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.keys import Parameters

@@ -17,13 +17,13 @@ from icecore.errors import Denied, IcecoreError, UsageError
 from icecore.service.api import models, problems, snapshot_handlers
 from icecore.service.api.caller import Caller, Peer, Role, of_peer
 from icecore.service.api.connections import guard_of
-from icecore.service.api.core import CALLER, SERVICE, Service
 from icecore.service.api.handlers import may_see
 from icecore.service.api.operations import unknown
 from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
-from icecore.service.api.routes import TABLE, Call, Route
+from icecore.service.api.route_table import ROUTES
+from icecore.service.api.routing import TABLE, Call, Route
+from icecore.service.api.service import CALLER, SERVICE, Service
 from icecore.service.api.starting import answer
-from icecore.service.api.table import ROUTES
 from icecore.service.api.tokens import Token
 
 if TYPE_CHECKING:

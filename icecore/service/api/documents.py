@@ -11,7 +11,7 @@ from aiohttp import web
 
 from icecore.service.api import models
 from icecore.service.api.caller import Role
-from icecore.service.api.routes import TABLE, Call, Route
+from icecore.service.api.routing import TABLE, Call, Route
 
 _REFERENCE = "#/components/schemas/{name}"
 _ABOUT = {

@@ -18,12 +18,12 @@ from aiohttp import web
 from icecore.errors import Denied, NotFound, UsageError
 from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
-from icecore.service.api import models, words
+from icecore.service.api import command_lines, models
 from icecore.service.api.caller import Role
-from icecore.service.api.core import owner_of
 from icecore.service.api.listing import page
 from icecore.service.api.problems import Conflict
-from icecore.service.api.routes import Call
+from icecore.service.api.routing import Call
+from icecore.service.api.service import owner_of
 from icecore.service.api.starting import as_json, identity_of, owner_or_none, start
 from icecore.service.record import read as read_schedule
 from icecore.text import host_name, jsonable
@@ -138,7 +138,7 @@ async def run_job(call: Call) -> Any:
     return start(
         call,
         "run",
-        words.of_run(wanted),
+        command_lines.of_run(wanted),
         owner=identity.user,
         where=where,
         job=wanted.name,
@@ -172,7 +172,7 @@ async def dump_job(call: Call) -> Any:
     return start(
         call,
         "dump",
-        words.of_dump(call.body, job.instance),
+        command_lines.of_dump(call.body, job.instance),
         owner=owner,
         where=where,
         job=job.name,

@@ -27,12 +27,12 @@ import msgspec
 
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.private import private_state
-from icecore.service.api import stored as files
+from icecore.service.api import operation_files as files
 from icecore.service.api import workers
 from icecore.service.api.journal import Reader
 from icecore.service.api.models import Error, Operation, State
+from icecore.service.api.operation_files import Process, Result, Stored
 from icecore.service.api.problems import Busy, Conflict, problem_of_fields
-from icecore.service.api.stored import Process, Result, Stored
 from icecore.service.api.tokens import FOLDER
 
 _POLL_SECONDS = 0.1

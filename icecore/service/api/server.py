@@ -23,7 +23,7 @@ from icecore.events import Event, Sink
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.private import private_state, require_own
 from icecore.service.api.connections import Connections, Guard
-from icecore.service.api.core import Service
+from icecore.service.api.service import Service
 from icecore.service.api.tokens import FOLDER
 
 _BACKLOG = 128

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from icecore.errors import Damaged, Denied, NotFound, UsageError
-from icecore.service.api import models, words
-from icecore.service.api.core import Where
+from icecore.service.api import command_lines, models
 from icecore.service.api.listing import page
-from icecore.service.api.routes import Call
+from icecore.service.api.routing import Call
+from icecore.service.api.service import Where
 from icecore.service.api.starting import as_json, identity_of, start
 
 
@@ -92,13 +92,16 @@ async def restore_snapshot(call: Call) -> Any:
     # limits of the service.
     identity = None if caller.sees_all else as_json(await identity_of(call))
     return _start(
-        call, "restore", words.of_restore(wanted, found.snapshot.snapshot), identity=identity
+        call,
+        "restore",
+        command_lines.of_restore(wanted, found.snapshot.snapshot),
+        identity=identity,
     )
 
 
 async def print_snapshot(call: Call) -> Any:
     """Print what a snapshot contains, as ``icecore show`` does."""
-    return _start(call, "show", words.of_show(call.body, call.subject.snapshot.snapshot))
+    return _start(call, "show", command_lines.of_show(call.body, call.subject.snapshot.snapshot))
 
 
 async def compare_snapshot(call: Call) -> Any:
@@ -108,14 +111,14 @@ async def compare_snapshot(call: Call) -> Any:
         known = await call.service.stored(call.service.snapshots, call.known, found.where)
         if call.body.older not in {one.snapshot for one in known}:
             raise NotFound(f"there is no snapshot {call.body.older!r}")
-    return _start(call, "diff", words.of_diff(call.body, call.subject.snapshot.snapshot))
+    return _start(call, "diff", command_lines.of_diff(call.body, call.subject.snapshot.snapshot))
 
 
 async def mark_snapshot(call: Call) -> Any:
     """Pin or label a snapshot."""
     if call.body.pin is None and not call.body.add_tags and not call.body.remove_tags:
         raise UsageError("the request changes no mark", cure="give pin, add_tags or remove_tags")
-    return _start(call, "mark", words.of_mark(call.body, call.subject.snapshot.snapshot))
+    return _start(call, "mark", command_lines.of_mark(call.body, call.subject.snapshot.snapshot))
 
 
 async def forget_snapshots(call: Call) -> Any:
@@ -144,7 +147,7 @@ async def forget_snapshots(call: Call) -> Any:
     uid = call.known.uid or 0
     jobs = {one.job for one in known if one.snapshot in set(wanted.snapshots)}
     job = wanted.job or (jobs.pop() if len(jobs) == 1 else "")
-    return start(call, "forget", words.of_forget(wanted), owner=uid, where=where, job=job)
+    return start(call, "forget", command_lines.of_forget(wanted), owner=uid, where=where, job=job)
 
 
 # -- repositories
@@ -165,9 +168,9 @@ async def collect_repository(call: Call) -> Any:
         raise Denied(
             "only administrators may declare silent sessions dead", cure="leave 'fence' out"
         )
-    return _maintain(call, "gc", words.of_gc(call.body))
+    return _maintain(call, "gc", command_lines.of_gc(call.body))
 
 
 async def check_repository(call: Call) -> Any:
     """Verify the objects that snapshots need."""
-    return _maintain(call, "check", words.of_check(call.body))
+    return _maintain(call, "check", command_lines.of_check(call.body))

@@ -15,9 +15,9 @@ from icecore.errors import Denied, UsageError
 from icecore.host.jobs.identity import Identity
 from icecore.service.api import models, operations
 from icecore.service.api.caller import Caller
-from icecore.service.api.core import Where
-from icecore.service.api.routes import Call
-from icecore.service.api.stored import Stored
+from icecore.service.api.operation_files import Stored
+from icecore.service.api.routing import Call
+from icecore.service.api.service import Where
 
 _MOST_KEY = 255
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from icecore.errors import NotFound
 from icecore.host.jobs.job import boot_id
 from icecore.host.kernel import procfs
-from icecore.service.api import stored as files
-from icecore.service.api.stored import Process
+from icecore.service.api import operation_files as files
+from icecore.service.api.operation_files import Process
 
 #: Signals that a client may send to an operation.
 SIGNALS = {

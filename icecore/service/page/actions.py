@@ -14,7 +14,7 @@ from icecore.errors import UsageError
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import handlers, models, snapshot_handlers
 from icecore.service.api.problems import Unauthenticated
-from icecore.service.api.routes import Call, Handler
+from icecore.service.api.routing import Call, Handler
 from icecore.service.api.tokens import Token
 from icecore.service.page import render
 from icecore.service.page.sessions import (

@@ -12,8 +12,8 @@ import msgspec
 from icecore.errors import IcecoreError, NotFound
 from icecore.service import record
 from icecore.service.api.caller import Caller
-from icecore.service.api.core import Service, Where
 from icecore.service.api.journal import Reader
+from icecore.service.api.service import Service, Where
 from icecore.service.facts.jobs import JobFacts, jobs_of
 from icecore.service.facts.readings import NodeReading, Reading
 from icecore.service.record import Taken

@@ -12,7 +12,7 @@ from icecore.errors import Denied, IcecoreError
 from icecore.service.api import models, problems
 from icecore.service.api.caller import Role
 from icecore.service.api.problems import Unauthenticated
-from icecore.service.api.routes import Handler, Method, Route, Scope
+from icecore.service.api.routing import Handler, Method, Route, Scope
 from icecore.service.page import actions, render, views
 from icecore.service.page.sessions import PATH, SESSIONS, Sessions, caller_of
 

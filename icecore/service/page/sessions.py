@@ -22,8 +22,8 @@ from icecore.host.kernel import procfs
 from icecore.service.api.app import of_socket, of_token
 from icecore.service.api.caller import Caller
 from icecore.service.api.connections import guard_of
-from icecore.service.api.core import Service
 from icecore.service.api.problems import Unauthenticated
+from icecore.service.api.service import Service
 from icecore.service.api.tokens import Token
 
 COOKIE = "icecore_page"

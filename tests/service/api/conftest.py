@@ -15,17 +15,17 @@ from typing import Any, Self
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
-from icecore import addressing
-from icecore.backing import as_record
 from icecore.config import Config, ServiceSettings
 from icecore.host.jobs.job import Description, Job, boot_id
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.node.backing import as_record
 from icecore.service.api import models
 from icecore.service.api.app import build
-from icecore.service.api.core import Service, Where
 from icecore.service.api.server import guarded
+from icecore.service.api.service import Service, Where
+from icecore.snapshots import addressing
 
 ALICE, BOB = 4242, 4343
 WORKER = [sys.executable, "-P", str(Path(__file__).with_name("stub_worker.py"))]

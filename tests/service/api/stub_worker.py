@@ -10,7 +10,7 @@ from pathlib import Path
 
 from icecore.host.jobs.job import boot_id
 from icecore.host.kernel import procfs
-from icecore.service.api import stored as files
+from icecore.service.api import operation_files as files
 from icecore.service.api.journal import Writer
 
 directory, descriptor, attempt = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

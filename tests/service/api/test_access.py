@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from icecore.backing import Repositories
 from icecore.config import Config, ServiceSettings
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
+from icecore.node.backing import Repositories
 from icecore.repository import Repository
 from icecore.service.api import tokens as module
 from icecore.service.api.audit import Audit
 from icecore.service.api.caller import Caller, Peer, Role, of_peer
-from icecore.service.api.core import Where
 from icecore.service.api.limits import Rate
-from icecore.service.api.routes import Call
+from icecore.service.api.routing import Call
+from icecore.service.api.service import Where
 from icecore.service.api.starting import identity_of
 from icecore.service.api.tokens import Tokens
 from tests.service.api.conftest import ALICE, BOB, Node

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from icecore.backing import Repositories
 from icecore.config import Config, DumpSettings, RestoreSettings
+from icecore.node.backing import Repositories
 
 
 def test_a_missing_working_directory_is_left_out(tmp_path: Path) -> None:

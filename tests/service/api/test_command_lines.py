@@ -6,20 +6,20 @@ import msgspec
 import pytest
 
 from icecore.cli import build_parser
-from icecore.remote import commands
+from icecore.commands import remote
 from icecore.service.api import models
 
 
 @pytest.mark.parametrize(
     ("words", "names", "body"),
     [
-        (["dump", "job"], commands._DUMP, models.DumpRequest),
-        (["restore", "job"], commands._RESTORE, models.RestoreRequest),
+        (["dump", "job"], remote._DUMP, models.DumpRequest),
+        (["restore", "job"], remote._RESTORE, models.RestoreRequest),
     ],
 )
 def test_options_have_the_same_names(
     words: list[str], names: tuple[str, ...], body: type[msgspec.Struct]
 ) -> None:
     parsed = build_parser().parse_args(words)
-    assert commands._given(parsed, names) == {}
+    assert remote._given(parsed, names) == {}
     assert set(names) <= {field.name for field in msgspec.structs.fields(body)}

@@ -12,7 +12,7 @@ import pytest
 
 from icecore.service.api import server, workers
 from icecore.service.api.caller import Caller, Role
-from icecore.service.api.routes import Call
+from icecore.service.api.routing import Call
 from icecore.service.api.starting import identity_of
 from tests.service.api.conftest import Node
 

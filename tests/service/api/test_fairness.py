@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from icecore.service.api import core
-from icecore.service.api.core import Where
+from icecore.service.api import service
+from icecore.service.api.service import Where
 from tests.service.api.conftest import Go, Node, Session
 
 
 def test_a_slow_repository_stops_its_own_caller_alone(
     node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "_STORED_PER_CALLER", 2)
-    monkeypatch.setattr(core, "_STORED_SECONDS", 0.3)
+    monkeypatch.setattr(service, "_STORED_PER_CALLER", 2)
+    monkeypatch.setattr(service, "_STORED_SECONDS", 0.3)
     answers, began = threading.Event(), []
     known = node.backing.snapshots
     slow = [True]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from icecore.service.api.caller import Role
-from icecore.service.api.routes import Route
-from icecore.service.api.table import ROUTES
+from icecore.service.api.route_table import ROUTES
+from icecore.service.api.routing import Route
 from tests.service.api.conftest import ALICE, BOB, Go, Node, Session, ended
 
 #: Whose things each place of a path names: alice's, and another user's.

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from icecore.service.api.documents import document
-from icecore.service.api.routes import Route
-from icecore.service.api.table import ROUTES
+from icecore.service.api.route_table import ROUTES
+from icecore.service.api.routing import Route
 from tests.service.api.conftest import Node, listening
 
 _STREAMS = ("operation_events", "job_logs")

@@ -120,7 +120,7 @@ def node(public: Path) -> Iterator[Node]:
 
 def _end_jobs(state: Path) -> None:
     from icecore.host.jobs.registry import Registry
-    from icecore.service.api import stored as files
+    from icecore.service.api import operation_files as files
 
     for directory in (state / "service" / "operations").glob("*"):
         process = files.read_process(directory)

@@ -16,8 +16,8 @@ import pytest
 
 from icecore import Config, Repository
 from icecore.config import DumpSettings
+from icecore.node.watching import scraped, watch
 from icecore.service.record import read
-from icecore.watching import scraped, watch
 from tests.cli.conftest import SECONDS, Cli, until
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

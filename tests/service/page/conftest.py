@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from icecore.backing import as_record
+from icecore.node.backing import as_record
 from icecore.service.api import models
 from icecore.service.api.app import build
-from icecore.service.api.core import Where
+from icecore.service.api.service import Where
 from icecore.service.facts.readings import Reading, Replica
 from icecore.service.page import routes
 from tests.cli.conftest import SECONDS, Cli, cli, needs_criu, until, zygote

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from icecore import passphrase
+from icecore.access import passphrase
+from icecore.access.places import state_directory
 from icecore.config import Config
 from icecore.errors import IcecoreError
-from icecore.places import state_directory
 from icecore.repository import Repository
 from icecore.service.facts.readings import Replica, staging_of
 from icecore.service.facts.watch import Watch

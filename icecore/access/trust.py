@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from icecore.access.passphrase import Passphrase, current, is_configured
+from icecore.access.places import names_of, state_directory
 from icecore.config import Config
 from icecore.errors import (
     Distrusted,
@@ -22,8 +24,6 @@ from icecore.errors import (
     UsageError,
 )
 from icecore.events import Sink, discard
-from icecore.passphrase import Passphrase, current, is_configured
-from icecore.places import names_of, state_directory
 from icecore.store.backend.base import Backend
 from icecore.store.format.keys import Parameters
 from icecore.store.log.chain import Log
@@ -83,7 +83,7 @@ class Client:
         """Open the repository in ``backend`` if this client knows it or knows none there.
 
         Args:
-            passphrase: Returns the passphrase. None: `icecore.passphrase.current`.
+            passphrase: Returns the passphrase. None: `icecore.access.passphrase.current`.
             secret: The master secret of a repository of which this one must be a replica; replaces
                 the passphrase.
             plain: Accept a plain repository although a passphrase is configured.

@@ -47,7 +47,7 @@ class Where:
 
 
 class Backing(Protocol):
-    """Access to repositories and to this machine; `icecore.backing` implements it.
+    """Access to repositories and to this machine; `icecore.node.backing` implements it.
 
     All methods block, so they run in threads.
     """
@@ -59,7 +59,7 @@ class Backing(Protocol):
         """Return the snapshots in commit order, with their owners."""
 
     def find(self, snapshots: Sequence[models.Snapshot], name: str) -> models.Snapshot:
-        """Return the snapshot that a name refers to (`icecore.addressing.resolve`)."""
+        """Return the snapshot that a name refers to (`icecore.snapshots.addressing.resolve`)."""
 
     def details(self, where: Where, snapshot: str) -> models.SnapshotDetails:
         """Return what a snapshot contains."""

@@ -15,7 +15,7 @@ from aiohttp import web
 from icecore.service.api.caller import Caller, Role
 
 if TYPE_CHECKING:
-    from icecore.service.api.core import Service
+    from icecore.service.api.service import Service
 
 #: The subject of a request:
 #:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from icecore import passphrase, units
+from icecore import units
+from icecore.access import passphrase
+from icecore.access.places import state_directory
 from icecore.config import Config
 from icecore.dumper.preflight.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
@@ -31,7 +33,6 @@ from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
 from icecore.host.kernel.userfaultfd import create
 from icecore.host.resident.keeper import keeper_path, preload_path
-from icecore.places import state_directory
 from icecore.repository import Repository
 from icecore.sizes import PAGE
 

@@ -13,13 +13,13 @@ from types import FrameType
 from typing import Any
 
 from icecore.commands.context import Context, gpu_map, overridden
+from icecore.commands.replay import Record, cancel, follow
 from icecore.config import DumpSettings, ForgetSettings, RestoreSettings, job_environment
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
 from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.remote.connection import Service, at
 from icecore.remote.jobs import RemoteJob, RemoteRegistry
-from icecore.remote.replay import Record, cancel, follow
 from icecore.text import is_utf8
 
 Writer = Callable[[LogPiece], None]

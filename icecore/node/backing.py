@@ -13,22 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from icecore import addressing, contained, passphrase
+from icecore.access import passphrase
+from icecore.access.places import state_directory
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.identity import user_name
-from icecore.places import state_directory
+from icecore.node.watching import compare_replicas
 from icecore.private import components, is_own
 from icecore.repository import Repository
 from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
-from icecore.service.api.core import Where
+from icecore.service.api.service import Where
 from icecore.service.facts.readings import Reading, Replica, read_repository, staging_of
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
+from icecore.snapshots import addressing, contents
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
-from icecore.watching import compare_replicas
 
 _KEPT_SECONDS = 300.0
 _STATISTICS_SECONDS = 30.0
@@ -86,10 +87,10 @@ class Repositories:
             listed = as_snapshot(record, self._owner(opened.repository, record))
         return models.SnapshotDetails(
             snapshot=listed,
-            details=jsonable(contained.details(manifest)),
-            processes=[jsonable(one) for one in contained.processes(manifest)],
-            regions=[jsonable(one) for one in contained.regions(manifest)],
-            files=[jsonable(one) for one in contained.files(manifest)],
+            details=jsonable(contents.details(manifest)),
+            processes=[jsonable(one) for one in contents.processes(manifest)],
+            regions=[jsonable(one) for one in contents.regions(manifest)],
+            files=[jsonable(one) for one in contents.files(manifest)],
         )
 
     def statistics(self, where: Where) -> models.Repository:
@@ -295,7 +296,7 @@ def _group(found: Group) -> models.Group:
 
 def as_snapshot(record: SnapshotRecord, owner: int | None) -> models.Snapshot:
     """Return a snapshot's record as a resource."""
-    fields = jsonable(contained.snapshot_fields(record))
+    fields = jsonable(contents.snapshot_fields(record))
     return models.Snapshot(owner=owner, **{key: fields[key] for key in _FIELDS})
 
 

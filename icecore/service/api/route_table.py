@@ -6,7 +6,7 @@ from icecore.service.api import handlers, models
 from icecore.service.api import snapshot_handlers as snapshots
 from icecore.service.api.caller import Role
 from icecore.service.api.documents import openapi_document
-from icecore.service.api.routes import Route
+from icecore.service.api.routing import Route
 
 _READ, _OPERATE, _ADMIN = Role.READ, Role.OPERATE, Role.ADMIN
 _JOB, _SNAPSHOT, _OPERATION = (

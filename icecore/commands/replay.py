@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from icecore.commands.context import Context, Interrupted
+from icecore.commands.output import Output
 from icecore.errors import IcecoreError
 from icecore.events import Event
-from icecore.output import Output
 from icecore.remote.connection import Service, at, error_of
 
 _NAMES = {1: "HUP", 2: "INT", 10: "USR1", 15: "TERM"}

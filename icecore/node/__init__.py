@@ -1,0 +1,3 @@
+"""This machine: its checks, and what joins the service to the rest of icecore: repositories,
+readings, the calls of a supervisor.
+"""
