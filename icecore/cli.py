@@ -12,26 +12,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from icecore import config
-from icecore.access.places import state_directory
-from icecore.commands import (
-    completion,
-    exchange,
-    jobs,
-    keys,
-    node,
-    page,
-    regions,
-    repositories,
-    serve,
-    snapshots,
-    supervise,
-    trust,
-)
 from icecore.commands.context import (
     CommandParser,
     Commands,
@@ -41,21 +27,46 @@ from icecore.commands.context import (
     TopParser,
     load_numpy,
 )
+from icecore.commands.demand import OnDemand, OneCommand, TopOnDemand
 from icecore.commands.output import Output
 from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep
-from icecore.service.metrics.tally import counted
 
 if TYPE_CHECKING:
     from icecore.remote.connection import Service
 
-#: The groups of commands in the order of the help text.
-GROUPS = (
-    ("jobs", (jobs, supervise)),
-    ("snapshots", (snapshots,)),
-    ("repositories", (repositories, trust)),
-    ("replicas and exchange", (regions, exchange)),
-    ("node and keys", (keys, node, serve, page, completion)),
+#: The groups of commands in the order of the help text: each module of `icecore.commands`, and the
+#: commands that it adds. A module is imported when one of its commands is called.
+GROUPS: tuple[tuple[str, Mapping[str, tuple[str, ...]]], ...] = (
+    (
+        "jobs",
+        {
+            "jobs": ("run", "ps", "logs", "attach", "wait", "kill", "rm"),
+            "supervise": ("schedule",),
+        },
+    ),
+    ("snapshots", {"snapshots": ("dump", "restore", "ls", "show", "diff")}),
+    (
+        "repositories",
+        {
+            "repositories": ("forget", "mark", "init", "gc", "check", "repair", "stats"),
+            "trust": ("trust",),
+        },
+    ),
+    (
+        "replicas and exchange",
+        {"regions": ("sync", "copy"), "exchange": ("import", "export")},
+    ),
+    (
+        "node and keys",
+        {
+            "keys": ("key",),
+            "node": ("doctor",),
+            "serve": ("serve", "token"),
+            "page": ("page",),
+            "completion": ("completion",),
+        },
+    ),
 )
 #: Commands that see or change what runs on this node. They first recover the files that a killed
 #: restore left changed.
@@ -68,33 +79,55 @@ _SERVED = _OF_REPOSITORY | {
     *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore"),
 }
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TOP: Mapping[str, Any] = {
+    "prog": "icecore",
+    "usage": "icecore [options] COMMAND ...",
+    "description": "Transparent, incremental snapshots of running process trees.",
+    "epilog": "'icecore COMMAND --help' explains a command and shows examples.\n\n"
+    "A snapshot contains everything that the job had in memory, including secrets: "
+    "protect the repository like the job itself.",
+    "allow_abbrev": False,
+}
 
 
 def build_parser() -> TopParser:
     """Return the parser of all commands."""
-    parser = TopParser(
-        prog="icecore",
-        usage="icecore [options] COMMAND ...",
-        description="Transparent, incremental snapshots of running process trees.",
-        epilog="'icecore COMMAND --help' explains a command and shows examples.\n\n"
-        "A snapshot contains everything that the job had in memory, including secrets: "
-        "protect the repository like the job itself.",
-        allow_abbrev=False,
-    )
+    parser = TopParser(**_TOP)
+    commands = Commands(_prepare(parser), _common)
+    for title, modules in GROUPS:
+        for module in modules:
+            _module(module).add(commands.of_group(title))
+    return parser
+
+
+def parser_on_demand() -> TopParser:
+    """Return a parser that parses as `build_parser`'s does."""
+    homes = {
+        name: module for _, modules in GROUPS for module, names in modules.items() for name in names
+    }
+    parser = TopOnDemand(**_TOP)
+    parser.whole = build_parser
+    parsers = _prepare(parser, OnDemand)
+    parsers.defer(homes, lambda name: _module(homes[name]).add(OneCommand(parsers, _common, name)))
+    return parser
+
+
+def _module(name: str) -> Any:
+    return import_module(f"icecore.commands.{name}")
+
+
+def _prepare(parser: TopParser, action: Any = argparse._SubParsersAction) -> Any:
+    """Add the options of the program; return what commands are added to."""
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     _common(parser, first=True)
-    parsers = parser.add_subparsers(
+    return parser.add_subparsers(
         dest="command",
         metavar="COMMAND",
         title="commands",
         prog="icecore",
         parser_class=CommandParser,
+        action=action,
     )
-    commands = Commands(parsers, _common)
-    for title, modules in GROUPS:
-        for module in modules:
-            module.add(commands.of_group(title))
-    return parser
 
 
 def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
@@ -250,7 +283,7 @@ def _require_utf8() -> None:
 def _run(
     words: list[str], rest: list[str] | None, recorder: Output | None, origin: Origin | None
 ) -> int:
-    parser = build_parser()
+    parser = parser_on_demand()
     arguments = parser.parse_args(words)
     if arguments.version:
         from importlib.metadata import version
@@ -266,7 +299,7 @@ def _run(
             cure="leave them out",
         )
     arguments.job_command = rest or []
-    arguments.parser = parser
+    arguments.parser = build_parser
     settings = config.load(arguments.config)
     if arguments.numpy:
         load_numpy()
@@ -283,6 +316,9 @@ def _run(
         if arguments.command not in _COUNTED:
             status: int = arguments.run(arguments, context)
             return status
+        from icecore.access.places import state_directory
+        from icecore.service.metrics.tally import counted
+
         state = state_directory(settings.state)
         with counted(state, arguments.command, output.event):
             status = arguments.run(arguments, context)

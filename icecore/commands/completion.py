@@ -45,7 +45,7 @@ def completion(arguments: argparse.Namespace, context: Context) -> int:
         for word in sorted(_jobs(context) if arguments.what == "jobs" else _snapshots(context)):
             context.output.line(word)
         return 0
-    context.output.raw(script(arguments.parser, arguments.what).encode())
+    context.output.raw(script(arguments.parser(), arguments.what).encode())
     return 0
 
 

@@ -17,7 +17,6 @@ from icecore.commands.output import Output
 from icecore.config import SECONDS, SIZE, SWITCH, THREADS, Config, Kind
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink
-from icecore.service.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.registry import Registry
     from icecore.remote.connection import Service
     from icecore.repository import Repository
+    from icecore.service.metrics.tally import Tally
     from icecore.store.format.state import SnapshotRecord
 
 Settings = TypeVar("Settings")
@@ -100,6 +100,7 @@ class Context:
         """The sink of a repository's events, which are counted."""
         if self._tally is None:
             from icecore.access.places import state_directory
+            from icecore.service.metrics.tally import Tally
 
             self._tally = Tally(state_directory(self.config.state))
             self._stack.callback(self._tally.flush)

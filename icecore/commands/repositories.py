@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.access import passphrase
@@ -16,9 +15,6 @@ from icecore.commands.context import PLACE, READ_ONLY, Commands, Context
 from icecore.config import SIZE
 from icecore.errors import UsageError
 from icecore.events import Value
-
-if TYPE_CHECKING:
-    pass
 
 
 def add(commands: Commands) -> None:
