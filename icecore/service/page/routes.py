@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, IcecoreError
-from icecore.service.api import models, problems
+from icecore.service.api import models, problems, requests
 from icecore.service.api.caller import Role
 from icecore.service.api.problems import Unauthenticated
 from icecore.service.api.routing import Handler, Method, Route, Scope
@@ -43,7 +43,7 @@ def routes() -> list[Route]:
     """Return the routes of the page."""
     job, snapshot = f"{PATH}/jobs/{{name}}", f"{PATH}/snapshots/{{snapshot}}"
     operation = f"{PATH}/operations/{{operation}}"
-    own = models.SnapshotQuery
+    own = requests.SnapshotQuery
     return [
         *_public(),
         _page("", "own", views.show_jobs, Filter),

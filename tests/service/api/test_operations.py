@@ -20,10 +20,11 @@ from icecore.host.jobs.job import boot_id
 from icecore.service.api import operation_files as files
 from icecore.service.api import operations as module
 from icecore.service.api.journal import Reader, Writer
-from icecore.service.api.models import Operation, RunRequest
+from icecore.service.api.models import Operation
 from icecore.service.api.operation_files import Process, Result, Stored
 from icecore.service.api.operations import Bounds, Operations, new_id
 from icecore.service.api.problems import Busy, Conflict
+from icecore.service.api.requests import RunRequest
 from tests.service.api.conftest import WORKER
 
 
