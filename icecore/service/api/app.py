@@ -18,7 +18,7 @@ from icecore.service.api import models, problems, requests, snapshot_handlers
 from icecore.service.api.caller import Caller, Peer, Role, of_peer
 from icecore.service.api.connections import guard_of
 from icecore.service.api.operation_handlers import may_see
-from icecore.service.api.operations import unknown
+from icecore.service.api.operation_table import unknown
 from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
 from icecore.service.api.route_table import ROUTES
 from icecore.service.api.routing import TABLE, Call, Route
