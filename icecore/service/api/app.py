@@ -14,8 +14,9 @@ import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, IcecoreError, UsageError
+from icecore.host.kernel.peer import Peer
 from icecore.service.api import models, problems, requests, snapshot_handlers
-from icecore.service.api.caller import Caller, Peer, Role, of_peer
+from icecore.service.api.caller import Caller, Role, of_peer
 from icecore.service.api.connections import guard_of
 from icecore.service.api.operation_handlers import may_see
 from icecore.service.api.operation_table import unknown

@@ -21,19 +21,19 @@ _READ, _OPERATE, _ADMIN = Role.READ, Role.OPERATE, Role.ADMIN
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Filter(models.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Filter(requests.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of lists that can be filtered."""
 
     q: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class OfState(models.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfState(requests.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the list of operations."""
 
     state: models.State | Literal[""] = ""
 
 
-class LinkQuery(models.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkQuery(requests.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of a link that signs in."""
 
     link: Annotated[str, msgspec.Meta(max_length=128)] = ""
