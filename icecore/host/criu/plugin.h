@@ -26,14 +26,14 @@ struct criu_plugin {
 };
 
 /* Defines the plugin of a library. Further arguments: [HOOK] = function, ... */
-#define CRIU_PLUGIN(title, begin, end, ...)                                        \
+#define CRIU_PLUGIN(title, begin, end, ...) \
 	__attribute__((visibility("default"))) struct criu_plugin CR_PLUGIN_DESC = { \
-	    .name = (title),                                                       \
-	    .init = (begin),                                                       \
-	    .exit = (end),                                                         \
-	    .version = 0x200,                                                      \
-	    .max_hooks = HOOKS,                                                    \
-	    .hooks = {__VA_ARGS__},                                                \
+	    .name = (title), \
+	    .init = (begin), \
+	    .exit = (end), \
+	    .version = 0x200, \
+	    .max_hooks = HOOKS, \
+	    .hooks = {__VA_ARGS__}, \
 	}
 
 #endif
