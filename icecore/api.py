@@ -21,7 +21,6 @@ from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry, require_name
 from icecore.host.kernel import procfs
-from icecore.restorer.hooks import run_hook
 from icecore.service.metrics.tally import counted
 from icecore.text import harmless
 
@@ -363,6 +362,7 @@ def restore(
         StoreError: The storage failed; no process of the tree runs.
         HookFailed: The hook ``restore.after`` failed; the tree runs with all its memory.
     """
+    from icecore.restorer.hooks import run_hook
     from icecore.restorer.restore import restore as _restore
 
     config = config or load()

@@ -39,7 +39,7 @@ from icecore.store.format.archive import (
     MemoryKind,
     image_key,
 )
-from icecore.text import printable
+from icecore.text import is_utf8, printable
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _BLOCK = 1 << 20
@@ -352,8 +352,3 @@ def _about(
         "pod": annotation("io.kubernetes.pod.name", "io.kubernetes.cri.sandbox-name"),
     }
     return Archive(size, compression, **{key: text[:_MAX_TEXT] for key, text in texts.items()})
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether a text holds no escaped bytes (PEP 383)."""
-    return text.isascii() or not any("\udc80" <= character <= "\udcff" for character in text)

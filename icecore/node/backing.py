@@ -24,7 +24,13 @@ from icecore.repository import Repository
 from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
 from icecore.service.api.service import Where
-from icecore.service.facts.readings import Reading, Replica, read_repository, staging_of
+from icecore.service.facts.readings import (
+    LIST_SECONDS,
+    Reading,
+    Replica,
+    read_repository,
+    staging_of,
+)
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.snapshots import addressing, contents
 from icecore.store.format.state import SnapshotRecord
@@ -33,7 +39,6 @@ from icecore.text import jsonable
 
 _KEPT_SECONDS = 300.0
 _STATISTICS_SECONDS = 30.0
-_READING_SECONDS = 2.0
 _MOST_OWNERS = 100_000
 
 
@@ -221,7 +226,7 @@ class _Opened:
     def reading(self) -> Reading:
         """Return the lists; one reader at a time."""
         with self._reading_lock:
-            if self._reading is None or time.time() - self._reading.at > _READING_SECONDS:
+            if self._reading is None or time.time() - self._reading.at > LIST_SECONDS:
                 self._reading = self.repository.loop.run(read_repository(self.repository.core))
             return self._reading
 

@@ -31,6 +31,7 @@ from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.jobs.start import StartFailed
 from icecore.host.kernel import cgroups, procfs
+from icecore.host.kernel.peer import Peer
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.planning import run_record
 from tests.host.target import eventually
@@ -516,13 +517,15 @@ def test_a_client_of_a_socket(place: Path) -> None:
         client = process_of(STRANGER, PYTHON, "-c", f"{code}; s.recv(1)")
         accepted, _ = server.accept()
         with accepted:
-            assert Identity.of_peer(accepted).user == STRANGER
+            peer = Peer.of(accepted)
+            assert Identity.of_peer(peer).user == STRANGER
+            peer.close()
         client.wait(10)
         client = process_of(STRANGER, PYTHON, "-c", code)
         client.wait(10)
         accepted, _ = server.accept()
         with accepted, pytest.raises((NotFound, UsageError)):
-            Identity.of_peer(accepted)
+            Identity.of_peer(Peer.of(accepted))
 
 
 @pytest.mark.parametrize(

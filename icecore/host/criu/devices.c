@@ -29,46 +29,17 @@
 #include <unistd.h>
 
 #include "device_files.h"
+#include "plugin.h"
 #include "say.h"
-
-/* criu-plugin.h of version 0.2.0: CRIU 4.0 is the first to have all of these. */
-enum { STAGE_DUMP, STAGE_PRE_DUMP, STAGE_RESTORE };
-enum {
-	DUMP_EXT_FILE = 2,
-	RESTORE_EXT_FILE,
-	HANDLE_DEVICE_VMA = 7,
-	UPDATE_VMA_MAP,
-	RESUME_DEVICES_LATE,
-	CHECKPOINT_DEVICES = 11,
-	HOOKS
-};
 
 static int begin(int which);
 static void end(int which, int result);
 static int hold(int pid);
 
-__attribute__((visibility("default"))) struct {
-	const char *name;
-	int (*init)(int stage);
-	void (*exit)(int stage, int result);
-	unsigned version, max_hooks;
-	void *hooks[HOOKS];
-} CR_PLUGIN_DESC = {
-    .name = "icecore",
-    .init = begin,
-    .exit = end,
-    .version = 0x200,
-    .max_hooks = HOOKS,
-    .hooks =
-	{
-	    [DUMP_EXT_FILE] = device_file_dump,
-	    [RESTORE_EXT_FILE] = device_file_restore,
-	    [HANDLE_DEVICE_VMA] = device_mapping_dump,
-	    [UPDATE_VMA_MAP] = device_mapping_restore,
-	    [RESUME_DEVICES_LATE] = hold,
-	    [CHECKPOINT_DEVICES] = hold,
-	},
-};
+CRIU_PLUGIN("icecore", begin, end, [DUMP_EXT_FILE] = device_file_dump,
+    [RESTORE_EXT_FILE] = device_file_restore, [HANDLE_DEVICE_VMA] = device_mapping_dump,
+    [UPDATE_VMA_MAP] = device_mapping_restore, [RESUME_DEVICES_LATE] = hold,
+    [CHECKPOINT_DEVICES] = hold);
 
 enum { MOST = 4096, MESSAGE = 1 << 16 };
 static struct {

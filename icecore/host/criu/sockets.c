@@ -13,8 +13,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-/* criu-plugin.h of version 0.2.0 */
-enum { DUMP_UNIX_SK, HOOKS = 12 };
+#include "plugin.h"
 
 static int begin(int stage)
 {
@@ -43,17 +42,4 @@ static int dump(int descriptor, int inode)
 	return 0;
 }
 
-__attribute__((visibility("default"))) struct {
-	const char *name;
-	int (*init)(int stage);
-	void (*exit)(int stage, int result);
-	unsigned version, max_hooks;
-	void *hooks[HOOKS];
-} CR_PLUGIN_DESC = {
-    .name = "icecore-sockets",
-    .init = begin,
-    .exit = end,
-    .version = 0x200,
-    .max_hooks = HOOKS,
-    .hooks = {[DUMP_UNIX_SK] = dump},
-};
+CRIU_PLUGIN("icecore-sockets", begin, end, [DUMP_UNIX_SK] = dump);

@@ -14,8 +14,6 @@ import pwd
 import re
 import resource
 import select
-import socket
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from typing import Any
 
 from icecore.errors import NotFound, UsageError
 from icecore.host.kernel import cgroups, libc, limits, procfs
+from icecore.host.kernel.peer import Peer
 
 #: Name of each limit in /proc/PID/limits → its number for setrlimit(2), the same on x86-64 and
 #: aarch64.
@@ -50,8 +49,6 @@ UNLIMITED = -1
 _LIMIT_LINE = re.compile(r"(\S.*?) {2,}(\d+|unlimited) +(\d+|unlimited)")
 #: A process in another namespace of these kinds sees a different machine than icecore.
 _SAME_NAMESPACES = ("user", "mnt", "pid", "net")
-_SO_PEERPIDFD = 77  # Linux 6.5
-_CREDENTIALS = struct.Struct("3i")  # struct ucred
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 _IOPRIO_WHO_PROCESS = 1
 #: CAP_CHOWN … CAP_CHECKPOINT_RESTORE, and those that later kernels add.
@@ -153,25 +150,16 @@ class Identity:
         return _named(found)
 
     @classmethod
-    def of_peer(cls, connection: socket.socket) -> Identity:
-        """Return the identity of the process that connected a unix socket (SO_PEERCRED).
+    def of_peer(cls, peer: Peer) -> Identity:
+        """Return the identity of the process that connected a unix socket.
 
         Raises:
             NotFound, UsageError: As `of_process`.
         """
-        size = _CREDENTIALS.size
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        pid, user, _ = _CREDENTIALS.unpack(raw)
-        if pid <= 0:
+        if peer.pid <= 0:
             raise UsageError("the client is in another pid namespace, or has ended")
-        try:
-            pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-        except OSError:  # an older kernel: a process that has reused the pid has the same uid
-            return cls.of_process(pid, user=user)
-        try:
-            return cls.of_process(pid, pidfd=pidfd, user=user)
-        finally:
-            os.close(pidfd)
+        # Without a pidfd (an older kernel), a process that has reused the pid has the same uid.
+        return cls.of_process(peer.pid, pidfd=peer.pidfd, user=peer.uid)
 
     @classmethod
     def _read(cls, pid: int, credentials: Mapping[str, list[str]]) -> Identity:

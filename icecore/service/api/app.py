@@ -14,11 +14,12 @@ import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, IcecoreError, UsageError
-from icecore.service.api import models, problems, snapshot_handlers
-from icecore.service.api.caller import Caller, Peer, Role, of_peer
+from icecore.host.kernel.peer import Peer
+from icecore.service.api import models, problems, requests, snapshot_handlers
+from icecore.service.api.caller import Caller, Role, of_peer
 from icecore.service.api.connections import guard_of
-from icecore.service.api.handlers import may_see
-from icecore.service.api.operations import unknown
+from icecore.service.api.operation_handlers import may_see
+from icecore.service.api.operation_table import unknown
 from icecore.service.api.problems import Busy, TooLarge, Unauthenticated
 from icecore.service.api.route_table import ROUTES
 from icecore.service.api.routing import TABLE, Call, Route
@@ -215,7 +216,7 @@ async def _parse(route: Route, call: Call) -> None:
     given = dict(request.query)
     if len(given) < len(request.query):
         raise UsageError("a parameter is given twice", cure="give each parameter once")
-    query = route.query or models.Nothing
+    query = route.query or requests.Nothing
     try:
         call.query = msgspec.convert(given, query, strict=False)
     except msgspec.ValidationError as error:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from icecore.service.api import models
+from icecore.service.api import requests
 
 Words = list[str]
 
 
-def of_run(wanted: models.RunRequest) -> Words:
+def of_run(wanted: requests.RunRequest) -> Words:
     """Return the command line of ``run``, without the job's command."""
     words = ["run", f"--cwd={wanted.cwd}"]
     words += _options(wanted, "name", "pid", "ipc", "network", "root", "resident", "keep_resident")
@@ -46,7 +46,7 @@ def of_run(wanted: models.RunRequest) -> Words:
     return words
 
 
-def of_retention(keep: models.Retention) -> Words:
+def of_retention(keep: requests.Retention) -> Words:
     """Return a retention policy as options: all of them, so that no configured option applies."""
     return [
         f"--{_dashed(name)}={'all' if value == -1 else value}"
@@ -54,7 +54,7 @@ def of_retention(keep: models.Retention) -> Words:
     ]
 
 
-def of_dump(wanted: models.DumpRequest, instance: str) -> Words:
+def of_dump(wanted: requests.DumpRequest, instance: str) -> Words:
     """Return the command line of ``dump``."""
     words = ["dump"]
     words += ["--stop"] if wanted.stop else []
@@ -75,7 +75,7 @@ def of_dump(wanted: models.DumpRequest, instance: str) -> Words:
     return [*words, instance]
 
 
-def of_restore(wanted: models.RestoreRequest, snapshot: str) -> Words:
+def of_restore(wanted: requests.RestoreRequest, snapshot: str) -> Words:
     """Return the command line of ``restore``."""
     words = ["restore"]
     words += ["--dry-run"] if wanted.dry_run else []
@@ -85,18 +85,18 @@ def of_restore(wanted: models.RestoreRequest, snapshot: str) -> Words:
     return [*words, snapshot]
 
 
-def of_show(wanted: models.ShowRequest, snapshot: str) -> Words:
+def of_show(wanted: requests.ShowRequest, snapshot: str) -> Words:
     """Return the command line of ``show``."""
     return ["show", *(["--all"] if wanted.all else []), snapshot]
 
 
-def of_diff(wanted: models.DiffRequest, snapshot: str) -> Words:
+def of_diff(wanted: requests.DiffRequest, snapshot: str) -> Words:
     """Return the command line of ``diff``."""
     words = ["diff", *(["--all"] if wanted.all else [])]
     return [*words, wanted.older, snapshot] if wanted.older else [*words, snapshot]
 
 
-def of_mark(wanted: models.MarkRequest, snapshot: str) -> Words:
+def of_mark(wanted: requests.MarkRequest, snapshot: str) -> Words:
     """Return the command line of ``mark``."""
     words = ["mark"]
     if wanted.pin is not None:
@@ -106,22 +106,22 @@ def of_mark(wanted: models.MarkRequest, snapshot: str) -> Words:
     return [*words, snapshot]
 
 
-def of_forget(wanted: models.ForgetRequest) -> Words:
+def of_forget(wanted: requests.ForgetRequest) -> Words:
     """Return the command line of ``forget``."""
     words = ["forget", *(["--dry-run"] if wanted.dry_run else [])]
     if wanted.snapshots:
         return [*words, *wanted.snapshots]
-    words += of_retention(wanted.keep or models.Retention())
+    words += of_retention(wanted.keep or requests.Retention())
     words += [f"--keep-tag={tag}" for tag in wanted.keep_tags]
     return [*words, f"--job={wanted.job}"]
 
 
-def of_gc(wanted: models.GcRequest) -> Words:
+def of_gc(wanted: requests.GcRequest) -> Words:
     """Return the command line of ``gc``."""
     return ["gc", *(["--dry-run"] if wanted.dry_run else []), *_options(wanted, "fence")]
 
 
-def of_check(wanted: models.CheckRequest) -> Words:
+def of_check(wanted: requests.CheckRequest) -> Words:
     """Return the command line of ``check``."""
     share = wanted.read_data * 100
     return ["check", *([f"--read-data={share}"] if share else [])]

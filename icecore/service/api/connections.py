@@ -13,7 +13,7 @@ from typing import cast
 
 from aiohttp import web
 
-from icecore.service.api.caller import Peer
+from icecore.host.kernel.peer import Peer
 
 #: Time for a request's headers, and for a client that does not read what it asked for.
 SLOW_SECONDS = 30.0

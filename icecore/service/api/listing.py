@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from icecore.errors import UsageError
-from icecore.service.api.models import Page
+from icecore.service.api.requests import Page
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Declarations of routes, and the argument of their handlers.
+"""What a route is, and the argument of its handler; `route_table` lists the routes.
 
 Every route has a role and a scope. `icecore.service.api.app` checks both before the handler runs, and
 passes it the subject of the request, which the caller may access.
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 #: - ``node``: the whole node, for callers that are not restricted to some jobs
 Scope = Literal["none", "own", "job", "snapshot", "operation", "repository", "node"]
 Method = Literal["GET", "POST", "DELETE"]
+#: A streamed answer without data sends a sign of life after this time.
+BEAT_SECONDS = 15.0
 
 
 @dataclass

@@ -24,7 +24,8 @@ from icecore.service.api.audit import Audit
 from icecore.service.api.caller import Caller, Role
 from icecore.service.api.connections import Connections
 from icecore.service.api.limits import Rate
-from icecore.service.api.operations import Bounds, Operations
+from icecore.service.api.operation_table import Bounds
+from icecore.service.api.operations import Operations
 from icecore.service.api.problems import Slow
 from icecore.service.api.tokens import Tokens
 from icecore.service.facts.readings import Reading, Replica

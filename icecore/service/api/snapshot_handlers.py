@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from icecore.errors import Damaged, Denied, NotFound, UsageError
-from icecore.service.api import command_lines, models
+from icecore.service.api import command_lines, models, requests
 from icecore.service.api.listing import page
 from icecore.service.api.routing import Call
 from icecore.service.api.service import Where
@@ -123,7 +123,7 @@ async def mark_snapshot(call: Call) -> Any:
 
 async def forget_snapshots(call: Call) -> Any:
     """Forget snapshots, by id or by a policy for one job; a dry run unless told otherwise."""
-    wanted: models.ForgetRequest = call.body
+    wanted: requests.ForgetRequest = call.body
     if bool(wanted.snapshots) == bool(wanted.job):
         raise UsageError(
             "the request has neither or both of 'snapshots' and 'job'", cure="give one of them"

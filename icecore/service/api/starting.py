@@ -13,6 +13,7 @@ from aiohttp import web
 
 from icecore.errors import Denied, UsageError
 from icecore.host.jobs.identity import Identity
+from icecore.host.kernel.peer import Peer
 from icecore.service.api import models, operations
 from icecore.service.api.caller import Caller
 from icecore.service.api.operation_files import Stored
@@ -101,8 +102,8 @@ async def identity_of(call: Call) -> Identity:
     peer = caller.peer
     if peer is not None:
         # Its connection may be closed, and the descriptor's number reused, while the thread reads.
-        pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
-        found = await call.service.locally(_of_peer, peer.pid, pidfd, peer.uid)
+        held = dataclasses.replace(peer, pidfd=os.dup(peer.pidfd) if peer.pidfd >= 0 else -1)
+        found = await call.service.locally(_of_peer, held)
         if found.group != peer.gid or set(found.groups) != set(peer.gids):
             raise Denied("the caller has changed its groups since it connected")
         return found
@@ -118,13 +119,12 @@ async def identity_of(call: Call) -> Identity:
     return dataclasses.replace(found, limits={**found.limits, resource.RLIMIT_NOFILE: before})
 
 
-def _of_peer(pid: int, pidfd: int, uid: int) -> Identity:
-    """Return the identity of a process; closes the pidfd."""
+def _of_peer(peer: Peer) -> Identity:
+    """Return the identity of a process; closes its pidfd."""
     try:
-        return Identity.of_process(pid, pidfd=pidfd, user=uid)
+        return Identity.of_peer(peer)
     finally:
-        if pidfd >= 0:
-            os.close(pidfd)
+        peer.close()
 
 
 def as_json(identity: Identity) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from icecore.store.log import catalog
 from icecore.store.log.repository import StoredRepository
 
 T = TypeVar("T")
+#: How long the lists of a repository stay valid.
+LIST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Staging:
+class StagingRoom:
     """A file system for the staging of dumps and restores. Sizes in bytes."""
 
     directory: str
@@ -119,7 +121,7 @@ class Staging:
     free: int
 
 
-def staging_of(directories: Iterable[str]) -> list[Staging]:
+def staging_of(directories: Iterable[str]) -> list[StagingRoom]:
     """Return the file systems of the working directories that exist."""
     found = []
     for directory in dict.fromkeys(directories):
@@ -128,7 +130,7 @@ def staging_of(directories: Iterable[str]) -> list[Staging]:
         except OSError:
             continue
         unit = about.f_frsize
-        found.append(Staging(directory, about.f_blocks * unit, about.f_bavail * unit))
+        found.append(StagingRoom(directory, about.f_blocks * unit, about.f_bavail * unit))
     return found
 
 

@@ -15,6 +15,7 @@ from icecore.host.cuda.inventory import Inventory
 from icecore.host.gpu.backend import find_backend
 from icecore.service.facts.jobs import JobFacts, jobs_of
 from icecore.service.facts.readings import (
+    LIST_SECONDS,
     Cached,
     Known,
     NodeReading,
@@ -27,7 +28,6 @@ from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.stats import Stats, stats
 from icecore.store.runtime.loop import LoopThread
 
-_LIST_SECONDS = 2.0
 _NODE_SECONDS = 1.0
 _GPUS_SECONDS = 30.0
 _REPLICAS_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Watch:
         self.loop = loop
         self.state = state
         self._compare = compare
-        self._list = Cached(self._read_list, _LIST_SECONDS)
+        self._list = Cached(self._read_list, LIST_SECONDS)
         self._node = Cached(self._read_node, _NODE_SECONDS)
         self._replicas = Cached(self._read_replicas, _REPLICAS_SECONDS)
         self._stats = Cached(self._read_stats, _STATS_SECONDS)

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from icecore.service.facts.jobs import JobFacts
-from icecore.service.facts.readings import Known, NodeReading, Reading, Replica, Staging
+from icecore.service.facts.readings import Known, NodeReading, Reading, Replica, StagingRoom
 from icecore.service.metrics import families as known
 from icecore.service.metrics.families import FAMILIES, PREFIX, WINDOW_BUCKETS, Family
 from icecore.service.metrics.tally import Totals
@@ -40,7 +40,7 @@ class Sample:
     node: NodeReading
     jobs: Sequence[JobFacts]
     totals: Totals
-    staging: Sequence[Staging] = ()
+    staging: Sequence[StagingRoom] = ()
     staging_limit: int = 0
     stats: Known[Stats] = field(default_factory=Known)
     replicas: Sequence[Replica] = ()

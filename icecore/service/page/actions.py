@@ -12,7 +12,14 @@ from aiohttp import web
 
 from icecore.errors import UsageError
 from icecore.host.jobs.registry import require_name
-from icecore.service.api import handlers, models, snapshot_handlers
+from icecore.service.api import (
+    job_handlers,
+    models,
+    node_handlers,
+    operation_handlers,
+    requests,
+    snapshot_handlers,
+)
 from icecore.service.api.problems import Unauthenticated
 from icecore.service.api.routing import Call, Handler
 from icecore.service.api.tokens import Token
@@ -111,7 +118,7 @@ def _signed_in(call: Call, cookie: str) -> web.StreamResponse:
 async def dump(call: Call) -> web.StreamResponse:
     """Take a snapshot of a job."""
     given = await _own_form(call)
-    return await _started(call, handlers.dump_job, models.DumpRequest(stop="stop" in given))
+    return await _started(call, job_handlers.dump_job, requests.DumpRequest(stop="stop" in given))
 
 
 async def restore(call: Call) -> web.StreamResponse:
@@ -120,7 +127,7 @@ async def restore(call: Call) -> web.StreamResponse:
     name = given.get("name", "").strip()
     if name:
         require_name(name)
-    body = models.RestoreRequest(dry_run="check" in given, name=name)
+    body = requests.RestoreRequest(dry_run="check" in given, name=name)
     return await _started(call, snapshot_handlers.restore_snapshot, body)
 
 
@@ -131,41 +138,41 @@ async def compare(call: Call) -> web.StreamResponse:
     if older:
         found = await call.service.stored(snapshot_handlers.find, call, older)
         older = found.snapshot.snapshot
-    body = models.DiffRequest(older=older)
+    body = requests.DiffRequest(older=older)
     return await _started(call, snapshot_handlers.compare_snapshot, body)
 
 
 async def mark(call: Call) -> web.StreamResponse:
     """Pin or unpin a snapshot."""
     given = await _own_form(call)
-    body = models.MarkRequest(pin=given.get("pin") == "yes")
+    body = requests.MarkRequest(pin=given.get("pin") == "yes")
     return await _started(call, snapshot_handlers.mark_snapshot, body)
 
 
 async def collect(call: Call) -> web.StreamResponse:
     """Plan a garbage collection, or carry it out."""
     given = await _own_form(call)
-    body = models.GcRequest(dry_run="apply" not in given)
+    body = requests.GcRequest(dry_run="apply" not in given)
     return await _started(call, snapshot_handlers.collect_repository, body)
 
 
 async def check(call: Call) -> web.StreamResponse:
     """Verify the objects that snapshots need."""
     await _own_form(call)
-    return await _started(call, snapshot_handlers.check_repository, models.CheckRequest())
+    return await _started(call, snapshot_handlers.check_repository, requests.CheckRequest())
 
 
 async def examine(call: Call) -> web.StreamResponse:
     """Examine this machine."""
     await _own_form(call)
-    return await _started(call, handlers.examine_node, models.Nothing())
+    return await _started(call, node_handlers.examine_node, requests.Nothing())
 
 
 async def cancel(call: Call) -> web.StreamResponse:
     """Cancel an operation."""
     await _own_form(call)
-    call.body = models.CancelRequest()
-    await handlers.cancel_operation(call)
+    call.body = requests.CancelRequest()
+    await operation_handlers.cancel_operation(call)
     return _see_other(f"{PATH}/operations/{call.subject.id}")
 
 
@@ -173,7 +180,7 @@ async def _started(call: Call, handle: Handler, body: Any) -> web.StreamResponse
     """Start an operation as the API does, and show it."""
     call.body = body
     if call.query is None or not hasattr(call.query, "user"):
-        call.query = models.SnapshotQuery()
+        call.query = requests.SnapshotQuery()
     response = await handle(call)
     made = msgspec.json.decode(response.body, type=models.Operation)
     return _see_other(f"{PATH}/operations/{made.id}")

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, IcecoreError
-from icecore.service.api import models, problems
+from icecore.service.api import models, problems, requests
 from icecore.service.api.caller import Role
 from icecore.service.api.problems import Unauthenticated
 from icecore.service.api.routing import Handler, Method, Route, Scope
@@ -21,19 +21,19 @@ _READ, _OPERATE, _ADMIN = Role.READ, Role.OPERATE, Role.ADMIN
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Filter(models.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Filter(requests.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of lists that can be filtered."""
 
     q: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class OfState(models.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfState(requests.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the list of operations."""
 
     state: models.State | Literal[""] = ""
 
 
-class LinkQuery(models.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkQuery(requests.Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of a link that signs in."""
 
     link: Annotated[str, msgspec.Meta(max_length=128)] = ""
@@ -43,7 +43,7 @@ def routes() -> list[Route]:
     """Return the routes of the page."""
     job, snapshot = f"{PATH}/jobs/{{name}}", f"{PATH}/snapshots/{{snapshot}}"
     operation = f"{PATH}/operations/{{operation}}"
-    own = models.SnapshotQuery
+    own = requests.SnapshotQuery
     return [
         *_public(),
         _page("", "own", views.show_jobs, Filter),

@@ -12,10 +12,10 @@ from aiohttp import web
 from icecore.errors import IcecoreError, NotFound
 from icecore.host.cuda.inventory import Inventory
 from icecore.host.gpu.backend import find_backend
-from icecore.service.api import command_lines, models
+from icecore.service.api import command_lines, models, requests
 from icecore.service.api.caller import Role
-from icecore.service.api.handlers import may_see
 from icecore.service.api.journal import Reader
+from icecore.service.api.operation_handlers import may_see
 from icecore.service.api.routing import Call
 from icecore.service.api.snapshot_handlers import Found
 from icecore.service.page import content, lineage, render
@@ -100,8 +100,8 @@ async def show_job_page(call: Call) -> web.Response:
         bars=content.bars_of(job),
         phases=[text for _, text in content.WINDOW_PHASES] + ["other"],
         snapshots=job.snapshots[::-1][:_SHOWN_SNAPSHOTS],
-        dump_words=command_lines.of_dump(models.DumpRequest(), job.name),
-        stop_words=command_lines.of_dump(models.DumpRequest(stop=True), job.name),
+        dump_words=command_lines.of_dump(requests.DumpRequest(), job.name),
+        stop_words=command_lines.of_dump(requests.DumpRequest(stop=True), job.name),
         operation=call.service.operations.supervising().get(job.name, ""),
         ended=job.here.status() if job.here is not None and not job.runs else None,
     )
@@ -116,7 +116,7 @@ async def show_snapshot_page(call: Call) -> web.Response:
         error = ""
     except IcecoreError as failure:
         details, error = None, f"{failure.message}  {failure.cure}"
-    pin = models.MarkRequest(pin=not found.snapshot.pinned)
+    pin = requests.MarkRequest(pin=not found.snapshot.pinned)
     return render.page(
         "snapshot.html",
         **base(call, "jobs", f"Snapshot {id[:12]}"),
@@ -124,9 +124,9 @@ async def show_snapshot_page(call: Call) -> web.Response:
         details=details,
         error=error,
         words={
-            "restore": command_lines.of_restore(models.RestoreRequest(), id),
-            "check": command_lines.of_restore(models.RestoreRequest(dry_run=True), id),
-            "diff": command_lines.of_diff(models.DiffRequest(), id),
+            "restore": command_lines.of_restore(requests.RestoreRequest(), id),
+            "check": command_lines.of_restore(requests.RestoreRequest(dry_run=True), id),
+            "diff": command_lines.of_diff(requests.DiffRequest(), id),
             "pin": command_lines.of_mark(pin, id),
         },
     )
@@ -162,7 +162,7 @@ async def show_operation_page(call: Call) -> web.Response:
         and operation.state == "succeeded"
         and operation.result.get("event") == "gc.plan"
         and may_look_after(call),
-        apply_words=command_lines.of_gc(models.GcRequest(dry_run=False)),
+        apply_words=command_lines.of_gc(requests.GcRequest(dry_run=False)),
     )
 
 
@@ -226,8 +226,8 @@ async def show_repository_page(call: Call) -> web.Response:
         found=found,
         growth=content.growth_of(found.reading.snapshots),
         may_look_after=may_look_after(call),
-        plan_words=command_lines.of_gc(models.GcRequest(dry_run=True)),
-        check_words=command_lines.of_check(models.CheckRequest()),
+        plan_words=command_lines.of_gc(requests.GcRequest(dry_run=True)),
+        check_words=command_lines.of_check(requests.CheckRequest()),
     )
 
 

@@ -15,11 +15,12 @@ import pytest
 
 from icecore.config import Config, ServiceSettings
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
+from icecore.host.kernel.peer import Peer
 from icecore.node.backing import Repositories
 from icecore.repository import Repository
 from icecore.service.api import tokens as module
 from icecore.service.api.audit import Audit
-from icecore.service.api.caller import Caller, Peer, Role, of_peer
+from icecore.service.api.caller import Caller, Role, of_peer
 from icecore.service.api.limits import Rate
 from icecore.service.api.routing import Call
 from icecore.service.api.service import Where

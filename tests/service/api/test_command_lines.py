@@ -7,14 +7,14 @@ import pytest
 
 from icecore.cli import build_parser
 from icecore.commands import remote
-from icecore.service.api import models
+from icecore.service.api import requests
 
 
 @pytest.mark.parametrize(
     ("words", "names", "body"),
     [
-        (["dump", "job"], remote._DUMP, models.DumpRequest),
-        (["restore", "job"], remote._RESTORE, models.RestoreRequest),
+        (["dump", "job"], remote._DUMP, requests.DumpRequest),
+        (["restore", "job"], remote._RESTORE, requests.RestoreRequest),
     ],
 )
 def test_options_have_the_same_names(

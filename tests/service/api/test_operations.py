@@ -18,12 +18,14 @@ import pytest
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.job import boot_id
 from icecore.service.api import operation_files as files
-from icecore.service.api import operations as module
+from icecore.service.api import operation_table as module
 from icecore.service.api.journal import Reader, Writer
-from icecore.service.api.models import Operation, RunRequest
+from icecore.service.api.models import Operation
 from icecore.service.api.operation_files import Process, Result, Stored
-from icecore.service.api.operations import Bounds, Operations, new_id
+from icecore.service.api.operation_table import Bounds
+from icecore.service.api.operations import Operations, new_id
 from icecore.service.api.problems import Busy, Conflict
+from icecore.service.api.requests import RunRequest
 from tests.service.api.conftest import WORKER
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from icecore.host.jobs.job import Job, Stream
-from icecore.service.api import connections, handlers
+from icecore.service.api import connections, job_handlers
 from tests.service.api.conftest import Go, Node, Session, ended
 from tests.service.api.test_operations import pid_of
 
@@ -134,13 +134,13 @@ def test_a_log_is_followed(node: Node, go: Go) -> None:
 def test_nobody_is_served_who_has_hung_up(
     node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, really = [0], handlers._read_log
+    looks, really = [0], job_handlers._read_log
 
     def counted(job: Job, stream: Stream, at: int) -> bytes:
         looks[0] += 1
         return really(job, stream, at)
 
-    monkeypatch.setattr(handlers, "_read_log", counted)
+    monkeypatch.setattr(job_handlers, "_read_log", counted)
 
     async def test(session: Session) -> None:
         async with session.get("/v1/jobs/train/logs?stream=stdout&follow=true") as response:

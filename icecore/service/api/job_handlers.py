@@ -1,4 +1,4 @@
-"""The handlers of the routes about jobs, operations and the node."""
+"""The handlers of the routes about jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import base64
 import os
 import signal
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -18,24 +17,20 @@ from aiohttp import web
 from icecore.errors import Denied, NotFound, UsageError
 from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
-from icecore.service.api import command_lines, models
+from icecore.service.api import command_lines, models, requests
 from icecore.service.api.caller import Role
 from icecore.service.api.listing import page
 from icecore.service.api.problems import Conflict
-from icecore.service.api.routing import Call
+from icecore.service.api.routing import BEAT_SECONDS, Call
 from icecore.service.api.service import owner_of
 from icecore.service.api.starting import as_json, identity_of, owner_or_none, start
 from icecore.service.record import read as read_schedule
-from icecore.text import host_name, jsonable
+from icecore.text import jsonable
 
 _POLL_SECONDS = 0.1
 _PIECE = 256 << 10
-_BEAT_SECONDS = 15.0
 _KILL_SECONDS = 30.0
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
-
-
-# -- jobs
 
 
 def as_job(call: Call, job: Job, supervising: Mapping[str, str]) -> models.Job:
@@ -108,7 +103,7 @@ async def show_job(call: Call) -> Any:
 
 async def run_job(call: Call) -> Any:
     """Start a command as a job."""
-    wanted: models.RunRequest = call.body
+    wanted: requests.RunRequest = call.body
     caller = call.known
     own = wanted.supervise
     if own is not None:
@@ -215,7 +210,7 @@ async def remove_job(call: Call) -> Any:
 async def job_logs(call: Call) -> Any:
     """Return a job's output: the bytes of one stream, or JSON lines for both."""
     job: Job = call.subject
-    query: models.LogsQuery = call.query
+    query: requests.LogsQuery = call.query
     both = query.stream == "both"
     response = web.StreamResponse()
     response.content_type = "application/x-ndjson" if both else "application/octet-stream"
@@ -257,7 +252,7 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
                 yield LogPiece(stream, data)
         if ended or call.service.stopping or call.gone:
             return
-        if loop.time() - beat > _BEAT_SECONDS:
+        if loop.time() - beat > BEAT_SECONDS:
             beat = loop.time()
             yield None
         await asyncio.sleep(_POLL_SECONDS)
@@ -270,137 +265,3 @@ def _read_log(job: Job, stream: Stream, at: int) -> bytes:
             return file.read(_PIECE)
     except FileNotFoundError:  # it was removed meanwhile
         return b""
-
-
-# -- operations
-
-
-async def list_operations(call: Call) -> Any:
-    """List the operations that the caller may see, oldest first."""
-    found = [
-        one
-        for one in call.service.operations.all()
-        if may_see(call, one) and call.query.state in (None, one.state)
-    ]
-    shown, following = page(found, call.query, lambda one: one.id)
-    return models.Items(items=shown, next=following)
-
-
-def may_see(call: Call, operation: models.Operation) -> bool:
-    """Return whether the caller may see an operation: of one of its jobs, or begun by it."""
-    return call.known.may_touch(operation.job, operation.owner) or (
-        operation.caller == call.known.name and not operation.job
-    )
-
-
-async def show_operation(call: Call) -> Any:
-    """Show one operation."""
-    return call.subject
-
-
-async def cancel_operation(call: Call) -> Any:
-    """Cancel an operation, as Ctrl-C cancels a command."""
-    call.audit = {"signal": call.body.signal}
-    name = call.body.signal.upper().removeprefix("SIG")
-    return call.service.operations.cancel(call.subject.id, name)
-
-
-async def operation_events(call: Call) -> Any:
-    """Send an operation's events as server-sent events; Last-Event-ID resumes."""
-    response = web.StreamResponse(headers={"Cache-Control": "no-store"})
-    response.content_type = "text/event-stream"
-    last = call.request.headers.get("Last-Event-ID", "")
-    after = call.query.after
-    if last:
-        if not last.isdecimal() or len(last) > 18:
-            raise UsageError(f"Last-Event-ID {last!r} is not the id of an event")
-        after = int(last)
-    await response.prepare(call.request)
-    with suppress(ConnectionResetError):  # the client hangs up; the operation goes on
-        await _send_events(call, response, after)
-        await response.write_eof()
-    return response
-
-
-async def _send_events(call: Call, response: web.StreamResponse, after: int) -> None:
-    """Send an operation's events after an offset until it has ended, and then ``end``."""
-    loop = asyncio.get_running_loop()
-    beat = loop.time()
-    async for record in call.service.operations.records(call.subject.id, after):
-        if record is None:
-            if call.service.stopping or call.gone:
-                return
-            if loop.time() - beat > _BEAT_SECONDS:
-                beat = loop.time()
-                await response.write(b": beat\n\n")
-            continue
-        beat = loop.time()
-        data = _as_event(*record, text=call.query.text)
-        if data:
-            await response.write(data)
-    ended = msgspec.json.encode(call.service.operations.get(call.subject.id))
-    await response.write(b"event: end\ndata: " + ended + b"\n\n")
-
-
-def _as_event(id: int, line: bytes, *, text: bool) -> bytes:
-    """Return a record as a server-sent event; empty: a text that was not requested."""
-    if text:
-        return b"id: %d\nevent: record\ndata: %b\n\n" % (id, line)
-    record = msgspec.json.decode(line)
-    event = record.get("event")
-    if not isinstance(event, dict):
-        return b""
-    name = str(event.get("event", "event")).encode()
-    return b"id: %d\nevent: %b\ndata: %b\n\n" % (id, name, msgspec.json.encode(event))
-
-
-# -- the node
-
-
-async def show_node(call: Call) -> Any:
-    """Show this node: its jobs, operations, and room for staging."""
-
-    operations = dict(Counter(str(one.state) for one in call.service.operations.all()))
-
-    def look() -> models.Node:
-        service = call.service
-        return models.Node(
-            host=host_name(),
-            version=service.version,
-            started=service.started,
-            jobs_running=sum(job.state == "running" for job in service.registry.instances()),
-            operations=operations,
-            staging=service.backing.staging(),
-        )
-
-    return await call.service.locally(look)
-
-
-async def examine_node(call: Call) -> Any:
-    """Examine this machine, as ``icecore doctor`` does."""
-    return start(
-        call,
-        "doctor",
-        ["doctor"],
-        owner=0,
-        where=await call.service.stored(call.service.backing.where, None),
-    )
-
-
-async def show_self(call: Call) -> Any:
-    """Show the caller as the service knows it."""
-    caller = call.known
-    where = await call.service.stored(call.service.where, caller)
-    return models.Self(
-        name=caller.name,
-        kind="socket" if caller.kind == "socket" else "token",
-        role=caller.role.name.lower(),
-        uid=caller.uid,
-        jobs=list(caller.jobs),
-        repository=where.location,
-    )
-
-
-async def health(call: Call) -> Any:
-    """Return the state of the service."""
-    return models.Health(status="stopping" if call.service.stopping else "ok")
