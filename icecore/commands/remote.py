@@ -20,32 +20,22 @@ from icecore.events import Event
 from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.remote.connection import Service, at
 from icecore.remote.jobs import RemoteJob, RemoteRegistry
+from icecore.service.api import options
 from icecore.text import is_utf8
 
 Writer = Callable[[LogPiece], None]
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-_DUMP = (
-    "max_window",
-    "pre_copy",
-    "memory",
-    "files",
-    "with_files",
-    "verify_files",
-    "connections",
-    "gpu_shared",
-)
-_RESTORE = ("mode", "files", "verify_files", "connections")
 
 
 def dump(arguments: argparse.Namespace, context: Context, service: Service) -> int:
     """Run icecore dump."""
-    _refuse(arguments, [*_others(DumpSettings, _DUMP), "job", "repository"])
+    _refuse(arguments, [*_others(DumpSettings, options.DUMP), "job", "repository"])
     body = {
         "stop": arguments.stop,
         "keep_resident": arguments.keep_resident,
         "tags": arguments.tag,
         "pinned": arguments.pin,
-        **_given(arguments, _DUMP),
+        **_given(arguments, options.DUMP),
     }
     begun = service.post(at("jobs", arguments.target, "dump"), body)
     return int(follow(service, begun, context)["exit_status"])
@@ -62,14 +52,14 @@ def restore(
     Args:
         followed: Follows a job's output until it ends; returns its exit status.
     """
-    others = _others(RestoreSettings, _RESTORE)
+    others = _others(RestoreSettings, options.RESTORE)
     _refuse(arguments, [*others, "root", "files_to", "read_only", "repository"])
     body = {
         "dry_run": arguments.dry_run,
         "name": arguments.name,
         "from_resident": arguments.from_resident,
         "gpu_map": gpu_map(arguments.gpu_map),
-        **_given(arguments, _RESTORE),
+        **_given(arguments, options.RESTORE),
     }
     running: Record = {}
 
@@ -242,25 +232,12 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
         "name": arguments.name,
         "environment": environment,
         "gpu": arguments.gpu,
-        **_given(arguments, ("pid", "ipc", "network", "root", "resident", "keep_resident")),
+        **_given(arguments, options.RUN),
     }
 
 
 def _supervise_body(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = _given(
-        arguments,
-        (
-            "every",
-            "on_term",
-            "preempted_exit",
-            "notice",
-            "max_overhead",
-            "max_loss",
-            "requeue_command",
-            "notice_command",
-            "notice_url",
-        ),
-    )
+    own = _given(arguments, options.SUPERVISE)
     keep = _given(arguments, [about.name for about in fields(ForgetSettings)])
     return {
         "resume": arguments.resume,

@@ -1,4 +1,4 @@
 """The node service: its routes, who may call them, and the operations that it runs.
 
-`table` declares every route; routing, authorisation and the OpenAPI document follow from it.
+`route_table` declares every route; routing, authorisation and the OpenAPI document follow from it.
 """

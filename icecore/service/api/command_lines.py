@@ -1,7 +1,7 @@
 """Convert requests to command lines of icecore, for the processes of operations.
 
-Only the fields that are listed here reach a command line that runs as root: no hooks, directories or
-configuration of the caller. Each value is part of its option's word (``--option=value``), so it
+Only the fields that are listed here and in `options` reach a command line that runs as root: no
+hooks, directories or configuration of the caller. Each value is part of its option's word (``--option=value``), so it
 cannot act as an option.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from icecore.service.api import requests
+from icecore.service.api import options, requests
 
 Words = list[str]
 
@@ -19,25 +19,14 @@ Words = list[str]
 def of_run(wanted: requests.RunRequest) -> Words:
     """Return the command line of ``run``, without the job's command."""
     words = ["run", f"--cwd={wanted.cwd}"]
-    words += _options(wanted, "name", "pid", "ipc", "network", "root", "resident", "keep_resident")
+    words += _options(wanted, "name", *options.RUN)
     words += ["--gpu"] if wanted.gpu else []
     if wanted.supervise is None:
         return [*words, "--detach"]
     own = wanted.supervise
     for flag in ("resume", "or_start"):
         words += [f"--{_dashed(flag)}"] if getattr(own, flag) else []
-    words += _options(
-        own,
-        "every",
-        "on_term",
-        "preempted_exit",
-        "notice",
-        "max_overhead",
-        "max_loss",
-        "requeue_command",
-        "notice_command",
-        "notice_url",
-    )
+    words += _options(own, *options.SUPERVISE)
     words.append(f"--fall-back={own.fall_back}")
     if own.restarts:
         words.append("--restart=on-failure" + ("" if own.restarts < 0 else f":{own.restarts}"))
@@ -61,17 +50,7 @@ def of_dump(wanted: requests.DumpRequest, instance: str) -> Words:
     words += ["--keep-resident"] if wanted.keep_resident else []
     words += ["--pin"] if wanted.pinned else []
     words += [f"--tag={tag}" for tag in wanted.tags]
-    words += _options(
-        wanted,
-        "max_window",
-        "pre_copy",
-        "memory",
-        "files",
-        "with_files",
-        "verify_files",
-        "connections",
-        "gpu_shared",
-    )
+    words += _options(wanted, *options.DUMP)
     return [*words, instance]
 
 
@@ -80,7 +59,7 @@ def of_restore(wanted: requests.RestoreRequest, snapshot: str) -> Words:
     words = ["restore"]
     words += ["--dry-run"] if wanted.dry_run else []
     words += ["--from-resident"] if wanted.from_resident else []
-    words += _options(wanted, "name", "mode", "files", "verify_files", "connections")
+    words += _options(wanted, "name", *options.RESTORE)
     words += [f"--gpu-map={old}={new}" for old, new in wanted.gpu_map.items()]
     return [*words, snapshot]
 

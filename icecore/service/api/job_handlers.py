@@ -19,7 +19,7 @@ from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import command_lines, models, requests
 from icecore.service.api.caller import Role
-from icecore.service.api.listing import page
+from icecore.service.api.listing import paginate
 from icecore.service.api.problems import Conflict
 from icecore.service.api.routing import BEAT_SECONDS, Call
 from icecore.service.api.service import owner_of
@@ -88,7 +88,7 @@ async def list_jobs(call: Call) -> Any:
         jobs = call.service.jobs(call.known)
         if not call.query.all:
             jobs = [job for job in jobs if job.state in ("running", "starting")]
-        shown, following = page(jobs, call.query, lambda job: job.instance)
+        shown, following = paginate(jobs, call.query, lambda job: job.instance)
         return models.Items(items=[as_job(call, job, supervising) for job in shown], next=following)
 
     return await call.service.locally(look)

@@ -1,4 +1,4 @@
-"""Lists in pages."""
+"""Pagination of lists."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from icecore.errors import UsageError
-from icecore.service.api.requests import Page
+from icecore.service.api.requests import ListQuery
 
 T = TypeVar("T")
 
 
-def page(items: Sequence[T], query: Page, key: Callable[[T], str]) -> tuple[list[T], str]:
+def paginate(items: Sequence[T], query: ListQuery, key: Callable[[T], str]) -> tuple[list[T], str]:
     """Return one page of a list, and the parameter ``after`` of the next; empty: it is the last.
 
     Raises:

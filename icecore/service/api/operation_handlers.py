@@ -11,7 +11,7 @@ from aiohttp import web
 
 from icecore.errors import UsageError
 from icecore.service.api import models
-from icecore.service.api.listing import page
+from icecore.service.api.listing import paginate
 from icecore.service.api.routing import BEAT_SECONDS, Call
 
 
@@ -22,7 +22,7 @@ async def list_operations(call: Call) -> Any:
         for one in call.service.operations.all()
         if may_see(call, one) and call.query.state in (None, one.state)
     ]
-    shown, following = page(found, call.query, lambda one: one.id)
+    shown, following = paginate(found, call.query, lambda one: one.id)
     return models.Items(items=shown, next=following)
 
 

@@ -33,20 +33,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the requests; an unknown field is an error."""
 
 
-class Page(Request, frozen=True, kw_only=True):
+class ListQuery(Request, frozen=True, kw_only=True):
     """Parameters of lists."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1000
     after: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
-class JobsQuery(Page, frozen=True, kw_only=True):
+class JobsQuery(ListQuery, frozen=True, kw_only=True):
     """Parameters of the list of jobs."""
 
     all: bool = False
 
 
-class SnapshotsQuery(Page, frozen=True, kw_only=True):
+class SnapshotsQuery(ListQuery, frozen=True, kw_only=True):
     """Parameters of the list of snapshots. ``user`` is for callers that see all."""
 
     job: Annotated[str, msgspec.Meta(max_length=256)] = ""
@@ -60,7 +60,7 @@ class SnapshotQuery(Request, frozen=True, kw_only=True):
     user: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class OperationsQuery(Page, frozen=True, kw_only=True):
+class OperationsQuery(ListQuery, frozen=True, kw_only=True):
     """Parameters of the list of operations."""
 
     state: State | None = None

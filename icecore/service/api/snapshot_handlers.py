@@ -7,7 +7,7 @@ from typing import Any
 
 from icecore.errors import Damaged, Denied, NotFound, UsageError
 from icecore.service.api import command_lines, models, requests
-from icecore.service.api.listing import page
+from icecore.service.api.listing import paginate
 from icecore.service.api.routing import Call
 from icecore.service.api.service import Where
 from icecore.service.api.starting import as_json, identity_of, start
@@ -49,7 +49,9 @@ async def list_snapshots(call: Call) -> Any:
             and (not call.query.tag or call.query.tag in one.tags)
         ]
 
-    shown, following = page(await call.service.stored(look), call.query, lambda one: one.snapshot)
+    shown, following = paginate(
+        await call.service.stored(look), call.query, lambda one: one.snapshot
+    )
     return models.Items(items=shown, next=following)
 
 

@@ -7,14 +7,16 @@ import pytest
 
 from icecore.cli import build_parser
 from icecore.commands import remote
-from icecore.service.api import requests
+from icecore.service.api import options, requests
 
 
 @pytest.mark.parametrize(
     ("words", "names", "body"),
     [
-        (["dump", "job"], remote._DUMP, requests.DumpRequest),
-        (["restore", "job"], remote._RESTORE, requests.RestoreRequest),
+        (["dump", "job"], options.DUMP, requests.DumpRequest),
+        (["restore", "job"], options.RESTORE, requests.RestoreRequest),
+        (["run"], options.RUN, requests.RunRequest),
+        (["run"], options.SUPERVISE, requests.Supervise),
     ],
 )
 def test_options_have_the_same_names(
