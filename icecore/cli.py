@@ -103,17 +103,12 @@ def build_parser() -> TopParser:
 def parser_on_demand() -> TopParser:
     """Return a parser that parses as `build_parser`'s does."""
     homes = {
-        name: module
-        for _, modules in GROUPS
-        for module, names in modules.items()
-        for name in names
+        name: module for _, modules in GROUPS for module, names in modules.items() for name in names
     }
     parser = TopOnDemand(**_TOP)
     parser.whole = build_parser
     parsers = _prepare(parser, OnDemand)
-    parsers.defer(
-        homes, lambda name: _module(homes[name]).add(OneCommand(parsers, _common, name))
-    )
+    parsers.defer(homes, lambda name: _module(homes[name]).add(OneCommand(parsers, _common, name)))
     return parser
 
 

@@ -38,7 +38,9 @@ def add(commands: Commands) -> None:
     """Add the commands."""
     _add_dump(commands)
     _add_restore(commands)
-    parser = commands.add("ls", ls, "List snapshots.", "icecore ls train --tag nightly")
+    parser = commands.add(
+        "ls", ls, "List snapshots.", "icecore ls train --tag nightly", numpy=False
+    )
     parser.add_argument(
         "job", nargs="?", default="", metavar="JOB", help="list only this job's snapshots"
     )
