@@ -27,6 +27,18 @@ STATE_ENTRIES = frozenset(
 )
 
 
+def state_directory() -> Path:
+    """Return ``$ICECORE_STATE``; if it is not set, /var/lib/icecore, or a directory below
+    ~/.local/state for users other than root, who can only read.
+    """
+    named = os.environ.get("ICECORE_STATE", "")
+    if named:
+        return Path(named).expanduser().absolute()
+    if os.geteuid() == 0:
+        return Path("/var/lib/icecore")
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "icecore"
+
+
 def is_own(about: os.stat_result) -> bool:
     """Return whether a file belongs to root or to this process's user."""
     return about.st_uid in (0, os.geteuid())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from icecore import private
 from icecore.config import Config, load
 from icecore.errors import NotFound, StoreError, UsageError
 from icecore.events import Sink, discard
@@ -125,8 +126,6 @@ def state_directory(named: str = "") -> Path:
     """Return the directory that records this node's jobs and the newest generations seen.
 
     Args:
-        named: The configured directory. Empty: `icecore.host.jobs.registry.state_directory`.
+        named: The configured directory. Empty: `icecore.private.state_directory`.
     """
-    from icecore.host.jobs import registry as jobs
-
-    return Path(named).expanduser().absolute() if named else jobs.state_directory()
+    return Path(named).expanduser().absolute() if named else private.state_directory()

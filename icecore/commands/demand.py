@@ -83,3 +83,6 @@ class _Skipped(CommandParser):
     def add_mutually_exclusive_group(self, **_named: Any) -> Any:
         """Forget a group, and what is added to it."""
         return self
+
+    def set_defaults(self, **_named: Any) -> None:
+        """Forget defaults."""

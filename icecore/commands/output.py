@@ -8,7 +8,6 @@ shows a job's output, writes bytes unchanged.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -67,6 +66,41 @@ _LEFT: Mapping[str, str] = {
 }
 
 
+#: SGR parameters (ECMA-48) of a table's header and title.
+_BOLD, _ITALIC = "1", "3"
+
+
+def _laid_out(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], terminal: bool
+) -> list[str]:
+    """Return the lines of a table, escaped and as long as they need to be: wrapped text could not
+    be copied or searched for.
+    """
+    cells = [[harmless(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = []
+        for cell, width, column in zip(row, widths, columns, strict=True):
+            room = " " * (width - _width(cell))
+            padded.append(room + cell if column in right else cell + room)
+        lines.append("  ".join(padded).rstrip())
+    return [_styled(lines[0], _BOLD, terminal), *lines[1:]] if any(columns) else lines[1:]
+
+
+def _styled(text: str, style: str, terminal: bool) -> str:
+    return f"\x1b[{style}m{text}\x1b[0m" if terminal else text
+
+
+def _width(text: str) -> int:
+    """Return the columns that a text takes in a terminal."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
 class Output:
     """The output of a command.
 
@@ -122,43 +156,14 @@ class Output:
         """
         if self.as_json or not rows:
             return
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(
-            title=Text(harmless(title)) if title else None,
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-            padding=(0, 2, 0, 0),
-            header_style="bold",
-            show_header=any(columns),
-        )
-        for column in columns:
-            table.add_column(
-                Text(harmless(column)), justify="right" if column in right else "left", no_wrap=True
-            )
-        for row in rows:
-            table.add_row(
-                *(Text(harmless(cell)) for cell in row)
-            )  # rich never interprets a Text as markup, unlike a str
-        terminal = self._stdout.isatty()
-        # The terminal wraps long lines: text in folded cells could not be copied or searched for.
-        console = Console(
-            file=io.StringIO(),
-            width=10_000,
-            highlight=False,
-            force_terminal=terminal,
-            no_color=not terminal,
-        )
-        with console.capture() as captured:
-            console.print(table)
+        terminal = self._stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        lines = [
+            *([_styled(harmless(title), _ITALIC, terminal)] if title else []),
+            *_laid_out(columns, rows, right, terminal),
+        ]
         with self._lock:
             self._pause()
-            self._write(
-                self._stdout, "\n".join(line.rstrip() for line in captured.get().split("\n"))
-            )
+            self._write(self._stdout, "".join(f"{line}\n" for line in lines))
 
     def raw(
         self,

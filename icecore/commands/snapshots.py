@@ -20,7 +20,9 @@ def add(commands: Commands) -> None:
     """Add the commands."""
     dump.add(commands)
     restore.add(commands)
-    parser = commands.add("ls", ls, "List snapshots.", "icecore ls train --tag nightly")
+    parser = commands.add(
+        "ls", ls, "List snapshots.", "icecore ls train --tag nightly", numpy=False
+    )
     parser.add_argument(
         "job", nargs="?", default="", metavar="JOB", help="list only this job's snapshots"
     )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.repository.opened import Opened, lost
-from icecore.store.format.manifest import Manifest
 from icecore.store.format.state import SnapshotRecord
 
 if TYPE_CHECKING:
     from icecore.snapshots.difference import Difference
+    from icecore.store.format.manifest import Manifest
     from icecore.store.maintenance.forget import Decision, Policy
     from icecore.store.maintenance.gc import Freed
     from icecore.store.snapshot.reader import SnapshotReader

@@ -16,7 +16,8 @@ import pytest
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.host.jobs.job import ExitStatus, Job
 from icecore.host.jobs.namespaces import Isolation
-from icecore.host.jobs.registry import Registry, state_directory
+from icecore.host.jobs.registry import Registry
+from icecore.private import state_directory
 
 from .criu_round import emptied, output, until
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives import ciphers
+from cryptography.hazmat.primitives.ciphers import algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +130,7 @@ def test_no_key_and_nonce_meet_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """
     used: set[tuple[bytes, bytes]] = set()
     here = threading.local()
-    real_key, real_mode, real_cipher = cipher.AES256, cipher.GCM, cipher.Cipher
+    real_key, real_mode, real_cipher = algorithms.AES256, modes.GCM, ciphers.Cipher
 
     def key_of(key: bytes) -> object:
         here.key = key
@@ -151,9 +153,9 @@ def test_no_key_and_nonce_meet_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_pa
         def decryptor(self) -> object:
             return self._inner.decryptor()
 
-    monkeypatch.setattr(cipher, "AES256", key_of)
-    monkeypatch.setattr(cipher, "GCM", mode_of)
-    monkeypatch.setattr(cipher, "Cipher", Recording)
+    monkeypatch.setattr(algorithms, "AES256", key_of)
+    monkeypatch.setattr(modes, "GCM", mode_of)
+    monkeypatch.setattr(ciphers, "Cipher", Recording)
     failing = FaultyBackend(LocalBackend(tmp_path / "r", create=True))
     with place(failing, encrypted=True) as here_:
         first = here_.take(image(6, "heap", 1), threads=2)

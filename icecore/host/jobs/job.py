@@ -23,7 +23,6 @@ from typing import Literal
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
-from icecore.host.jobs.identity import may_touch
 from icecore.host.jobs.namespaces import Isolation, RunRecord, own_paths
 from icecore.host.kernel import procfs
 from icecore.private import create_private
@@ -246,6 +245,8 @@ class Job:
 
     def may_be_touched_by(self, user: int) -> bool:
         """Return whether a user may see, signal, dump or remove the job."""
+        from icecore.host.jobs.identity import may_touch
+
         return may_touch(user, self.description.user)
 
     def log_path(self, stream: Stream) -> Path:

@@ -32,8 +32,6 @@ from types import TracebackType
 from typing import Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
-from icecore.host.jobs import launch
-from icecore.host.jobs.mounts import bind, in_thread, new_view
 from icecore.host.kernel import procfs
 from icecore.private import make_parents, require_own
 
@@ -293,6 +291,8 @@ class RestoreNamespaces:
     """
 
     def __init__(self, record: RunRecord, directory: Path, dumped: Sequence[str] = ()) -> None:
+        from icecore.host.jobs.mounts import in_thread
+
         self._added: dict[str, str] = {}
         self.prefix: list[str] = []
         self.options = ["--ext-unix-sk", "--file-locks"]
@@ -330,6 +330,8 @@ class RestoreNamespaces:
         """Move the calling thread into the tree's mount namespace, and open the instance's own
         files there: CRIU finds files by mount.
         """
+        from icecore.host.jobs.mounts import new_view
+
         nsenter = _nsenter()
         self._view = self._keep(new_view())
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
@@ -346,6 +348,8 @@ class RestoreNamespaces:
             RestoreRefused: Processes of the job have mount namespaces of their own.
             OSError: A copy or what it is to cover is missing, or the kernel refused.
         """
+        from icecore.host.jobs.mounts import bind
+
         if self._view >= 0:
             bind(self._view, self._record.files_to, self._record.copies)
         elif self._added:
@@ -360,6 +364,8 @@ class RestoreNamespaces:
                 f"the job saw mounts that are missing here: {', '.join(missing)}",
                 cure="mount the same file systems, or make empty directories (files) in their place",
             )
+        from icecore.host.jobs.mounts import in_thread
+
         nsenter = _nsenter()
         make_instance_mount()
         root = directory / "root"
@@ -413,12 +419,16 @@ def _open_own(directory: Path) -> dict[str, int]:
 
 
 def _new_network() -> int:
+    from icecore.host.jobs import launch
+
     launch.unshare(launch.CLONE_NEWNET)
     launch.raise_loopback()
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _new_root(root: str) -> int:
+    from icecore.host.jobs import launch
+
     launch.unshare(launch.CLONE_NEWNS)
     launch.bind_root(root)
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)

@@ -17,12 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Description, Job, boot_id, init_of
 from icecore.host.jobs.namespaces import (
     INSTANCE_MOUNT,
@@ -33,26 +32,16 @@ from icecore.host.jobs.namespaces import (
     bindable_mounts,
     init_program,
 )
-from icecore.host.jobs.start import Launch, Starting
 from icecore.host.kernel import procfs
-from icecore.private import private_state, require_own
+from icecore.private import private_state, require_own, state_directory
 from icecore.text import job_name
+
+if TYPE_CHECKING:
+    from icecore.host.jobs.identity import Identity
 
 #: Where the keepers of jobs on the host's root have their directories.
 _RESIDENT = Path("/run/icecore/resident")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
-
-def state_directory() -> Path:
-    """Return ``$ICECORE_STATE``; if it is not set, /var/lib/icecore, or a directory below
-    ~/.local/state for users other than root, who can only read.
-    """
-    named = os.environ.get("ICECORE_STATE", "")
-    if named:
-        return Path(named).expanduser().absolute()
-    if os.geteuid() == 0:
-        return Path("/var/lib/icecore")
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "icecore"
 
 
 def require_name(name: str) -> None:
@@ -186,6 +175,8 @@ class Registry:
             MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
         """
+        from icecore.host.jobs.start import Launch, Starting  # most commands start no job
+
         if not command or not command[0]:
             raise UsageError("no command was given")
         if keep_resident and not resident:

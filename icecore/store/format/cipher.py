@@ -19,11 +19,6 @@ import struct
 from collections.abc import Sequence
 
 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import CTR, GCM
 
 Buffer = bytes | bytearray | memoryview
 
@@ -83,6 +78,9 @@ def seal_whole(key: bytes, name: str, header: Buffer, body: Buffer) -> bytes:
     """
     if not name:
         raise ValueError("what is encrypted has a name")
+    # The library loads slowly, and a repository that is not encrypted does without.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     salt = secrets.token_bytes(SALT_BYTES)
     return salt + AESGCM(_derive(key, salt, name)).encrypt(
         bytes(12), body, _associated(name, 0, header)
@@ -95,6 +93,9 @@ def open_whole(key: bytes, name: str, header: Buffer, payload: Buffer) -> bytes:
     Raises:
         ValueError: It was not encrypted under this key for an object with that name and header.
     """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     view = memoryview(payload)
     if view.nbytes < WHOLE_BYTES:
         raise ValueError(f"{view.nbytes} bytes are too few to be encrypted")
@@ -116,6 +117,10 @@ def seal_piece(
         parts: Its bytes, one part after the other; must not overlap ``out``.
         out: Exactly its bytes and :func:`overhead` of room.
     """
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
     sealing = Cipher(AES256(_derive(key, b"", name)), GCM(_NONCE.pack(offset))).encryptor()
     sealing.authenticate_additional_data(_associated(name, offset, context))
     at = 0
@@ -143,6 +148,9 @@ def open_piece(
     Raises:
         ValueError: It was not encrypted under this key for that place and context.
     """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     length = len(stored) - TAG_BYTES
     if not 0 <= length <= len(out):
         raise ValueError(f"{len(stored)} bytes cannot be an encrypted piece here")
@@ -167,6 +175,10 @@ def peek_piece(
         stored: The stored bytes of the part alone.
         out: The same amount of room; may be ``stored`` itself.
     """
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+    from cryptography.hazmat.primitives.ciphers.modes import CTR
+
     if start % _BLOCK_BYTES:
         raise ValueError(f"a part that begins at {start}")
     # GCM is counter mode; with a nonce of 12 bytes the text begins at counter 2 (NIST SP 800-38D).

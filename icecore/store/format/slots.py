@@ -18,9 +18,6 @@ from typing import Annotated
 
 import blake3
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
 from icecore.errors import Damaged, FormatTooNew, NotFound, UsageError, WrongPassphrase
 from icecore.store.format.envelope import Sealed
@@ -167,6 +164,9 @@ def unlock(name: str, slots: Slots, passphrase: bytes) -> tuple[bytes, Slot]:
         WrongPassphrase: It opens no slot.
         Damaged: It opens a slot, but not all slots are as a holder of the secret left them.
     """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     for slot in slots.slots:
         try:
             secret = AESGCM(_stretch(slot, passphrase)).decrypt(
@@ -268,6 +268,8 @@ def _wrap(repository: str, secret: bytes, passphrase: bytes, label: str, cost: C
         cost.lanes,
         b"",
     )
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     wrapped = AESGCM(_stretch(slot, passphrase)).encrypt(
         bytes(12), secret, _about(repository, slot)
     )
@@ -278,6 +280,8 @@ def _stretch(slot: Slot, passphrase: bytes) -> bytes:
     """Return Argon2id (RFC 9106) of the passphrase. Each slot has a random salt, so the key wraps
     one secret once.
     """
+    from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
+
     return Argon2id(
         salt=slot.salt,
         length=32,

@@ -39,7 +39,6 @@ from icecore.store.format.keys import (
     new_slot,
     open_slot,
 )
-from icecore.store.format.manifest import MANIFEST_KIND, decode_manifest
 from icecore.store.format.names import (
     CONFIG,
     COPIES,
@@ -239,6 +238,8 @@ async def is_of(backend: Backend, keys: Keys) -> bool:
 
     def entry(name: str, data: bytes) -> object:
         return decode_entry(name, log_generation(name) or 0, data, keys.log)
+
+    from icecore.store.format.manifest import MANIFEST_KIND, decode_manifest  # loads numpy
 
     return await opens(listed(LOG), ENTRY_KIND.object_limit, entry) or await opens(
         listed(PREFIX["manifest"]),

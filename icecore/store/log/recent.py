@@ -5,9 +5,12 @@ not be read again.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
-from icecore.store.format.cell import Records
 from icecore.store.format.state import SegmentRef
+
+if TYPE_CHECKING:
+    from icecore.store.format.cell import Records
 
 
 class RecentSegments:

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from icecore.errors import (
     Damaged,
@@ -37,19 +37,20 @@ from icecore.store.format.keys import (
     encode_slot,
     new_slot,
 )
-from icecore.store.format.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.format.names import CONFIG, copy_name, key_name, parse_name
 from icecore.store.format.slots import Cost, new_slots
 from icecore.store.format.state import LogState, SnapshotRecord
 from icecore.store.log import catalog, identity
-from icecore.store.log import session as sessions
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
 from icecore.store.log.keychain import Admit, Passphrase, read_keys
 from icecore.store.log.recent import RecentSegments
-from icecore.store.log.session import Session
 from icecore.store.log.watermark import Recollection, Watermark
 from icecore.text import require_label
+
+if TYPE_CHECKING:
+    from icecore.store.format.manifest import Manifest
+    from icecore.store.log.session import Session
 
 T = TypeVar("T")
 
@@ -313,6 +314,9 @@ class StoredRepository:
             raise
 
     async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
+        # numpy, which it needs, loads slowly, and the list of snapshots does without.
+        from icecore.store.format.manifest import MANIFEST_KIND, decode_manifest
+
         parsed = parse_name(record.manifest)
         if parsed is None or parsed[0] != "manifest":
             raise Damaged(
@@ -409,6 +413,8 @@ class StoredRepository:
         alone: bool = False,
         host: str = "",
     ) -> Session:
+        from icecore.store.log import session as sessions  # loads numpy
+
         return await sessions.begin(
             self.backend,
             self.keys,
