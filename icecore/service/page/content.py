@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -270,18 +271,4 @@ def _event(course: Course, event: dict[str, Any]) -> None:
 
 def audit_of(service: Service, most: int) -> Iterator[dict[str, Any]]:
     """Yield the newest entries of the audit log, newest first."""
-    path = service.audit.path
-    left = most
-    for place in (path, path.with_name(f"{path.name}.1")):
-        try:
-            lines = place.read_bytes().splitlines()
-        except OSError:
-            continue
-        for line in reversed(lines):
-            if not left:
-                return
-            try:
-                yield msgspec.json.decode(line)
-            except msgspec.DecodeError:  # the service was killed while it wrote
-                continue
-            left -= 1
+    yield from itertools.islice(service.audit.newest_first(), most)
