@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from icecore.service.api.journal import Reader
 from icecore.service.facts.jobs import JobFacts, jobs_of
 from icecore.service.facts.readings import NodeReading, Reading
 from icecore.service.record import Taken
-from icecore.store.format.state import SnapshotRecord
+from icecore.store.format.state import SessionRecord, SnapshotRecord
+from icecore.store.log.lease import lease_of
 
 #: Phases within the window, in the order in which charts stack them; the rest of the window is
 #: "other".
@@ -71,11 +72,15 @@ def content_for(service: Service, caller: Caller) -> Content:
     node = node_of(service, caller)
     now = time.time()
     own = {job.name for job, _ in node.instances} | {one.job for one in reading.snapshots}
-    leases = {
-        name: lease for name, lease in reading.leases.items() if caller.whole_node or name in own
-    }
+    leases = [one for one in reading.leases if _is_of(caller, own, one)]
     reading = replace(reading, leases=leases)
     return Content(where, reading, node, jobs_of(reading, node, now), now, error)
+
+
+def _is_of(caller: Caller, own: Collection[str], lease: SessionRecord) -> bool:
+    """Return whether a caller may see a lease: of its jobs, by itself or an administrator."""
+    name, user = lease_of(lease.purpose)
+    return caller.whole_node or (name in own and user in ("", str(caller.uid)))
 
 
 def visible(service: Service, caller: Caller, where: Where) -> Reading:
