@@ -413,7 +413,7 @@ class ServiceSettings:
         operations: Maximum number of operations at a time, besides supervised jobs.
         operations_per_user: The same for one user.
         supervised_per_user: Maximum number of supervised jobs of one user.
-        audit_bytes: Size of the audit log at which it is rotated.
+        audit_bytes: Size at which each file of the audit log is rotated.
     """
 
     socket: str = _setting("/run/icecore/service.sock", FILE)

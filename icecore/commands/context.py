@@ -136,6 +136,19 @@ class Context:
         """Return the snapshots in commit order; of the service: those of this user."""
         if self.service is None:
             return self.repository().snapshots()
+        return [record for record, _ in self.owned_snapshots()]
+
+    def owned_snapshots(self) -> list[tuple[SnapshotRecord, int | None]]:
+        """Return the snapshots in commit order, each with the uid of its owner; None: it cannot be
+        read. Without the service, this reads the manifest of each snapshot.
+        """
+        if self.service is None:
+            from icecore.restorer.owner import owners
+
+            repository = self.repository()
+            records = repository.snapshots()
+            known = repository.loop.run(owners(repository.core, records))
+            return list(zip(records, known, strict=True))
         from icecore.remote.snapshots import listed
 
         return listed(self.service)

@@ -54,7 +54,12 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.snapshots import contents
     from icecore.snapshots.addressing import shortest
 
-    everything = context.snapshots()
+    if context.output.as_json:  # the owner costs a request for each snapshot
+        owned = context.owned_snapshots()
+        owners = {record.snapshot: owner for record, owner in owned}
+        everything = [record for record, _ in owned]
+    else:
+        owners, everything = {}, context.snapshots()
     if arguments.job:
         context.require_job(arguments.job)
     digits = shortest(everything)
@@ -62,7 +67,8 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     for record in everything:
         if arguments.job not in ("", record.job) or not set(arguments.tag) <= set(record.tags):
             continue
-        context.output.result("snapshot", contents.snapshot_fields(record))
+        owner = contents.owner_fields(owners.get(record.snapshot))
+        context.output.result("snapshot", {**contents.snapshot_fields(record), **owner})
         rows.append(
             [
                 record.snapshot[:digits],

@@ -32,6 +32,7 @@ class RepositoryEngine:
         self, repository: Repository, config: Config, identity: Identity | None = None
     ) -> None:
         self._identity = identity
+        self.user = None if identity is None else identity.user
         self._owners: dict[str, int] = {}
         self.registry = api.registry(config)
         self.core = repository.core

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from icecore.errors import RestoreRefused
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from icecore.errors import IcecoreError, RestoreRefused
 from icecore.host.jobs.identity import may_touch, user_name
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.store.format.contract import read_run
 from icecore.store.format.manifest import Manifest
 
+if TYPE_CHECKING:
+    from icecore.store.format.state import SnapshotRecord
+    from icecore.store.log.repository import StoredRepository
+
 ROOT = 0
+#: Manifests that are read at a time.
+_READERS = 16
 
 
 def owner_of(manifest: Manifest, record: RunRecord | None) -> int:
@@ -32,6 +42,22 @@ def snapshot_owner(manifest: Manifest) -> int:
     """
     run = read_run(manifest)
     return owner_of(manifest, None) if run is None else run.user
+
+
+async def owners(
+    repository: StoredRepository, records: Sequence[SnapshotRecord]
+) -> list[int | None]:
+    """Return the owner of each snapshot (`snapshot_owner`); None: its manifest cannot be read."""
+    turns = asyncio.Semaphore(_READERS)
+
+    async def owner(record: SnapshotRecord) -> int | None:
+        async with turns:
+            try:
+                return snapshot_owner(await repository.manifest(record))
+            except IcecoreError:  # damaged, or only on a replica
+                return None
+
+    return list(await asyncio.gather(*map(owner, records)))
 
 
 def require_owner(manifest: Manifest, record: RunRecord | None, user: int) -> None:

@@ -158,11 +158,13 @@ class Engine(Protocol):
         registry: The jobs of this node.
         core: The repository of their snapshots.
         loop: The event loop in which ``core`` lives.
+        user: The uid for which it acts; None: for administrators, who have the jobs of all users.
     """
 
     registry: Registry
     core: StoredRepository
     loop: LoopThread
+    user: int | None
 
     def owns(self, job: Job) -> bool:
         """Return whether a job is of the user for whom it acts."""
@@ -298,7 +300,13 @@ class Supervisor:
 
         where = f"{host_name()}:{self._registry.state}"
         taking = self._engine.loop.submit(
-            lease.take(self._engine.core, self._plan.name, where=where, told=waits)
+            lease.take(
+                self._engine.core,
+                self._plan.name,
+                user=self._engine.user,
+                where=where,
+                told=waits,
+            )
         )
         while not taking.done():
             self._heed(taking)

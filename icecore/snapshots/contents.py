@@ -34,6 +34,13 @@ def snapshot_fields(record: SnapshotRecord) -> Fields:
     }
 
 
+def owner_fields(owner: int | None) -> Fields:
+    """Return the owner of a snapshot. None: it cannot be read, or is not recorded."""
+    from icecore.host.jobs.identity import user_name
+
+    return {"user": owner, "user_name": "" if owner is None else user_name(owner)}
+
+
 def details(manifest: Manifest) -> Fields:
     """Return where a snapshot was taken, its sizes, and what it requires."""
     from icecore.host.jobs.identity import user_name

@@ -20,6 +20,10 @@ from icecore.host.jobs.identity import Identity
         (b"unconfined\n", b"icecore (enforce)\n", False),
         (b"editor (unconfined)\n", b"unconfined\n", False),
         (b"icecore (enforce)\n", b"icecore (enforce)\n", False),
+        # Complain mode enforces "deny" rules: aa-complain(8).
+        (b"editor (complain)\n", b"unconfined\n", True),
+        (b"user_u:user_r:user_t:s0\0", b"system_u:system_r:icecore_t:s0\0", True),
+        (b"staff_u:staff_r:staff_t:s0\0", b"system_u:system_r:icecore_t:s0\0", True),
     ],
 )
 def test_a_confined_caller_is_refused(
@@ -31,7 +35,11 @@ def test_a_confined_caller_is_refused(
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: labels.get(str(path)) or read(path))
     if refused:
-        with pytest.raises(UsageError, match="confined by a security module"):
+        with pytest.raises(UsageError, match="confined by a security module") as found:
             Identity.of_process(pid)
+        cure = (
+            "semanage login -a -s unconfined_u" if b":" in label else "without an AppArmor profile"
+        )
+        assert cure in found.value.cure
     else:
         assert Identity.of_process(pid).user == os.geteuid()

@@ -200,6 +200,51 @@ def test_who_has_ended_is_not_waited_for_where_its_job_can_be_seen() -> None:
     asyncio.run(asyncio.wait_for(body(), 30))
 
 
+def test_users_hold_leases_of_one_name_and_an_administrator_excludes_all() -> None:
+    async def body() -> None:
+        _, first, second = await two()
+        alice = await lease.take(first, NAME, user=1000)
+        bob = await lease.take(second, NAME, user=10001)
+        assert alice.certain and bob.certain
+        for user in (1000, None):
+            with pytest.raises(JobHeld, match=NAME):
+                await lease.take(second, NAME, user=user)
+        await alice.release()
+        with pytest.raises(JobHeld, match=NAME):
+            await lease.take(second, NAME)
+        await bob.release()
+        root = await lease.take(first, NAME)
+        for user in (1000, 10001, 0):
+            with pytest.raises(JobHeld, match=NAME):
+                await lease.take(second, NAME, user=user)
+        other = await lease.take(second, f"{NAME}-2", user=1000)
+        await root.release()
+        await other.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_user_takes_no_silent_lease_of_another_user() -> None:
+    async def body() -> None:
+        _, first, second = await two()
+        silent = await lease.take(first, NAME, user=1000)
+        await elsewhere(first)
+        silent._task.cancel()  # it gives no sign of life any more
+        bob = await lease.take(second, NAME, user=1001)
+        await asyncio.sleep(1.5 * lease.SILENCE_SECONDS)
+        await silent._require()
+        root = asyncio.create_task(lease.take(second, NAME))
+        with pytest.raises(JobHeld):  # bob is alive
+            await root
+        await bob.release()
+        taken = await lease.take(second, NAME, user=1000)
+        with pytest.raises(SessionFenced):
+            await silent._require()
+        await taken.release()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
 def test_nothing_is_committed_under_a_lease_that_was_taken() -> None:
     async def body() -> None:
         _, first, second = await two()

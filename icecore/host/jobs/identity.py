@@ -407,7 +407,26 @@ def _require_same_machine(pid: int) -> None:
         raise UsageError(f"process {pid} has seccomp filters", cure=cure)
     label = _security_label(pid)
     if label not in (_security_label("self"), "", "unconfined"):
-        raise UsageError(f"process {pid} is confined by a security module ({label})", cure=cure)
+        raise UsageError(
+            f"process {pid} is confined by a security module ({label})", cure=_cure_of(label)
+        )
+
+
+def _cure_of(label: str) -> str:
+    """Return how a user gets out of a confinement that its job would escape.
+
+    A profile of AppArmor in complain mode still enforces its "deny" rules (aa-complain(8)), and one
+    that is later enforced would not apply to the job. The same holds for SELinux in permissive mode.
+    """
+    if label.endswith((" (complain)", " (enforce)", " (kill)", " (mixed)", " (prompt)")):
+        return (
+            "start the job from a process without an AppArmor profile; complain mode is not enough,"
+            " because it enforces 'deny' rules"
+        )
+    return (
+        "start the job as a user whom SELinux does not confine;"
+        " 'semanage login -a -s unconfined_u USER' makes one"
+    )
 
 
 def _security_label(pid: int | str) -> str:

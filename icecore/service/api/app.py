@@ -270,17 +270,20 @@ async def _handled(route: Route, call: Call) -> web.StreamResponse:
 async def _recorded(route: Route, call: Call) -> web.StreamResponse:
     """Record a request that changes something in the audit log, then handle it."""
     id = secrets.token_hex(8)
+    who = _who(call)["who"]
     _audit(call.service, id=id, state="begun", **_who(call), **_what(route, call))
     try:
         response = await _handled(route, call)
     except IcecoreError as error:
         status, name = problems.status_of(error), type(error).__name__
-        _audit(call.service, id=id, state="failed", status=status, error=name)
+        _audit(call.service, id=id, state="failed", who=who, status=status, error=name)
         raise
     except BaseException as error:
-        _audit(call.service, id=id, state="failed", status=500, error=type(error).__name__)
+        name = type(error).__name__
+        _audit(call.service, id=id, state="failed", who=who, status=500, error=name)
         raise
-    _audit(call.service, id=id, state="done", status=response.status, **(call.audit or {}))
+    about = {"who": who, "status": response.status, **(call.audit or {})}
+    _audit(call.service, id=id, state="done", **about)
     return response
 
 

@@ -14,7 +14,8 @@ from typing import Literal
 from icecore.host.jobs.job import Job
 from icecore.service.facts.readings import NodeReading, Reading
 from icecore.service.record import Measured
-from icecore.store.format.state import SnapshotRecord
+from icecore.store.format.state import SessionRecord, SnapshotRecord
+from icecore.store.log.lease import lease_of
 
 #: Where it runs is known from the lease of its name, or from this node's registry.
 State = Literal["running", "elsewhere", "starting", "ended", "failed", "stopped"]
@@ -113,9 +114,10 @@ def jobs_of(reading: Reading, node: NodeReading, now: float) -> list[JobFacts]:
     for record in reading.snapshots:
         snapshots.setdefault(record.job, []).append(record)
     here = newest_instances(node.instances)
-    names = {*snapshots, *here, *reading.leases}
+    leases = {lease_of(one.purpose)[0]: one for one in reading.leases}
+    names = {*snapshots, *here, *leases}
     found = [
-        _job(name, snapshots.get(name, []), reading, here.get(name), node.measured, now)
+        _job(name, snapshots.get(name, []), leases.get(name), here.get(name), node.measured, now)
         for name in names
     ]
     return sorted(found, key=lambda job: (not job.runs, job.name))
@@ -134,12 +136,11 @@ def newest_instances(instances: Iterable[tuple[Job, str]]) -> dict[str, tuple[Jo
 def _job(
     name: str,
     snapshots: list[SnapshotRecord],
-    reading: Reading,
+    lease: SessionRecord | None,
     here: tuple[Job, str] | None,
     every: Mapping[str, Measured],
     now: float,
 ) -> JobFacts:
-    lease = reading.leases.get(name)
     measured = every.get(name, Measured())
     state = _state(here, lease is not None)
     good = next((one for one in reversed(snapshots) if not one.quarantined), None)

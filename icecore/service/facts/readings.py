@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -36,14 +36,14 @@ class Reading:
         at: Unix time of the reading.
         generation: The log's.
         snapshots: In commit order.
-        leases: The sessions that hold the leases of jobs, by job name.
+        leases: The sessions that hold the leases of jobs.
         sessions: The other open sessions.
     """
 
     at: float
     generation: int = 0
     snapshots: list[SnapshotRecord] = field(default_factory=list)
-    leases: Mapping[str, SessionRecord] = field(default_factory=dict)
+    leases: Sequence[SessionRecord] = ()
     sessions: list[SessionRecord] = field(default_factory=list)
 
 
@@ -56,11 +56,11 @@ async def read_repository(repository: StoredRepository) -> Reading:
     """
     state = (await repository.log.newest()).state
     snapshots = await catalog.everything(state, repository.log.pages)
-    leases: dict[str, SessionRecord] = {}
+    leases: list[SessionRecord] = []
     others: list[SessionRecord] = []
     for session in state.sessions:
         if session.purpose.startswith(LEASE):
-            leases[session.purpose.removeprefix(LEASE)] = session
+            leases.append(session)
         else:
             others.append(session)
     return Reading(time.time(), state.generation, list(snapshots), leases, others)

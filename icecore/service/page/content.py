@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from icecore.service.api.service import Service, Where
 from icecore.service.facts.jobs import JobFacts, jobs_of
 from icecore.service.facts.readings import NodeReading, Reading
 from icecore.service.record import Taken
-from icecore.store.format.state import SnapshotRecord
+from icecore.store.format.state import SessionRecord, SnapshotRecord
+from icecore.store.log.lease import lease_of
 
 #: Phases within the window, in the order in which charts stack them; the rest of the window is
 #: "other".
@@ -70,11 +72,15 @@ def content_for(service: Service, caller: Caller) -> Content:
     node = node_of(service, caller)
     now = time.time()
     own = {job.name for job, _ in node.instances} | {one.job for one in reading.snapshots}
-    leases = {
-        name: lease for name, lease in reading.leases.items() if caller.whole_node or name in own
-    }
+    leases = [one for one in reading.leases if _is_of(caller, own, one)]
     reading = replace(reading, leases=leases)
     return Content(where, reading, node, jobs_of(reading, node, now), now, error)
+
+
+def _is_of(caller: Caller, own: Collection[str], lease: SessionRecord) -> bool:
+    """Return whether a caller may see a lease: of its jobs, by itself or an administrator."""
+    name, user = lease_of(lease.purpose)
+    return caller.whole_node or (name in own and user in ("", str(caller.uid)))
 
 
 def visible(service: Service, caller: Caller, where: Where) -> Reading:
@@ -270,18 +276,4 @@ def _event(course: Course, event: dict[str, Any]) -> None:
 
 def audit_of(service: Service, most: int) -> Iterator[dict[str, Any]]:
     """Yield the newest entries of the audit log, newest first."""
-    path = service.audit.path
-    left = most
-    for place in (path, path.with_name(f"{path.name}.1")):
-        try:
-            lines = place.read_bytes().splitlines()
-        except OSError:
-            continue
-        for line in reversed(lines):
-            if not left:
-                return
-            try:
-                yield msgspec.json.decode(line)
-            except msgspec.DecodeError:  # the service was killed while it wrote
-                continue
-            left -= 1
+    yield from itertools.islice(service.audit.newest_first(), most)

@@ -1,7 +1,11 @@
-"""The right to run the job of a name, held by one process on whatever node.
+"""The right to run a user's job of a name, held by one process on whatever node.
 
-A lease is a session of its own purpose: BEGIN is refused while another session of that purpose is
-open, and the log decides between two that begin at once. The holder gives signs of life. Whoever
+A lease is a session of its own purpose: BEGIN is refused while a session that excludes it is open,
+and the log decides between two that begin at once. Leases of the same name exclude each other,
+unless they are of different users. A lease of no user is an administrator's, whose supervisor
+counts the snapshots of all users; it excludes those of all.
+
+The holder gives signs of life. Whoever
 wants the lease and sees none for `SILENCE_SECONDS`, by its own clock, ends the holder's session,
 unless the holder has renewed it meanwhile. No one else ends it: a collector leaves leases alone,
 and waits for none, because a lease pins nothing.
@@ -35,15 +39,37 @@ _LOOK_SECONDS = 1.0
 _RELEASE_SECONDS = 20.0
 
 
-def purpose_of(name: str) -> str:
-    """Return the purpose of the sessions that are leases of a job."""
-    return f"{LEASE}{name}"
+def purpose_of(name: str, user: int | None = None) -> str:
+    """Return the purpose of the sessions that are leases of a user's job; None: an administrator's."""
+    return f"{LEASE}{name}" if user is None else f"{LEASE}{name} {user}"
 
 
-async def holder(repository: StoredRepository, name: str) -> SessionRecord | None:
-    """Return the session that holds the lease of a job; None: there is none."""
+def lease_of(purpose: str) -> tuple[str, str]:
+    """Return the job's name and the user of a lease's purpose; an empty user: an administrator's."""
+    name, _, user = purpose.removeprefix(LEASE).partition(" ")
+    return name, user
+
+
+def excluded_by(purpose: str) -> Callable[[SessionRecord], bool]:
+    """Return the function that tells which sessions exclude a lease."""
+    name, user = lease_of(purpose)
+
+    def excludes(other: SessionRecord) -> bool:
+        if not other.purpose.startswith(LEASE):
+            return False
+        held, by = lease_of(other.purpose)
+        return held == name and (by == user or not by or not user)
+
+    return excludes
+
+
+async def holder(
+    repository: StoredRepository, name: str, user: int | None = None
+) -> SessionRecord | None:
+    """Return a session that excludes the lease of a user's job; None: there is none."""
+    excludes = excluded_by(purpose_of(name, user))
     state = (await repository.log.newest()).state
-    return next((one for one in state.sessions if one.purpose == purpose_of(name)), None)
+    return next((one for one in state.sessions if excludes(one)), None)
 
 
 class Lease:
@@ -151,6 +177,7 @@ async def take(
     repository: StoredRepository,
     name: str,
     *,
+    user: int | None = None,
     where: str = "",
     told: Callable[[SessionRecord], None] | None = None,
 ) -> Lease:
@@ -159,6 +186,7 @@ async def take(
     Args:
         repository: Where.
         name: The job's name.
+        user: The uid whose job it is. None: an administrator's, which counts all users' snapshots.
         where: This node and its state directory. A holder of the same ``where`` whose process has
             ended is not waited for: its job can be seen from here. Empty: every holder is.
         told: Gets the holder's session once, before it is waited for.
@@ -167,19 +195,20 @@ async def take(
         JobHeld: Its holder is alive.
         StoreError: The store failed.
     """
+    purpose = purpose_of(name, user)
     while True:
         began = now()
         try:
             session = await repository.begin(
                 None,
-                purpose_of(name),
+                purpose,
                 load_index=False,
                 beat_seconds=None,
-                alone=True,
+                excludes=excluded_by(purpose),
                 host=where,
             )
         except JobHeld:
-            held = await holder(repository, name)
+            held = await holder(repository, name, user)
             if held is None:
                 continue
             if not _is_gone(held, where):
@@ -208,8 +237,8 @@ async def _require_silence(
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         began = time.monotonic()
-        current = await holder(repository, name)
-        if current is None or current.id != held.id:
+        current = (await repository.log.newest()).state.session(held.id)
+        if current is None:
             return
         if current != held or await _signs(repository, held.id) - first:
             raise held_by(name, held)

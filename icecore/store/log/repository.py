@@ -39,7 +39,7 @@ from icecore.store.format.keys import (
 )
 from icecore.store.format.names import CONFIG, copy_name, key_name, parse_name
 from icecore.store.format.slots import Cost, new_slots
-from icecore.store.format.state import LogState, SnapshotRecord
+from icecore.store.format.state import LogState, SessionRecord, SnapshotRecord
 from icecore.store.log import catalog, identity
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
@@ -362,7 +362,7 @@ class StoredRepository:
         beat_seconds: float | None = BEAT_SECONDS,
         prove: bool = True,
         leave: int | None = None,
-        alone: bool = False,
+        excludes: Callable[[SessionRecord], bool] | None = None,
         host: str = "",
     ) -> Session:
         """Begin a writer's session.
@@ -378,18 +378,20 @@ class StoredRepository:
                 not. Saves a request.
             leave: For a session that frees space, or only reads: it begins even if there is no
                 room, as in ``Log.transact``.
-            alone: Refuse if another session with this purpose is open.
+            excludes: Tells which open sessions it may not begin beside. None: none.
             host: Who holds it, for people. Empty: this host's name.
 
         Raises:
             NotFound: ``base`` is not listed.
-            JobHeld: With ``alone``: another session has this purpose.
+            JobHeld: A session that it excludes is open.
         """
         pins = [] if base is None else [base]
         await (
             self.backend.keep_reserve()
         )  # a repository of an earlier version has none, or others have used it
-        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave, alone, host)
+        return await self._begin(
+            pins, purpose, load_index, beat_seconds, prove, leave, excludes, host
+        )
 
     async def read_session(
         self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
@@ -410,7 +412,7 @@ class StoredRepository:
         beat_seconds: float | None,
         prove: bool,
         leave: int | None,
-        alone: bool = False,
+        excludes: Callable[[SessionRecord], bool] | None = None,
         host: str = "",
     ) -> Session:
         from icecore.store.log import session as sessions  # loads numpy
@@ -427,7 +429,7 @@ class StoredRepository:
             every_seconds=beat_seconds,
             prove=prove,
             leave=leave,
-            alone=alone,
+            excludes=excludes,
             host=host,
         )
 

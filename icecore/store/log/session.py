@@ -465,18 +465,18 @@ async def begin(
     every_seconds: float | None,
     prove: bool = True,
     leave: int | None = None,
-    alone: bool = False,
+    excludes: Callable[[SessionRecord], bool] | None = None,
     host: str = "",
 ) -> Session:
     """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base;
     ``prove`` and ``leave`` as in ``Log.transact``.
 
     Args:
-        alone: Only if no other session has this purpose.
+        excludes: Tells which open sessions it may not begin beside. None: none.
         host: Who holds it, for people. Empty: this host's name.
 
     Raises:
-        JobHeld: Another session has this purpose.
+        JobHeld: Such a session is open.
         NotFound: A snapshot is not in the repository.
     """
     identity = secrets.token_hex(16)
@@ -485,8 +485,8 @@ async def begin(
 
     async def change(state: LogState, pages: Pages) -> LogState:
         nonlocal record
-        if alone and any(
-            other.purpose == purpose and other.id != identity for other in state.sessions
+        if excludes is not None and any(
+            excludes(other) and other.id != identity for other in state.sessions
         ):
             raise JobHeld(f"another process is at work: {purpose}")
         found = []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,38 +187,89 @@ def test_a_rate_with_a_burst() -> None:
     assert len(rate._buckets) <= 4096
 
 
+def entries_of(audit: Audit, kind: str = "audit") -> list[dict[str, Any]]:
+    """Return the entries of one of the logs, oldest first."""
+    names = [f"{kind}.jsonl", *(f"{kind}.jsonl.{number}" for number in range(1, 6))]
+    files = [file for file in map(audit.path.with_name, names) if file.exists()]
+    lines = [line for file in reversed(files) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
 def test_the_audit_log_is_rotated(tmp_path: Path) -> None:
-    audit = Audit(tmp_path, limit=1000)
-    for number in range(200):
-        audit.write(number=number, name="\udcff")
+    audit = Audit(tmp_path, limit=4000)
+    for number in range(1000):
+        audit.write(who=f"uid {number % 50}", number=number, name="\udcff")
     audit.close()
     files = [audit.path, *(audit.path.with_name(f"audit.jsonl.{n}") for n in range(1, 5))]
-    assert all(file.stat().st_size <= 1000 for file in files)
+    assert all(0 < file.stat().st_size <= 4000 for file in files)
     assert not audit.path.with_name("audit.jsonl.5").exists()
-    numbers = [
-        json.loads(line)["number"]
-        for file in reversed(files)
-        for line in file.read_text().splitlines()
-    ]
-    assert numbers == list(range(numbers[0], 200)) and len(numbers) > 20
+    numbers = [one["number"] for one in entries_of(audit)]
+    assert numbers == list(range(numbers[0], 1000)) and len(numbers) > 80
+    newest = Audit(tmp_path, limit=4000).newest_first()
+    assert [next(newest)["number"] for _ in range(60)] == list(range(999, 939, -1))
+
+
+def test_one_caller_rotates_no_change_of_another_out(tmp_path: Path) -> None:
+    audit = Audit(tmp_path, limit=1 << 14)
+    audit.write(who="token admin", what="gc")
+    for number in range(5000):
+        audit.write(who="uid 5", what="kill_job", subject={"job": "x" * 100}, number=number)
+        if number == 1000:  # a restart gives nobody a new share
+            audit.close()
+            audit = Audit(tmp_path, limit=1 << 14)
+    audit.write(who="token admin", what="check")
+    first, *others, last = entries_of(audit)
+    assert first["what"] == "gc" and last["what"] == "check"
+    assert {one["who"] for one in others} == {"uid 5"} and len(others) < 20
+    more = entries_of(audit, "audit-more")
+    assert [one["number"] for one in more][-1] == 4999 and {one["who"] for one in more} == {"uid 5"}
+    newest = audit.newest_first()
+    assert next(newest)["what"] == "check" and next(newest)["number"] == 4999
+    audit.close()
 
 
 def test_refusals_rotate_nothing_out(tmp_path: Path) -> None:
     now = [0.0]
-    audit = Audit(tmp_path, limit=1 << 16, clock=lambda: now[0])
+    audit = Audit(tmp_path, limit=1 << 20, clock=lambda: now[0])
     audit.write(state="done", who="root")
-    for _ in range(5000):
-        audit.refuse(who="", subject={"job": "x" * 256})
+    for number in range(5000):
+        audit.refuse(who="", subject={"job": "x" * 256}, **{"from": f"127.0.0.{number % 9}"})
         audit.refuse(who="uid 5", subject={"job": "x" * 256})
+        audit.refuse(who="uid 7", subject={"job": f"{number}"})
     now[0] = 61.0
     audit.refuse(who="uid 6")
+    assert [one["who"] for one in entries_of(audit)] == ["root"]
+    refused = entries_of(audit, "audit-refused")
+    assert len(refused) == 1 + 1 + 60 + 3 + 1
+    counted = [(one["who"], one["more"], "subject" in one) for one in refused if "more" in one]
+    assert counted == [("", 4999, True), ("uid 5", 4999, True), ("uid 7", 4940, False)]
+    audit.refuse(who="uid 6")
     audit.close()
-    entries = [json.loads(line) for line in audit.path.read_text().splitlines()]
-    assert entries[0]["who"] == "root" and len(entries) == 1 + 1 + 60 + 2 + 1
-    assert {one["who"]: one["more"] for one in entries if "more" in one} == {
-        "": 4999,
-        "uid 5": 4940,
+    assert entries_of(audit, "audit-refused")[-1] | {"at": 0} == {
+        "at": 0,
+        "state": "refused",
+        "who": "uid 6",
+        "more": 1,
     }
+
+
+def test_one_caller_rotates_no_refusal_of_another_out(tmp_path: Path) -> None:
+    """For hours, a caller tries whatever it can."""
+    now = [0.0]
+    audit = Audit(tmp_path, limit=1 << 16, clock=lambda: now[0])
+    audit.refuse(who="uid 6", what="remove_job", subject={"job": "train"})
+    for minute in range(120):
+        now[0] = 61.0 * minute
+        for number in range(61):
+            audit.refuse(who="uid 5", subject={"job": f"{minute}-{number}" + "x" * 200})
+            audit.refuse(who="uid 5", subject={"job": f"{minute}-{number}" + "x" * 200})
+    audit.close()
+    refused = entries_of(audit, "audit-refused")
+    assert [one["what"] for one in refused if one["who"] == "uid 6"] == ["remove_job"]
+    recorded = len(refused) + sum(one.get("more", 0) for one in refused)
+    totals = sum(one.keys() == {"at", "state", "who", "more"} for one in refused)
+    counts = sum("more" in one for one in refused)
+    assert recorded - counts == 1 + 2 * 61 * 120 and totals > 100
 
 
 # -- repositories

@@ -82,9 +82,13 @@ def test_without_a_token_nothing_is_said(node: Node, go: Go) -> None:
                 assert (await ask(session, node, route, {}, {}))[0] == 200
 
     go(test)
-    entries = [json.loads(line) for line in node.service.audit.path.read_text().splitlines()]
-    assert [(entry["state"], entry["what"]) for entry in entries] == [("refused", PRIVATE[0].name)]
-    assert node.service.audit._refused[""] == 4 * len(PRIVATE)  # the others are counted
+    node.service.audit.close()
+    log = node.service.audit.path.with_name("audit-refused.jsonl").read_text()
+    first, same, others = (json.loads(line) for line in log.splitlines())
+    assert (first["state"], first["what"]) == ("refused", PRIVATE[0].name)
+    assert (same["what"], same["more"]) == (PRIVATE[0].name, 3)
+    assert (others["who"], others["more"]) == ("", 4 * (len(PRIVATE) - 1))
+    assert not node.service.audit.path.exists()
 
 
 @pytest.mark.parametrize("role", ["read", "operate", "admin"])
@@ -334,6 +338,7 @@ def test_everything_that_changes_is_in_the_audit_log(node: Node, go: Go) -> None
         assert entries[0]["who"] == "uid 0 (root)" and entries[0]["from"].startswith("pid ")
         assert entries[0]["subject"] == {"job": "train"}
         assert entries[1]["id"] == entries[0]["id"] and entries[1]["operation"] == id
+        assert {entry["who"] for entry in entries} == {"uid 0 (root)"}
         assert entries[3]["status"] == 409
         assert node.service.audit.path.stat().st_mode & 0o777 == 0o600
 

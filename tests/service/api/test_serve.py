@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from icecore.errors import ServiceFailed
+from icecore.host.jobs.identity import user_name
 from icecore.remote.connection import Service, at
 from tests.service.api.conftest import ALICE, BOB
 
@@ -146,6 +147,14 @@ def test_a_user_runs_snapshots_and_restores_a_job(node: Node) -> None:
     written = node.ok(ALICE, "logs", "count").split()
     listed = [json.loads(line) for line in node.ok(ALICE, "--json", "ls").splitlines()]
     assert [(one["snapshot"], one["tags"]) for one in listed] == [(snapshot, ["a"])]
+    assert [(one["user"], one["user_name"]) for one in listed] == [(ALICE, user_name(ALICE))]
+    jobs = [json.loads(line) for line in node.ok(ALICE, "--json", "ps", "-a").splitlines()]
+    assert {(one["user"], one["user_name"]) for one in jobs} == {(ALICE, user_name(ALICE))}
+    local = subprocess.run(
+        [sys.executable, "-P", "-m", "icecore", "-r", str(node.repository), "--json", "ls"],
+        cwd="/", env=node.environment(), capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(local.stdout) | {"at": 0} == {**listed[0], "at": 0}
     assert f"snapshot       {snapshot}" in node.ok(ALICE, "show", "count")
     assert "count runs as process" in node.ok(ALICE, "restore", "count")
     time.sleep(0.5)
