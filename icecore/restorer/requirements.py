@@ -430,11 +430,12 @@ def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Re
 
 def _in_images(space: Space) -> list[bool]:
     """Return for each region of a space whether its pages go into CRIU's page images
-    (`icecore.restorer.files.images`).
+    (`icecore.restorer.files.images`). Shared memory does only where it is sealed, which the manifest
+    does not tell; the restore compares that with the room that is left before it starts CRIU.
     """
     if space.kind == "process":
         return [not region.lazy and region.kind != "device" for region in space.regions]
-    return [space.kind == "shared"] * len(space.regions)
+    return [False] * len(space.regions)
 
 
 def _most_pages(space: Space) -> int:

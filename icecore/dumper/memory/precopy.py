@@ -1,5 +1,5 @@
-"""Pre-copy: scan and store the running job's private memory before the window, so that only what
-changes meanwhile is left for it.
+"""Pre-copy: scan and store the running job's memory before the window, so that only what changes
+meanwhile is left for it.
 
 Torn reads are harmless, because a chunk is named by what was read, and the window checks every cell
 again.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from icecore.dumper.memory.allocations import allocations, cut
 from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
@@ -37,10 +38,11 @@ _LEAST_RESTLESS = 64 << 20
 
 @dataclass(frozen=True)
 class PreCopied:
-    """What pre-copy learnt of one process.
+    """What pre-copy learnt of one process or shared object.
 
     Attributes:
-        regions: Its private anonymous memory then, with the cell grid that the window reuses.
+        regions: Its memory then (of a process, the private anonymous memory), with the cell grid
+            that the window reuses.
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
@@ -58,7 +60,7 @@ class PreCopied:
 
 @dataclass(frozen=True)
 class _Scanner:
-    """How one process is scanned."""
+    """How one space is scanned."""
 
     stream: int
     regions: list[Region]
@@ -116,62 +118,75 @@ def pre_copy(
         What the window can rely on; None if the process has ended or cannot be read (the window
         reports why, if it matters).
     """
-    known = before.known if before else KnownCells.none()
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
             regions = inherit_origins(
                 cut(regions, allocations(reader, regions)), before.space.regions if before else []
             )
-            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), context.threads))
-            scanner = _Scanner(
-                stream,
-                regions,
-                RunningReader(reader),
-                context.pipeline,
-                context.staging,
-                context.seed,
-                context.threads,
-                context.stop,
-            )
-            restless = (
-                np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
-            )
-            if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
-                restless[:] = False
-            sink = scanner.sink(plan, known)
-            began = time.monotonic()
-            result = scanner.scan(
-                plan,
-                known,
-                lambda row, slot: (
-                    scanner.drop(row, slot) if restless[row] else sink.keep(row, slot)
-                ),
-                advance,
-            )
-            context.pipeline.drain()
-            changed = result.changed
-            calm = changed[~restless[changed]]
-            stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
-            kept = int(plan.length[calm].sum())
-            doubtful = changed[restless[changed]]
-            if len(doubtful):
-                context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
-                again = plan.take(doubtful)
-                same = KnownCells(
-                    again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL)
-                )
-                rested = again.take(
-                    np.flatnonzero(scanner.scan(again, same, scanner.drop).row >= 0)
-                )
-                last = scanner.sink(rested, known)
-                found = scanner.scan(rested, known, last.keep)
-                context.pipeline.drain()
-                new = found.changed
-                stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
-                kept += int(rested.length[new].sum())
+            extents = present_extents(pid, ranges_of(regions), context.threads)
+            source = RunningReader(reader)
+            return copy_space(stream, regions, extents, source, before, context, advance)
     except NotFound:
         return None
+
+
+def copy_space(
+    stream: int,
+    regions: list[Region],
+    extents: npt.NDArray[np.void],
+    source: Source,
+    before: ParentSpace | None,
+    context: ScanContext,
+    advance: Advance = unwatched,
+) -> PreCopied:
+    """Scan a space whose content may change meanwhile, as `pre_copy` does.
+
+    Args:
+        regions: With the grids that they take over.
+        extents: EXTENT records of its pages.
+        source: Reads it; what is not there any more reads as zeros.
+    """
+    known = before.known if before else KnownCells.none()
+    plan = plan_cells(regions, extents)
+    scanner = _Scanner(
+        stream,
+        regions,
+        source,
+        context.pipeline,
+        context.staging,
+        context.seed,
+        context.threads,
+        context.stop,
+    )
+    restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
+    if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
+        restless[:] = False
+    sink = scanner.sink(plan, known)
+    began = time.monotonic()
+    result = scanner.scan(
+        plan,
+        known,
+        lambda row, slot: scanner.drop(row, slot) if restless[row] else sink.keep(row, slot),
+        advance,
+    )
+    context.pipeline.drain()
+    changed = result.changed
+    calm = changed[~restless[changed]]
+    stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
+    kept = int(plan.length[calm].sum())
+    doubtful = changed[restless[changed]]
+    if len(doubtful):
+        context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+        again = plan.take(doubtful)
+        same = KnownCells(again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL))
+        rested = again.take(np.flatnonzero(scanner.scan(again, same, scanner.drop).row >= 0))
+        last = scanner.sink(rested, known)
+        found = scanner.scan(rested, known, last.keep)
+        context.pipeline.drain()
+        new = found.changed
+        stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
+        kept += int(rested.length[new].sum())
     order = np.argsort(plan.key, kind="stable")
     seen = KnownCells(plan.key[order], result.fingerprint[order], np.zeros(len(plan), CELL))
     return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
@@ -185,6 +200,7 @@ class RunningReader:
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
         self.process = reader.process
+        self.file = None
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         try:

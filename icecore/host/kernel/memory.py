@@ -113,6 +113,8 @@ class RemoteReader:
         self.pid = pid
         #: Whose memory it is, for who reads it by process_vm_readv himself.
         self.process = pid
+        #: It is no file.
+        self.file = None
         self._memory: int | None = None
         self._opening = threading.Lock()
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import bound_limits, forget_sizes
+from icecore.host.criu.shared_images import Reach, writable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
+from icecore.host.kernel import limits
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
@@ -130,6 +132,7 @@ def prepare_files(
             plan.criu.version,
             lazily=True,
             temporary=resources.memory.temporary,
+            reached=_reached(plan, folder),
         )
         device_file = None
         if memory.filed:
@@ -318,6 +321,15 @@ def _start_device_file(
             }
 
     return FilledFile(made, pool.submit(fill))
+
+
+def _reached(plan: Plan, folder: Path) -> dict[int, Reach]:
+    """Return the shared memory that can be filled once CRIU has made it; empty if this process may
+    not open what others map.
+    """
+    if not limits.capabilities() & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}:
+        return {}
+    return writable_shared(folder, [process.image_id for process in plan.manifest.processes])
 
 
 @contextmanager
