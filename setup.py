@@ -35,6 +35,7 @@ PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
     "icecore/host/criu/diag.c",
+    "icecore/host/criu/freezer.c",
     "icecore/host/criu/limits.c",
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/pages.c",
