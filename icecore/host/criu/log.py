@@ -143,7 +143,9 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "look into the kernel's log (out of memory?), and try again",
         ),
         (
-            r"Unable to detach from \d+: No such process|Can't seize|No such process|Unseizable non-zombie|pid reused while suspending|found while seizing|Zombie thread not supported|task not stopped after seize",
+            r"Unable to detach from \d+: No such process|Can't seize|No such process"
+            r"|Unseizable non-zombie|pid reused while suspending|found while seizing"
+            r"|Zombie thread not supported|task not stopped after seize",
             "ended",
             "a process ended while the tree was being frozen",
             "try again",
