@@ -34,14 +34,20 @@ PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # The library defines memcpy: the compiler must not turn its loop into a call of memcpy.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
+    "icecore/host/criu/allocate.c",
     "icecore/host/criu/diag.c",
+    "icecore/host/criu/freezer.c",
     "icecore/host/criu/limits.c",
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
     "icecore/host/criu/shared.c",
 ]
-RESTORE_SOURCES = ["icecore/host/criu/detach.c", "icecore/host/criu/join.c"]
+RESTORE_SOURCES = [
+    "icecore/host/criu/detach.c",
+    "icecore/host/criu/join.c",
+    "icecore/host/criu/reserve.c",
+]
 PRELOAD_SOURCES = [
     str(path) for path in sorted(Path(RESIDENT).glob("*.c")) if path.name != "keeper.c"
 ]

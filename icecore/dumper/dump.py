@@ -4,30 +4,37 @@ whatever fails.
 
 from __future__ import annotations
 
+import random
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
+from icecore.dumper.freeze.window import TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
 from icecore.dumper.observe.deaths import DeathWatch
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.phases.capture import capture
 from icecore.dumper.phases.commit import Committed, commit
 from icecore.dumper.phases.freeze import freeze, start_criu, undisturbed
-from icecore.dumper.phases.preflight import preflight
-from icecore.dumper.phases.prepare import prepare
+from icecore.dumper.phases.preflight import Accepted, preflight
+from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
 from icecore.dumper.target import Target
 from icecore.errors import UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu.program import Criu, find_criu
-from icecore.host.kernel import limits
+from icecore.host.kernel import limits, procfs
 from icecore.store.format.manifest import Sizes
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.text import require_label
+
+#: How often a dump tries to stop a tree whose processes come and go, and the pauses in between, in
+#: seconds.
+_ATTEMPTS = 12
+_FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -146,13 +153,36 @@ def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -
     accepted = preflight(request, deaths)
     hooks.before()
     ready = prepare(request, accepted, stack)
+    for pause in (*_pauses(), None):
+        try:
+            committed = _window(request, accepted, ready, deaths)
+            break
+        except TreeRestless as error:
+            # Device memory has gone and come back: that is not repeated for seconds on end.
+            if pause is None or ready.devices is not None or not procfs.exists(request.target.pid):
+                raise
+            request.emit(Event("dump.retry", {"error": str(error), "pause": pause}))
+        time.sleep(pause)
+        ready = prepare_again(request, ready)
+    # Before the guard is released: until then it removes them if this process is killed.
+    shutil.rmtree(ready.images, ignore_errors=True)
+    return committed
+
+
+def _window(request: Request, accepted: Accepted, ready: Ready, deaths: DeathWatch) -> Committed:
+    """Stop the tree, read it, let it run, and commit."""
     # On an error, first the driver brings back what it has moved out, then CRIU lets go.
     with ready.window, ready.devices or nullcontext():
         start_criu(request, accepted, ready)
         with phase(request.emit, "dump.window") as running, undisturbed():
             frozen = freeze(request, accepted, ready, running)
             result = capture(request, ready, frozen, running)
-        committed = commit(request, accepted, ready, result, deaths)
-    # Before the guard is released: until then it removes them if this process is killed.
-    shutil.rmtree(ready.images, ignore_errors=True)
-    return committed
+        return commit(request, accepted, ready, result, deaths)
+
+
+def _pauses() -> list[float]:
+    """Return the seconds to wait before each further attempt to stop a restless tree. They are
+    random, because what a job does is often periodic.
+    """
+    bounds = [min(_MOST_PAUSE, _FIRST_PAUSE * 2**number) for number in range(_ATTEMPTS - 1)]
+    return [random.uniform(bound / 2, bound) for bound in bounds]

@@ -29,7 +29,7 @@ from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.gpu.backend import find_backend
 from icecore.host.jobs import namespaces
 from icecore.host.jobs.gpu import private_root_lack
-from icecore.host.kernel import limits, oom, procfs
+from icecore.host.kernel import freezer, limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
 from icecore.host.kernel.userfaultfd import create
 from icecore.host.resident.keeper import keeper_path, preload_path
@@ -126,6 +126,7 @@ def _privileges() -> Iterator[Finding]:
     else:
         message = "CAP_SYS_RESOURCE missing: the OOM killer may kill CRIU during a dump, which can lose the job"
         yield Finding("OOM killer", "warning", message, oom.CURE)
+    yield _freezer()
     yield _other_users()
     try:
         os.close(create())
@@ -138,6 +139,31 @@ def _privileges() -> Iterator[Finding]:
         )
     else:
         yield Finding("userfaultfd", "good", "available, with the events that a restore needs")
+
+
+def _freezer() -> Finding:
+    """Return whether jobs can have cgroups of their own, by making one."""
+    name, without = (
+        "freezer",
+        "a dump of a job that starts processes all the time may take several attempts",
+    )
+    group = freezer.make_group(f"doctor-{os.getpid()}")
+    if group is None:
+        return Finding(
+            name,
+            "warning",
+            f"no cgroup can be made for a job: {without}",
+            "mount cgroups of version 2 writable (in a container: --cgroupns=host, or --privileged)",
+        )
+    freezer.remove_group(group)
+    if not CRIU_LIBRARY.exists():
+        return Finding(
+            name,
+            "warning",
+            f"the library that freezes cgroups was not built: {without}",
+            "install gcc, then reinstall icecore",
+        )
+    return Finding(name, "good", f"jobs get a cgroup of their own in {group.parent}")
 
 
 def _other_users() -> Finding:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import Connection
+from icecore.host.kernel import freezer
 from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 
@@ -69,6 +70,7 @@ class DumpGuard:
         #: How long `release` waits. Moving device memory back takes longer than anything CRIU does.
         self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
+        self._group: Path | None = None
         try:
             ready = self._expect("ready", start_timeout)
             #: The ``oom_score_adj`` of the guard, which CRIU and the GPU helper inherit.
@@ -110,6 +112,7 @@ class DumpGuard:
         *,
         hidden: Path | None = None,
         devices: socket.socket | None = None,
+        group: Path | None = None,
     ) -> int | None:
         """Start ``command`` (``criu dump …``) and return once it waits for `go`. It has touched
         nothing of the tree by then, and without `go` it ends with the guard.
@@ -122,6 +125,8 @@ class DumpGuard:
                 (`icecore.host.criu.hidden`); None: it sees everything.
             devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: no
                 GPU processes.
+            group: The cgroup that CRIU freezes until it has stopped every thread; the guard and
+                `release` thaw it, should CRIU not come to that. None: none.
 
         Returns:
             None if CRIU waits; its exit status if it has ended.
@@ -134,7 +139,12 @@ class DumpGuard:
             self._pages = ours
         try:
             with theirs:
-                order = {"prepare": list(command), "hidden": str(hidden) if hidden else None}
+                order = {
+                    "prepare": list(command),
+                    "hidden": str(hidden) if hidden else None,
+                    "group": str(group) if group else None,
+                }
+                self._group = group
                 self._send(order, theirs, *([] if devices is None else [devices]))
             reply = self._receive(timeout)
         except BaseException:
@@ -281,6 +291,8 @@ class DumpGuard:
         finally:
             os.close(self._life)
             self._life = -1
+            if self._group is not None:
+                freezer.thaw(self._group)  # the guard may have been killed
         if not ended:
             raise DumpFailed(
                 f"CRIU or the GPU helper (under guard {self._process.pid}) has not ended in time; killing it now could lose the job, so it is left alone",

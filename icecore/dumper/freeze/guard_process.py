@@ -11,6 +11,9 @@ dies, thaws the tree. CRIU reacts to a hang-up at any time, also to one that cam
 The guard then waits for CRIU's end and removes the working directory. It hangs up by itself if a
 dumper that lives but does not run (for example, stopped by a terminal) holds the tree for too long.
 
+CRIU freezes the cgroup of the job while it stops the threads, and thaws it. Should it be killed in
+between, the guard thaws the cgroup, and so does the dumper.
+
 The guard also holds CRIU's pipes, so that CRIU need not free their pages before it lets the tree go.
 CRIU and the guard both hold the writing end of a pipe, so the dumper knows when both have ended,
 even if the guard was killed.
@@ -30,6 +33,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from icecore.dumper.freeze.waiting_criu import WaitingCriu
 from icecore.host.kernel import oom
@@ -74,6 +78,7 @@ class _Server:
                 self.prepare(
                     request["prepare"],
                     request["hidden"],
+                    request["group"],
                     [socket.socket(fileno=number) for number in descriptors],
                 )
             elif "go" in request:
@@ -100,10 +105,22 @@ class _Server:
         self.started.append(started)
         self.say(event="started", pid=started.pid)
 
-    def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
+    def prepare(
+        self,
+        command: list[str],
+        hidden: str | None,
+        group: str | None,
+        ends: list[socket.socket],
+    ) -> None:
         try:
             self.waiting = WaitingCriu(
-                command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock
+                command,
+                ends[0],
+                ends[1] if len(ends) > 1 else None,
+                self.life,
+                hidden,
+                self.lock,
+                Path(group) if group else None,
             )
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")

@@ -20,10 +20,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from icecore.host.criu.program import dump_environment
 from icecore.host.cuda import holder
 from icecore.host.gpu.backend import find_backend
+from icecore.host.kernel import freezer
 
 # A process that waits for CRIU's end through the pipe `life` waits for the script's end too.
 _SCRIPT = """#!/bin/sh
@@ -46,6 +48,7 @@ class WaitingCriu:
             too. None: no GPU processes.
         life: Writing end of a pipe, which CRIU and the script inherit.
         lock: Lock of the working directory, which CRIU inherits. -1: none.
+        group: The cgroup that CRIU freezes and thaws; thawed once more after its end. None: none.
         hidden: File in which CRIU notes what it was kept from seeing
             (`icecore.host.criu.hidden`). None: it sees everything.
 
@@ -61,8 +64,10 @@ class WaitingCriu:
         life: int,
         hidden: str | None,
         lock: int = -1,
+        group: Path | None = None,
     ) -> None:
         self.pages = pages
+        self._group = group
         self._open: set[int] = set()
         try:
             self._arrived, arrived = self._pipe()
@@ -142,6 +147,8 @@ class WaitingCriu:
             CRIU's exit status.
         """
         status = self.criu.wait()
+        if self._group is not None:
+            freezer.thaw(self._group)
         self._close()
         return status
 

@@ -27,6 +27,12 @@ _POLL_SECONDS = 0.002
 _LET_GO_SECONDS = 0.0005
 
 
+class TreeRestless(DumpFailed):
+    """CRIU could not stop the tree, whose processes and threads come and go; it runs on. Another
+    window may succeed.
+    """
+
+
 class Window:
     """One window.
 
@@ -93,7 +99,11 @@ class Window:
             raise self._exceeded from error
 
     def prepare(
-        self, command: Sequence[str], hidden: Path | None, devices: socket.socket | None = None
+        self,
+        command: Sequence[str],
+        hidden: Path | None,
+        devices: socket.socket | None = None,
+        group: Path | None = None,
     ) -> None:
         """Start CRIU as far as it gets without touching the tree. `begin`, `go` and `freeze` follow,
         if nothing fails.
@@ -102,11 +112,14 @@ class Window:
             hidden: File in which CRIU notes what it was kept from seeing; None: it sees everything.
             devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: no
                 GPU processes.
+            group: The cgroup that CRIU freezes; None: none.
 
         Raises:
             DumpFailed: CRIU failed.
         """
-        ended = self._guard.prepare(command, _PREPARE_SECONDS, hidden=hidden, devices=devices)
+        ended = self._guard.prepare(
+            command, _PREPARE_SECONDS, hidden=hidden, devices=devices, group=group
+        )
         if ended is not None:
             raise self._explain(ended)
 
@@ -211,7 +224,9 @@ class Window:
         self._ending = False
         status = self._guard.ended(_THAW_SECONDS)
         if status != 0:
-            raise self._explain(status)
+            error = self._explain(status)
+            # The tree was stopped, and has been read: this is no case for another window.
+            raise DumpFailed(str(error), cure=error.cure)
 
     def over(self) -> None:
         """Note that the job runs again."""

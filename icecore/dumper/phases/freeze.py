@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from icecore.dumper.capture import HIDDEN_FILE
 from icecore.dumper.freeze.guard_process import WINDOW_PRIORITY
 from icecore.dumper.freeze.streamed import receive
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.memory.early import Early, EarlyScan
+from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.prepare import Ready
 from icecore.dumper.phases.request import Request
@@ -22,6 +24,7 @@ from icecore.errors import DumpFailed
 from icecore.events import Event, Phase, phase
 from icecore.host.criu.hidden import list_shared
 from icecore.host.criu.program import (
+    CRIU_LIBRARY,
     SOCKETS_PLUGIN,
     DumpArguments,
     lazy_dump_command,
@@ -30,6 +33,7 @@ from icecore.host.criu.program import (
 )
 from icecore.host.cuda.holder import require_plugin
 from icecore.host.jobs.namespaces import dump_options, dump_prefix
+from icecore.host.kernel import freezer
 
 _STREAM_SECONDS = 60.0
 _FREEZE_SECONDS = 30.0
@@ -59,9 +63,10 @@ def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
         hidden = ready.images / HIDDEN_FILE
         hidden.touch()
         list_shared(hidden, ready.shared.rows())
-        command = _criu_command(request, accepted, ready)
+        group = _group(request)
+        command = _criu_command(request, accepted, ready, group)
         with ready.devices.holder() if ready.devices is not None else nullcontext() as holder:
-            ready.window.prepare(command, hidden if ready.hiding else None, holder)
+            ready.window.prepare(command, hidden if ready.hiding else None, holder, group)
 
 
 def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -> Frozen:
@@ -138,7 +143,22 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _criu_command(request: Request, accepted: Accepted, ready: Ready) -> list[str]:
+def _group(request: Request) -> Path | None:
+    """Return the cgroup that contains the tree and nothing else; None: there is none, or CRIU lacks
+    the library that freezes it fast.
+    """
+    target = request.target
+    if target.record is None or not CRIU_LIBRARY.exists():
+        return None
+    group = freezer.group_of(target.pid)
+    if group is None or freezer.is_frozen(group):
+        return None  # frozen by somebody else, who thaws it
+    return group if freezer.contains(group, tree_pids(target.pid)) else None
+
+
+def _criu_command(
+    request: Request, accepted: Accepted, ready: Ready, group: Path | None
+) -> list[str]:
     """Return CRIU's arguments; the guard replaces the words in braces."""
     target, options = request.target, request.options
     record = target.record
@@ -151,6 +171,7 @@ def _criu_command(request: Request, accepted: Accepted, ready: Ready) -> list[st
         external_unix=True,
         shell_job=accepted.shell_job,
         ghost_limit=options.ghost_limit,
+        group=group,
         verbosity=2,
         # Connections that are not accepted yet are lost at a restore; with ``close`` all are.
         extra=(

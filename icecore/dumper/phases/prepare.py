@@ -14,7 +14,7 @@ from pathlib import Path
 
 from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.freeze.guard import DumpGuard
-from icecore.dumper.freeze.window import Window
+from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.precopy import PreCopied, pre_copy
@@ -27,10 +27,11 @@ from icecore.dumper.storing import Storing
 from icecore.errors import DumpFailed
 from icecore.events import Event, phase
 from icecore.host.criu.hidden import hides
+from icecore.host.criu.log import RESTLESS
 from icecore.host.criu.program import explain
 from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
-from icecore.host.workdir import make_work_directory
+from icecore.host.workdir import LOCK, make_work_directory
 from icecore.store.format.manifest import Manifest
 
 _PRE_COPY_BYTES = 256 << 20
@@ -129,14 +130,32 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     if devices is not None:
         _prepare_devices(request, found, devices, storing)
     storing.pipeline.close_gate()
-    window = Window(
+    window = _window(request, images, guard, storing)
+    return Ready(images, guard, devices, storing, copied, shared, hiding, claim, window)
+
+
+def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) -> Window:
+    return Window(
         guard,
         request.criu.version,
-        limit=None if options.stop else options.max_window,
+        limit=None if request.options.stop else request.options.max_window,
         explain=lambda status: _explain(request, images, status),
         abandon=storing.abandon,
     )
-    return Ready(images, guard, devices, storing, copied, shared, hiding, claim, window)
+
+
+def prepare_again(request: Request, ready: Ready) -> Ready:
+    """Set up another window after one in which CRIU could not stop the tree, and wrote nothing that
+    counts.
+    """
+    for entry in ready.images.iterdir():
+        if entry.name == LOCK:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    return replace(ready, window=_window(request, ready.images, ready.guard, ready.storing))
 
 
 def _make_workdir(request: Request, stack: ExitStack) -> tuple[Path, int]:
@@ -311,5 +330,8 @@ def _prepare_devices(
 
 
 def _explain(request: Request, images: Path, status: int) -> DumpFailed:
-    message, cure = explain(images).sentence(f"the dump of process {request.target.pid}")
-    return DumpFailed(f"{message} (criu's exit status {status})", cure=cure)
+    found = explain(images)
+    message, cure = found.sentence(f"the dump of process {request.target.pid}")
+    restless = found.cause is not None and found.cause.name == RESTLESS
+    kind = TreeRestless if restless else DumpFailed
+    return kind(f"{message} (criu's exit status {status})", cure=cure)

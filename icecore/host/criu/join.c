@@ -3,7 +3,8 @@
  *
  * CRIU with --manage-cgroups=ignore leaves the tree in its own cgroup, and does not know keyrings.
  * ICECORE_CGROUPS holds files cgroup.procs, separated by newlines, which a cgroup's name cannot
- * contain; users name groups. ICECORE_KEYRING is set where the tree must not possess the keys of the
+ * contain; users name groups. ICECORE_GROUP is such a file of the cgroup of the instance's own, which
+ * it does without if the kernel refuses: it only makes dumps surer. ICECORE_KEYRING is set where the tree must not possess the keys of the
  * session that restores it.
  */
 #define _GNU_SOURCE
@@ -64,8 +65,16 @@ __attribute__((constructor)) static void join(void)
 		path = end ? end + 1 : NULL;
 	}
 	free(groups);
+	const char *own = getenv("ICECORE_GROUP");
+	int file = own ? open_group(own) : -1;
+	if (file >= 0) {
+		if (write(file, "0", 1) != 1)
+			perror(own);
+		close(file);
+	}
 	if (getenv("ICECORE_KEYRING") && syscall(SYS_keyctl, JOIN_SESSION_KEYRING, NULL) < 0)
 		fail("keyctl");
 	unsetenv("ICECORE_CGROUPS"); /* programs that CRIU starts are in the groups already */
+	unsetenv("ICECORE_GROUP");
 	unsetenv("ICECORE_KEYRING");
 }

@@ -44,6 +44,9 @@ _PIPES_CURE = (
     "run 'sysctl -w fs.pipe-max-size=4194304' or raise the limit on open files (ulimit -n)"
 )
 
+#: Name of the cause of a dump that fails because processes or threads come and go meanwhile.
+RESTLESS = "ended"
+
 #: Pattern in an error line, and what it means. The first match of the earliest line counts.
 KNOWN: list[tuple[re.Pattern[str], Cause]] = [
     (re.compile(pattern), Cause(name, message, cure))
@@ -140,7 +143,9 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "look into the kernel's log (out of memory?), and try again",
         ),
         (
-            r"Unable to detach from \d+: No such process|Can't seize|No such process",
+            r"Unable to detach from \d+: No such process|Can't seize|No such process"
+            r"|Unseizable non-zombie|pid reused while suspending|found while seizing"
+            r"|Zombie thread not supported|task not stopped after seize",
             "ended",
             "a process ended while the tree was being frozen",
             "try again",

@@ -28,7 +28,7 @@ RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
 #: CRIU's plugin for connections to unix sockets outside of the tree (icecore/host/criu/sockets.c).
 SOCKETS_PLUGIN = Path(__file__).with_name("libicecore-sockets.so")
 _HIDDEN = "ICECORE_HIDDEN"
-_CGROUPS, _KEYRING = "ICECORE_CGROUPS", "ICECORE_KEYRING"
+_CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRING"
 
 Version = tuple[int, int, int]
 NetworkLock = Literal["skip", "iptables", "nftables"]
@@ -260,13 +260,19 @@ class DumpArguments(_Arguments):
 
     Attributes:
         ghost_limit: Largest deleted-but-open file, in bytes, that CRIU copies into its images.
+        group: Directory of a cgroup that contains the whole tree, which CRIU freezes until it has
+            stopped every thread; None: it stops one after the other.
     """
 
     ghost_limit: int = 1 << 20
+    group: Path | None = None
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments."""
-        return self._with(*(["--ghost-limit", str(self.ghost_limit)] if self.ghost_limit else []))
+        return self._with(
+            *(["--ghost-limit", str(self.ghost_limit)] if self.ghost_limit else []),
+            *(["--freeze-cgroup", str(self.group)] if self.group is not None else []),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +330,7 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
 
 
 def restore_environment(
-    cgroups: Sequence[str] = (), *, own_keyring: bool = False
+    cgroups: Sequence[str] = (), group: Path | None = None, *, own_keyring: bool = False
 ) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
@@ -334,6 +340,7 @@ def restore_environment(
     Args:
         cgroups: Files cgroup.procs of the groups that CRIU, and with it the tree, joins
             (icecore/host/criu/join.c).
+        group: Directory of a cgroup that it joins after them if it can; None: none.
         own_keyring: The tree gets a session keyring of its own, because its user must not possess
             the keys of this process's.
 
@@ -351,6 +358,8 @@ def restore_environment(
             "jobs of other users cannot be restored: CRIU's library was not built",
             cure="install gcc, then reinstall icecore",
         )
+    if group is not None:
+        wanted[_GROUP] = str(group / "cgroup.procs")
     return wanted | _preloading(RESTORE_LIBRARY)
 
 

@@ -14,7 +14,7 @@ import re
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,12 +24,13 @@ import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.host.jobs.namespaces import Isolation, RunRecord, own_paths
-from icecore.host.kernel import procfs
+from icecore.host.kernel import freezer, procfs
 from icecore.private import create_private
 
 Stream = Literal["stdout", "stderr"]
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _POLL_SECONDS = 0.05
+_LEAVE_SECONDS = 1.0  # for the last processes of a job whose init has ended
 _UNKNOWN = -1  # a start time that no process has
 _MOST_STATUS = 64  # bytes
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
@@ -82,6 +83,7 @@ class Description:
         copies: The files, by the path at which it sees them.
         user, user_name: Whose job it is: the uid with which its command was started, and its name
             at that time.
+        group: Directory of the cgroup of its own (`icecore.host.kernel.freezer`); empty: it has none.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Description:
     copies: list[str] = field(default_factory=list)
     user: int = 0
     user_name: str = "root"
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,19 @@ class Job:
         job = Job(
             self.directory, replace(self.description, resident=str(place), keep_resident=keep)
         )
+        job.save()
+        return job
+
+    def with_group(self, groups: Mapping[str, str] | None = None) -> Job:
+        """Make a cgroup of the job's own where that is possible, and return the job with it.
+
+        Args:
+            groups: The groups that the job joins, by hierarchy; None: those of this process.
+        """
+        group = freezer.make_group(self.instance, groups)
+        if group is None:
+            return self
+        job = Job(self.directory, replace(self.description, group=str(group)))
         job.save()
         return job
 
@@ -355,7 +371,18 @@ class Job:
             raise TimeoutError(f"job {self.name} still runs")
         status = job.status()
         assert status is not None
+        job.remove_group()
         return status
+
+    def remove_group(self) -> None:
+        """Remove the cgroup of a job that has ended. Processes that the init left are still ending."""
+        if self.description.group and self.state in ("ended", "failed"):
+            freezer.remove_group(Path(self.description.group), _LEAVE_SECONDS)
+
+    @property
+    def group(self) -> Path | None:
+        """Return the directory of the cgroup of its own; None: it has none."""
+        return Path(self.description.group) if self.description.group else None
 
     def _open(self) -> int | None:
         """Open a pidfd of the init; None if it has ended. Its identity is checked after opening:

@@ -32,7 +32,7 @@ from icecore.host.jobs.namespaces import (
     bindable_mounts,
     init_program,
 )
-from icecore.host.kernel import procfs
+from icecore.host.kernel import freezer, procfs
 from icecore.private import private_state, require_own, state_directory
 from icecore.text import job_name
 
@@ -198,6 +198,7 @@ class Registry:
             described = replace(described, user=identity.user, user_name=identity.name)
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
+            job = job.with_group(None if identity is None else identity.cgroups)
             if resident:
                 seen = (
                     Path(INSTANCE_MOUNT) / "resident"
@@ -222,6 +223,7 @@ class Registry:
             isolation=isolation,
             binds=binds,
             identity=identity,
+            group=job.group,
         )
         try:
             with Starting(wanted) as starting:
@@ -373,6 +375,7 @@ class Registry:
             place = _keeper_place(job)
             if place.exists() and self._has_last(job):
                 _let_go_claimed(place, f"job {job.name} ({job.instance})")
+            job.remove_group()
             shutil.rmtree(job.directory)
 
     def remove_damaged(self, instance: str) -> None:
@@ -430,7 +433,10 @@ class Registry:
         if not exact:
             name = job_name(name) or "job"
         with self._lock():
-            taken = {job.name for job in self.instances() if job.state in ("running", "starting")}
+            instances = self.instances()
+            for ended in instances:
+                ended.remove_group()
+            taken = {job.name for job in instances if job.state in ("running", "starting")}
             if exact and name in taken:
                 raise UsageError(
                     f"a job named {name} runs", cure="choose another name, or end that one first"
@@ -496,6 +502,13 @@ def _discard(job: Job) -> None:
     if job.description.resident:
         with suppress(IcecoreError, OSError):  # it ends by itself
             _let_go(_keeper_place(job))
+    _forget(job)
+
+
+def _forget(job: Job) -> None:
+    """Remove the directory and the cgroup of an instance that does not run."""
+    if job.group is not None:
+        freezer.remove_group(job.group)
     shutil.rmtree(job.directory, ignore_errors=True)
 
 
@@ -629,6 +642,18 @@ class Restoring:
                 cure="check the file and the directory of --files-to, or use --files instead",
             ) from error
 
+    def make_group(self, groups: Mapping[str, str] | None) -> Path | None:
+        """Make a cgroup of the instance's own, into which CRIU goes before it restores.
+
+        Args:
+            groups: The groups that it joins, by hierarchy; None: those of this process.
+
+        Returns:
+            Its directory; None: the instance gets none.
+        """
+        self.job = self.job.with_group(groups)
+        return self.job.group
+
     def has_keeper(self, place: Path, *, keep: bool) -> None:
         """Record where the keeper of its GPU memory is, and whether that memory outlives it."""
         self.job = self.job.with_resident(place, keep=keep)
@@ -658,7 +683,7 @@ class Restoring:
     ) -> None:
         self._namespaces.close()
         if not self._started:
-            shutil.rmtree(self.job.directory, ignore_errors=True)
+            _forget(self.job)
 
 
 def _program(name: str, directory: str, environment: Mapping[str, str]) -> str:

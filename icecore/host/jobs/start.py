@@ -46,6 +46,7 @@ class Launch:
         binds: The host's mount points to bind into a private root.
         identity: The user that it runs as, who looks up the program in the environment's PATH;
             None: this process's.
+        group: Directory of the cgroup of its own; None: it gets none.
     """
 
     directory: Path
@@ -56,6 +57,7 @@ class Launch:
     isolation: Isolation
     binds: Sequence[str]
     identity: Identity | None = None
+    group: Path | None = None
 
     def as_line(self) -> bytes:
         """Encode it for launch.py.
@@ -82,6 +84,7 @@ class Launch:
                     "command": list(self.command),
                     "identity": None if self.identity is None else self.identity.as_launch(),
                     "environment": dict(self.environment),
+                    "group": None if self.group is None else str(self.group / "cgroup.procs"),
                 }
             ).encode()
             + b"\n"

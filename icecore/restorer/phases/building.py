@@ -10,6 +10,7 @@ from pathlib import Path
 from icecore.events import phase
 from icecore.host.criu.program import plugin_folder, restore_environment
 from icecore.host.cuda import holder as plugin
+from icecore.host.jobs.registry import Restoring
 from icecore.host.kernel.cgroups import files_to_join
 from icecore.restorer import workingset
 from icecore.restorer.files.images import FILE_NAME
@@ -90,7 +91,7 @@ def build_tree(
     tree.fill.listen()
     with phase(attempt.emit, "restore.criu") as running:
         with devices.holder() if devices is not None else nullcontext() as holder:
-            environment = _joining(attempt, plan) | plugin.restore_environment(
+            environment = _joining(attempt, plan, restoring) | plugin.restore_environment(
                 holder.fileno() if holder is not None else None, plan.criu.version
             )
             given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
@@ -108,8 +109,9 @@ def build_tree(
     return Built(tree, early)
 
 
-def _joining(attempt: Attempt, plan: Plan) -> dict[str, str]:
-    """Return the environment that has CRIU join the cgroups of the user for whom it restores.
+def _joining(attempt: Attempt, plan: Plan, restoring: Restoring | None) -> dict[str, str]:
+    """Return the environment that has CRIU join the cgroups of the user for whom it restores, and a
+    cgroup of the instance's own.
 
     Raises:
         UsageError: A cgroup cannot be joined from here.
@@ -118,7 +120,9 @@ def _joining(attempt: Attempt, plan: Plan) -> dict[str, str]:
     identity = attempt.options.identity
     groups = files_to_join(identity.cgroups or {}) if identity is not None else []
     foreign = owner_of(plan.manifest, plan.record) != os.geteuid()
-    return restore_environment(groups, own_keyring=foreign)
+    above = identity.cgroups if identity is not None else None
+    own = restoring.make_group(above) if restoring is not None else None
+    return restore_environment(groups, own, own_keyring=foreign)
 
 
 def _plugins(attempt: Attempt, images: Path, resources: Resources) -> list[str]:
