@@ -16,7 +16,7 @@ class OnDemand(argparse._SubParsersAction):  # type: ignore[type-arg]
 
     def defer(self, names: Iterable[str], build: Callable[[str], None]) -> None:
         """Accept these names; ``build`` adds the parser of one."""
-        self.choices = tuple(names)
+        self.choices = tuple(names)  # type: ignore[assignment]
         self._build = build
 
     def __call__(

@@ -250,7 +250,8 @@ def _reserve(
     if copied and storing.parent_id:
         guess = sum(c.changed for c in copied.values())
     elif copied:
-        guess = int(found.private_bytes * _GUESS)
+        left = sum(c.left for c in copied.values())
+        guess = left + int(max(0, found.private_bytes - left) * _GUESS)
     else:
         guess = found.private_bytes
     if found.gpus is not None:
