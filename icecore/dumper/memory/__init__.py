@@ -21,6 +21,7 @@ How they are read and stored:
 - `pipeline`: threads that store.
 - `spaces`: one address space, file or image on its way into the repository.
 - `precopy`: private memory, stored while the job runs.
+- `background`: threads of low priority, for what is done while the job runs.
 - `early`: memory that is read while CRIU is still at work.
 - `plain`: the pages of a dump that CRIU wrote in full.
 """

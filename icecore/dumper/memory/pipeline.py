@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from icecore.dumper.memory.background import lower_priority
 from icecore.dumper.memory.cells import ZERO, CellPlan
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
@@ -256,6 +257,7 @@ class Pipeline:
             raise self._failure
 
     def _run(self) -> None:
+        lower_priority()  # the job runs whenever the gate is open
         scratch = np.empty(CELL_BYTES, np.uint8)
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Mark):

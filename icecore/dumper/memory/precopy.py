@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.allocations import allocations, cut
+from icecore.dumper.memory.background import in_background
 from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
@@ -34,6 +35,17 @@ from icecore.store.format.manifest import Region
 _REST_SECONDS = 0.5
 #: With fewer restless bytes than this, they are stored even if that may be in vain.
 _LEAST_RESTLESS = 64 << 20
+#: A process that runs for a larger share of this many seconds is busy.
+_BUSY_SECONDS, _BUSY_SHARE = 0.05, 0.02
+#: The first round stores this part of what is calm, and shows how fast it changes; each later one
+#: twice as much.
+_FIRST_ROUND = 16
+#: Share of what is left that may be expected to change before all of it is stored.
+_IN_VAIN = 1 / 8
+#: Looks, in all rounds, that wait for the rest to calm down.
+_MOST_LOOKS = 3
+#: clock_gettime(2): the scheduler's clock of a whole process.
+_CPUCLOCK_SCHED = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,8 @@ class PreCopied:
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
-        stored: Bytes of these that were stored.
+        stored: Bytes of these that were stored, and did not change until the last look.
+        left: Bytes of these that are left for the window.
         scanned: Bytes read.
     """
 
@@ -55,6 +68,7 @@ class PreCopied:
     seen: KnownCells
     changed: int
     stored: int
+    left: int
     scanned: int
 
 
@@ -78,17 +92,20 @@ class _Scanner:
         keep: Callable[[int, Slot], None],
         advance: Advance = unwatched,
     ) -> ScanResult:
-        """Read the cells of a plan."""
-        return scan(
-            plan,
-            self.reader,
-            known,
-            seed=self.seed,
-            staging=self.staging,
-            threads=self.threads,
-            keep=keep,
-            stop=self.stop,
-            advance=advance,
+        """Read the cells of a plan, in threads of low priority: the job runs."""
+        return in_background(
+            lambda: scan(
+                plan,
+                self.reader,
+                known,
+                seed=self.seed,
+                staging=self.staging,
+                threads=self.threads,
+                keep=keep,
+                stop=self.stop,
+                advance=advance,
+            ),
+            self.stop,
         )
 
     def sink(self, plan: CellPlan, known: KnownCells) -> SpaceSink:
@@ -111,13 +128,15 @@ def pre_copy(
     """Scan a running process, store what its parent snapshot does not have, and wait until it is
     stored.
 
-    A cell is restless if storing it before the window was in vain the last time. Restless cells are
-    read again after a while and stored only if they have come to rest.
+    What a busy process changes again is stored in vain. So its cells, and those that were restless
+    in the parent (storing them before the window was in vain), are stored only if they did not
+    change between two looks, and only as long as that gains something.
 
     Returns:
         What the window can rely on; None if the process has ended or cannot be read (the window
         reports why, if it matters).
     """
+    clock = _CpuClock.of(pid)
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
@@ -125,8 +144,8 @@ def pre_copy(
                 cut(regions, allocations(reader, regions)), before.space.regions if before else []
             )
             extents = present_extents(pid, ranges_of(regions), context.threads)
-            source = RunningReader(reader)
-            return copy_space(stream, regions, extents, source, before, context, advance)
+            source, busy = RunningReader(reader), _is_busy(pid, clock)
+            return copy_space(stream, regions, extents, source, before, context, advance, busy)
     except NotFound:
         return None
 
@@ -139,6 +158,7 @@ def copy_space(
     before: ParentSpace | None,
     context: ScanContext,
     advance: Advance = unwatched,
+    busy: bool = False,
 ) -> PreCopied:
     """Scan a space whose content may change meanwhile, as `pre_copy` does.
 
@@ -146,6 +166,8 @@ def copy_space(
         regions: With the grids that they take over.
         extents: EXTENT records of its pages.
         source: Reads it; what is not there any more reads as zeros.
+        busy: Whether something writes to it all the time, so that no cell is stored before it was
+            seen not to change.
     """
     known = before.known if before else KnownCells.none()
     plan = plan_cells(regions, extents)
@@ -159,37 +181,169 @@ def copy_space(
         context.threads,
         context.stop,
     )
-    restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
-    if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
-        restless[:] = False
+    held = _held(plan, before, busy)
     sink = scanner.sink(plan, known)
     began = time.monotonic()
     result = scanner.scan(
         plan,
         known,
-        lambda row, slot: scanner.drop(row, slot) if restless[row] else sink.keep(row, slot),
+        lambda row, slot: scanner.drop(row, slot) if held[row] else sink.keep(row, slot),
         advance,
     )
     context.pipeline.drain()
     changed = result.changed
-    calm = changed[~restless[changed]]
+    calm = changed[~held[changed]]
     stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
     kept = int(plan.length[calm].sum())
-    doubtful = changed[restless[changed]]
+    doubtful = changed[held[changed]]
     if len(doubtful):
-        context.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
-        again = plan.take(doubtful)
-        same = KnownCells(again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL))
-        rested = again.take(np.flatnonzero(scanner.scan(again, same, scanner.drop).row >= 0))
-        last = scanner.sink(rested, known)
-        found = scanner.scan(rested, known, last.keep)
-        context.pipeline.drain()
-        new = found.changed
-        stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
-        kept += int(rested.length[new].sum())
+        cells = plan.take(doubtful)
+        late = _Rounds(scanner, cells, result.fingerprint[doubtful], known, began)
+        stored = late.run(stored)
+        kept += late.kept
     order = np.argsort(plan.key, kind="stable")
     seen = KnownCells(plan.key[order], result.fingerprint[order], np.zeros(len(plan), CELL))
-    return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
+    size = int(plan.length[changed].sum())
+    return PreCopied(regions, stored, seen, size, kept, size - kept, plan.bytes)
+
+
+def _held(plan: CellPlan, before: ParentSpace | None, busy: bool) -> npt.NDArray[np.bool_]:
+    """Return for each cell whether it is stored only after it was seen not to change: every cell of
+    a busy process, else those that were restless in the parent.
+    """
+    if busy:
+        return np.ones(len(plan), np.bool_)
+    restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
+    if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
+        restless[:] = False
+    return restless
+
+
+@dataclass(frozen=True)
+class _CpuClock:
+    """The CPU time of a process, all threads together, and when it was read; in seconds."""
+
+    used: float
+    at: float
+
+    @classmethod
+    def of(cls, pid: int) -> _CpuClock:
+        """Read it (clock_getcpuclockid(3)); a process that has ended used no time."""
+        try:
+            used = time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
+        except OSError:
+            used = 0.0
+        return cls(used, time.monotonic())
+
+
+def _is_busy(pid: int, since: _CpuClock) -> bool:
+    """Return whether a process has run for a noticeable share of the time since."""
+    time.sleep(max(0.0, since.at + _BUSY_SECONDS - time.monotonic()))
+    now = _CpuClock.of(pid)
+    return now.used - since.used > _BUSY_SHARE * (now.at - since.at)
+
+
+class _Rounds:
+    """Stores cells of a busy process that do not change, in rounds, as live migration does. It
+    stops when the next round would gain nothing, because what it stores would change before the
+    window. Each cell is stored at most once.
+
+    Args:
+        cells: The cells that differ from the parent.
+        fingerprint: V16[n], as they were read at ``began``.
+        known: What the parent knows.
+        began: Time of that look (time.monotonic).
+
+    Attributes:
+        kept: Bytes that are stored and were still true at the last look.
+    """
+
+    def __init__(
+        self,
+        scanner: _Scanner,
+        cells: CellPlan,
+        fingerprint: npt.NDArray[np.void],
+        known: KnownCells,
+        began: float,
+    ) -> None:
+        self.kept = 0
+        self._scanner = scanner
+        self._cells = cells
+        self._fingerprint = fingerprint
+        self._known = known
+        self._looked = began
+
+    def run(self, stored: KnownCells) -> KnownCells:
+        """Return ``stored`` with what the rounds have stored."""
+        left = np.arange(len(self._cells))
+        total = self._size(left)
+        if total >= _LEAST_RESTLESS:
+            self._scanner.stop.wait(max(0.0, self._looked + _REST_SECONDS - time.monotonic()))
+            left = left[self._still(left)]
+        true, looks = np.empty(0, np.int64), _MOST_LOOKS
+        share = max(_LEAST_RESTLESS, total // _FIRST_ROUND)
+        while len(left):
+            began, before = self._looked, self._size(true) + self._size(left)
+            count = int(np.searchsorted(np.cumsum(self._cells.length[left]), share)) + 1
+            now, left = left[:count], left[count:]
+            stored, true = self._store(now, stored), np.concatenate([true, now])
+            if not len(left) and len(true) == len(now):
+                break  # everything in one round: nobody needs to know how it went
+            true, left = true[self._still(true)], left[self._still(left)]
+            seconds = self._looked - began
+            rate = self._size(now) / seconds
+            moved = before - self._size(true) - self._size(left)
+            while self._in_vain(moved / before / seconds, left, rate) and looks:
+                looks -= 1
+                left, moved, before, seconds = self._look_later(left)
+            if self._in_vain(moved / before / seconds, left, rate):
+                break
+            share *= 2
+        self.kept = self._size(true)
+        return stored
+
+    def _in_vain(self, pace: float, left: npt.NDArray[np.int64], rate: float) -> bool:
+        """Return whether too much of what is left would change before all of it is stored.
+
+        Args:
+            pace: Share of the cells that changes in a second.
+            rate: Bytes that are stored in a second.
+        """
+        return pace * self._size(left) / rate > _IN_VAIN
+
+    def _look_later(
+        self, left: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], int, int, float]:
+        """Look again after a while, without storing anything.
+
+        Returns:
+            The cells that did not change; the bytes that did, of how many, in how many seconds.
+        """
+        began, before = self._looked, self._size(left)
+        self._scanner.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+        left = left[self._still(left)]
+        return left, before - self._size(left), max(1, before), self._looked - began
+
+    def _size(self, rows: npt.NDArray[np.int64]) -> int:
+        return int(self._cells.length[rows].sum())
+
+    def _still(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Look at cells again; return for each whether it is as it was."""
+        self._looked = time.monotonic()
+        cells = self._cells.take(rows)
+        same = KnownCells(cells.key, self._fingerprint[rows], np.zeros(len(rows), CELL))
+        found = self._scanner.scan(cells, same, self._scanner.drop)
+        return found.row >= 0
+
+    def _store(self, rows: npt.NDArray[np.int64], stored: KnownCells) -> KnownCells:
+        """Store cells as they are now."""
+        cells = self._cells.take(rows)
+        sink = self._scanner.sink(cells, self._known)
+        found = self._scanner.scan(cells, self._known, sink.keep)
+        self._scanner.pipeline.drain()
+        self._fingerprint[rows] = found.fingerprint
+        new = found.changed
+        return stored.updated(cells.key[new], found.fingerprint[new], sink.records[new])
 
 
 class RunningReader:

@@ -287,7 +287,8 @@ def _reserve(
     if copied and storing.parent_id:
         guess = sum(c.changed for c in copied)
     elif copied:
-        guess = int((found.private_bytes + shared) * _GUESS)
+        left = sum(c.left for c in copied)
+        guess = left + int(max(0, found.private_bytes + shared - left) * _GUESS)
     else:
         guess = found.private_bytes + shared
     if found.gpus is not None:

@@ -1,0 +1,53 @@
+"""Work beside the running job, at a priority that leaves the job most of the CPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: Added to the nice value (sched(7)). Where the job keeps all cores busy, a thread of the default
+#: nice value keeps five sixths of its core, and the work still makes progress.
+NICE = 7
+
+
+def lower_priority() -> None:
+    """Lower the priority of the calling thread and of the threads that it starts. It may be
+    impossible to raise it again.
+    """
+    with suppress(OSError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+
+
+def in_background(work: Callable[[], T], stop: threading.Event) -> T:
+    """Run ``work`` in a thread of low priority and return its result, or raise its error.
+
+    Args:
+        stop: Set if this thread is interrupted, so that the work ends.
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        lower_priority()
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="background")
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        stop.set()
+        thread.join()
+        raise
+    if failures:
+        raise failures[0]
+    return results[0]
