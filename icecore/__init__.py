@@ -61,7 +61,7 @@ __all__ = [
 #: The module of each public name.
 _HOMES = {
     "Config": "config",
-    "Difference": "difference",
+    "Difference": "snapshots.difference",
     "DumpOptions": "dumper.options",
     "DumpResult": "dumper.dump",
     "Event": "events",

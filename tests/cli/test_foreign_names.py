@@ -205,7 +205,7 @@ def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
             if (prints or stream or imports) and path.name not in allowed:
                 wrong.append(f"{path.name}:{node.lineno}")
     assert not wrong
-    text = (ROOT / "icecore" / "output.py").read_text()
+    text = (ROOT / "icecore" / "commands" / "output.py").read_text()
     assert text.count("stream.write(") == 1 and "print(" not in text.replace("console.print(", "")
 
 

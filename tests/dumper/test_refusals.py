@@ -37,7 +37,7 @@ SOURCES = [
     PACKAGE / "host" / "jobs" / "start.py",
     PACKAGE / "host" / "kernel" / "oom.py",
     PACKAGE / "restorer" / "requirements.py",
-    PACKAGE / "doctor.py",
+    PACKAGE / "node" / "doctor.py",
 ]
 #: Options of other programs, each with a word that stands before it in the same text.
 FOREIGN = {

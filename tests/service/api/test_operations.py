@@ -18,7 +18,7 @@ import pytest
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.job import boot_id
 from icecore.service.api import operation_files as files
-from icecore.service.api import operation_table as module
+from icecore.service.api import operation_table, operations
 from icecore.service.api.journal import Reader, Writer
 from icecore.service.api.models import Operation
 from icecore.service.api.operation_files import Process, Result, Stored
@@ -139,7 +139,7 @@ def test_bounds_and_the_order_of_those_that_wait(state: Path) -> None:
 
 
 def test_a_caller_cannot_fill_the_queue(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_QUEUED_PER_CALLER", 3)
+    monkeypatch.setattr(operation_table, "_QUEUED_PER_CALLER", 3)
 
     async def test(own: Operations) -> None:
         made = [own.create(wanted("wait"))[0] for _ in range(3)]
@@ -170,7 +170,7 @@ def test_the_same_key_is_the_same_operation(state: Path) -> None:
     async def after_a_restart(own: Operations) -> None:
         again, new = own.create(wanted(key="k", digest="d"))
         assert not new and again.state == "succeeded"
-        late = wanted(key="k", digest="d", created=time.time() - 2 * module.KEY_SECONDS)
+        late = wanted(key="k", digest="d", created=time.time() - 2 * operation_table.KEY_SECONDS)
         assert not own.create(late)[1]
 
     running(state, after_a_restart)
@@ -178,7 +178,7 @@ def test_the_same_key_is_the_same_operation(state: Path) -> None:
 
 def test_a_key_is_forgotten_after_a_day(state: Path) -> None:
     async def test(own: Operations) -> None:
-        old = wanted(key="k", digest="d", created=time.time() - module.KEY_SECONDS - 1)
+        old = wanted(key="k", digest="d", created=time.time() - operation_table.KEY_SECONDS - 1)
         first, _ = own.create(old)
         again, new = own.create(wanted(key="k", digest="d"))
         assert new and again.id != first.id
@@ -305,7 +305,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_operation_ends_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WRITE_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(operations, "_WRITE_AGAIN_SECONDS", 0.05)
 
     async def test(own: Operations) -> None:
         crash, _ = own.create(wanted("crash", environment={"A": "b"}))
@@ -373,7 +373,7 @@ def test_a_worker_that_is_slow_to_begin_is_not_lost(state: Path) -> None:
 def test_a_supervisor_that_was_killed_is_started_again(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BACK_OFF", (0.05, 0.1))
+    monkeypatch.setattr(operations, "_BACK_OFF", (0.05, 0.1))
 
     async def test(own: Operations) -> None:
         made, _ = own.create(wanted("crash-once", supervised=True, job="train"))
@@ -405,7 +405,7 @@ def test_supervised_jobs_do_not_wait_for_others(state: Path) -> None:
 
 
 def test_old_operations_are_forgotten(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT_PER_CALLER", 2)
+    monkeypatch.setattr(operation_table, "_KEPT_PER_CALLER", 2)
 
     async def test(own: Operations) -> None:
         other, _ = own.create(wanted(caller_key="uid:2"))  # the oldest, but another caller's
