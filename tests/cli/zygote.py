@@ -153,8 +153,11 @@ def _imported() -> None:
     import icecore.api
     import icecore.cli
     import icecore.doctor
+    import icecore.dumper.dump
     import icecore.repository
+    import icecore.restorer.restore
     import icecore.store.backend.local
+    import icecore.store.backend.s3
     import icecore.store.maintenance.check
     import icecore.store.maintenance.gc
     import icecore.store.maintenance.repair
