@@ -5,7 +5,12 @@ Each cause has a class, each class an exit code, and each message names the cure
 
 from __future__ import annotations
 
-from typing import ClassVar
+#: As `typing.TYPE_CHECKING`: the guard of every dump imports this module, and `typing` is slow to
+#: load.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from typing import ClassVar
 
 #: The cure where the repository itself has lost something.
 REPAIR = "'icecore check --read-data' names all damage, 'icecore repair --dry-run' shows what can be repaired, 'icecore repair' repairs it"

@@ -199,6 +199,20 @@ def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> N
     }
 
 
+def test_the_guard_of_a_dump_loads_little() -> None:
+    """A dump waits for its start, of which these would take a third."""
+    words = [sys.executable, "-P", "-c"]
+    words.append(
+        "import sys; before = {*sys.modules}; import icecore.dumper.freeze.guard_process; "
+        "print(*({*sys.modules} - before))"
+    )
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "icecore.dumper.freeze.waiting_criu" in loaded
+    assert not loaded & {"typing", "dataclasses", "inspect", "uuid", "icecore.host.criu.program"}
+
+
 def test_the_guard_of_a_restore_loads_the_standard_library_alone() -> None:
     """It is started without the paths of packages, and as often as a restore is."""
     spec = importlib.util.find_spec("icecore")

@@ -23,7 +23,8 @@ from icecore.config import Config
 from icecore.dumper.preflight.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
 from icecore.host.criu.hidden import hides
-from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY, SOCKETS_PLUGIN, find_criu
+from icecore.host.criu.libraries import CRIU_LIBRARY, RESTORE_LIBRARY
+from icecore.host.criu.program import SOCKETS_PLUGIN, find_criu
 from icecore.host.cuda import holder
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.gpu.backend import find_backend

@@ -152,9 +152,12 @@ def _imported() -> None:
     load_numpy()
     import icecore.api
     import icecore.cli
+    import icecore.dumper.dump
     import icecore.node.doctor
     import icecore.repository
+    import icecore.restorer.restore
     import icecore.store.backend.local
+    import icecore.store.backend.s3
     import icecore.store.maintenance.check
     import icecore.store.maintenance.gc
     import icecore.store.maintenance.repair

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import UsageError
-from icecore.host.criu.program import RESTORE_LIBRARY, restore_environment
+from icecore.host.criu.libraries import RESTORE_LIBRARY, restore_environment
 from icecore.host.jobs.launch import StepFailed, join_cgroups
 from icecore.host.kernel import cgroups
 

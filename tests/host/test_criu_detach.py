@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host.criu.program import RESTORE_LIBRARY
+from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.kernel import procfs
 from tests.host.target import eventually
 

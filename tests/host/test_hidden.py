@@ -15,7 +15,7 @@ import pytest
 
 from icecore.errors import Damaged
 from icecore.host.criu.hidden import LEAST_BYTES, read_hidden
-from icecore.host.criu.program import CRIU_LIBRARY, dump_environment
+from icecore.host.criu.libraries import CRIU_LIBRARY, dump_environment
 from icecore.host.kernel import procfs
 from icecore.host.kernel.pagemap import guards_told, scan_supported
 from tests.host.target import target

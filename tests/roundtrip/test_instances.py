@@ -20,7 +20,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Event, Sink, discard
-from icecore.host.criu.program import RESTORE_LIBRARY
+from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry, Restoring

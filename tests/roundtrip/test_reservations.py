@@ -10,7 +10,7 @@ import pytest
 
 from icecore.dumper.dump import dump
 from icecore.dumper.target import Target
-from icecore.host.criu.program import CRIU_LIBRARY
+from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs

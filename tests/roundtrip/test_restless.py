@@ -20,7 +20,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
 from icecore.events import Event
-from icecore.host.criu.program import CRIU_LIBRARY
+from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import freezer

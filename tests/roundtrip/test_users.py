@@ -24,7 +24,7 @@ import pytest
 
 from icecore.errors import NotFound, RestoreRefused, UsageError
 from icecore.events import Event
-from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY
+from icecore.host.criu.libraries import CRIU_LIBRARY, RESTORE_LIBRARY
 from icecore.host.jobs.identity import Identity, limits_of
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation

@@ -16,7 +16,7 @@ import pytest
 
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.target import Target
-from icecore.host.criu.program import CRIU_LIBRARY
+from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.kernel import procfs
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip

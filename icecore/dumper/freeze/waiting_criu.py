@@ -22,9 +22,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from icecore.host.criu.program import dump_environment
+from icecore.host.criu.libraries import dump_environment
 from icecore.host.cuda import holder
-from icecore.host.gpu.backend import find_backend
 from icecore.host.kernel import freezer
 
 # A process that waits for CRIU's end through the pipe `life` waits for the script's end too.
@@ -86,6 +85,9 @@ class WaitingCriu:
             environment = dump_environment(hidden)
             given = [] if lock < 0 else [lock]
             if devices is not None:
+                # Most dumps have no GPU process, and this takes as long as half of a guard's start.
+                from icecore.host.gpu.backend import find_backend
+
                 given.append(devices.fileno())
                 environment |= holder.dump_environment(devices.fileno(), find_backend().kinds())
             self.criu = subprocess.Popen(

@@ -23,8 +23,8 @@ from icecore.dumper.phases.request import Request
 from icecore.errors import DumpFailed
 from icecore.events import Event, Phase, phase
 from icecore.host.criu.hidden import list_shared
+from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.criu.program import (
-    CRIU_LIBRARY,
     SOCKETS_PLUGIN,
     DumpArguments,
     lazy_dump_command,

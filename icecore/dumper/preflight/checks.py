@@ -13,7 +13,7 @@ from icecore.dumper.observe.files import ghosts
 from icecore.dumper.observe.inspection import Inspection
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import LEAST_BYTES, hides
-from icecore.host.criu.program import CRIU_LIBRARY
+from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.pagemap import Pagemap
 from icecore.store.format.manifest_rules import MAX_REGIONS

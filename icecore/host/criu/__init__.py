@@ -1,6 +1,7 @@
 """CRIU: how it is found and run, and its image files.
 
 - `program`: finds CRIU, builds its command lines; `log`: explains why it failed
+- `libraries`: what CRIU gets preloaded, and its environment
 - `protobuf`: the wire format; `images`: the image files, typed; `pagemap_image`: page maps as
   arrays
 - `image_changes`: edits before a restore; `opened_images`: which files CRIU opens by path

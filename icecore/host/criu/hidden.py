@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged
-from icecore.host.criu.program import CRIU_LIBRARY, Criu
+from icecore.host.criu.libraries import CRIU_LIBRARY
+from icecore.host.criu.program import Criu
 from icecore.host.kernel.limits import kernel_version
 from icecore.host.kernel.pagemap import scan_supported
 from icecore.sizes import HUGE_PAGE, PAGE

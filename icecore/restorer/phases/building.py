@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.events import phase
-from icecore.host.criu.program import plugin_folder, restore_environment
+from icecore.host.criu.libraries import restore_environment
+from icecore.host.criu.program import plugin_folder
 from icecore.host.cuda import holder as plugin
 from icecore.host.jobs.registry import Restoring
 from icecore.host.kernel.cgroups import files_to_join

@@ -1,0 +1,81 @@
+"""The libraries that CRIU gets preloaded, and the environments that name them.
+
+The guard of a dump imports this module: one process for each dump, so the module imports little.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from icecore.errors import MissingTool, UsageError
+
+#: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no
+#: compiler.
+CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
+RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
+_HIDDEN = "ICECORE_HIDDEN"
+_CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRING"
+
+
+def dump_environment(hidden: str | None) -> dict[str, str]:
+    """Return the environment of a CRIU that dumps. If its library was built, CRIU does not copy
+    what need not be copied (icecore/host/criu/memcpy.c) nor put memory into pipes
+    (icecore/host/criu/pages.c), and stays out of the job's working directory
+    (icecore/host/criu/proc.c).
+
+    Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
+    reserved, and by some 45 ms for each GiB of small pages that they use, and dumps of two jobs at
+    one moment can fail.
+
+    Args:
+        hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:
+            it sees everything.
+    """
+    given = {name: value for name, value in os.environ.items() if name != _HIDDEN}
+    if not CRIU_LIBRARY.exists():
+        return given
+    return {**given, **({} if hidden is None else {_HIDDEN: hidden}), **_preloading(CRIU_LIBRARY)}
+
+
+def restore_environment(
+    cgroups: Sequence[str] = (), group: Path | None = None, *, own_keyring: bool = False
+) -> dict[str, str]:
+    """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
+    that treats a thread killed while others run as one that was detached
+    (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another,
+    or its own threads, while CRIU detaches them.
+
+    Args:
+        cgroups: Files cgroup.procs of the groups that CRIU, and with it the tree, joins
+            (icecore/host/criu/join.c).
+        group: Directory of a cgroup that it joins after them if it can; None: none.
+        own_keyring: The tree gets a session keyring of its own, because its user must not possess
+            the keys of this process's.
+
+    Raises:
+        MissingTool: One of them is wanted and there is no library.
+        UsageError: A path contains a newline, which separates them; a cgroup's name cannot.
+    """
+    if odd := [path for path in cgroups if "\n" in path]:
+        raise UsageError(f"the cgroup of {odd[0]!r} cannot be joined: its path has several lines")
+    wanted = {_CGROUPS: "\n".join(cgroups)} if cgroups else {}
+    if own_keyring:
+        wanted[_KEYRING] = "new"
+    if wanted and not RESTORE_LIBRARY.exists():
+        raise MissingTool(
+            "jobs of other users cannot be restored: CRIU's library was not built",
+            cure="install gcc, then reinstall icecore",
+        )
+    if group is not None:
+        wanted[_GROUP] = str(group / "cgroup.procs")
+    return wanted | _preloading(RESTORE_LIBRARY)
+
+
+def _preloading(library: Path) -> dict[str, str]:
+    return (
+        {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
+        if library.exists()
+        else {}
+    )
