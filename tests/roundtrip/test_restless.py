@@ -17,13 +17,17 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.phases import freeze as phase
+from icecore.dumper.phases.preflight import Accepted
+from icecore.dumper.phases.prepare import Ready
+from icecore.dumper.phases.request import Request
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
 from icecore.events import Event
 from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
-from icecore.host.kernel import freezer
+from icecore.host.kernel import cgroups, freezer
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.host.target import eventually
@@ -181,6 +185,19 @@ def test_a_tree_that_forks_all_the_time(restless: Restless, own_group: bool) -> 
     assert goes_on(again)
 
 
+def test_the_freezer_of_version_1(restless: Restless, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [one for one in cgroups.hierarchies() if "freezer" in one.name.split(",")]
+    if not first:
+        pytest.skip("no freezer of version 1 is mounted")
+    monkeypatch.setattr(cgroups, "hierarchies", lambda: first)
+    job = restless.start(sys.executable, "-c", FORKS)
+    assert job.group is not None and (job.group / "freezer.state").exists()
+    for _ in range(2):
+        restless.dump(job)
+        assert goes_on(job)
+    assert not restless.retries
+
+
 @pytest.mark.torture
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("own_group", [True, False])
@@ -213,48 +230,50 @@ def test_a_build(restless: Restless) -> None:
     assert len(list(restless.place.glob("done.*"))) == 400
 
 
+#: Waits as CRIU does, then fails as CRIU does if a process ends before it is stopped.
+FAILS = """
+CRTOOLS_SCRIPT_ACTION=pre-dump "$0"
+echo 'Error (compel/src/lib/infect.c:1): Unseizable non-zombie 7 found, state R, err -1/10' > "$1"
+exit 1
+"""
+
+
 def test_an_attempt_that_fails_is_reported_and_repeated(
     restless: Restless, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that CRIU sees and cannot stop: here, one whose end CRIU learns of too late."""
     job = restless.start(sys.executable, "-c", FORKS)
-    real = DumpGuard.frozen
-    failures = 2
+    real, failures = phase._criu_command, iter(range(2))
 
-    def frozen(guard: DumpGuard, timeout: float, *, streamed: bool = False) -> int | None:
-        nonlocal failures
-        if not failures:
-            return real(guard, timeout, streamed=streamed)
-        failures -= 1
-        guard.hang_up()
-        status = real_end(guard, timeout)
-        (workdir(restless.place) / "dump.log").write_text(
-            "Error (criu/seize.c:1): Unseizable non-zombie 7 found, state R, err -1/10\n"
-        )
-        return status or 1
+    def command(
+        request: Request, accepted: Accepted, ready: Ready, group: Path | None
+    ) -> list[str]:
+        for _ in failures:
+            return ["sh", "-c", FAILS, "{hold}", str(ready.images / "dump.log")]
+        return real(request, accepted, ready, group)
 
-    def real_end(guard: DumpGuard, timeout: float) -> int:
-        reply = guard._receive(timeout)
-        if reply.get("event") == "serving":
-            reply = guard._receive(timeout)
-        return int(str(reply["status"]))
-
-    def workdir(place: Path) -> Path:
-        return Path(str(images[-1]))
-
-    images: list[str] = []
-    make = DumpGuard.__init__
-
-    def init(guard: DumpGuard, directory: str, **options: object) -> None:
-        images.append(directory)
-        make(guard, directory, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DumpGuard, "__init__", init)
-    monkeypatch.setattr(DumpGuard, "frozen", frozen)
-    monkeypatch.setattr(DumpGuard, "pages", DumpGuard.pages)
+    monkeypatch.setattr(phase, "_criu_command", command)
     restless.dump(job)
     assert len(restless.retries) == 2
-    assert all(0 < float(str(one.fields["pause"])) <= 1 for one in restless.retries)
+    for one in restless.retries:
+        assert "a process ended while the tree was being frozen" in str(one.fields["error"])
+        assert 0 < float(str(one.fields["pause"])) <= 1
+    assert goes_on(job)
+
+
+def test_attempts_are_bounded(restless: Restless, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = restless.start(sys.executable, "-c", FORKS)
+    monkeypatch.setattr("icecore.dumper.dump._MOST_PAUSE", 0.01)
+    monkeypatch.setattr(
+        phase,
+        "_criu_command",
+        lambda request, accepted, ready, group: [
+            *("sh", "-c", FAILS, "{hold}"),
+            str(ready.images / "dump.log"),
+        ],
+    )
+    with pytest.raises(DumpFailed, match="a process ended while the tree was being frozen"):
+        restless.dump(job)
+    assert 5 < len(restless.retries) < 20
     assert goes_on(job)
 
 

@@ -48,7 +48,7 @@ _LEAST_BYTES = 8 << 20
 _RING = "/[aio]"
 #: An image that CRIU opens once every thread stands still (cr-dump.c: collect_pstree comes before
 #: cr_glob_imgset_open).
-_AFTER = "files.img"
+ALL_STOPPED = "files.img"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class EarlyScan:
         before.
         """
         while not self._over.is_set():
-            if (self._images / _AFTER).exists() and (held := held_threads(self._root)):
+            if (self._images / ALL_STOPPED).exists() and (held := held_threads(self._root)):
                 return held
             time.sleep(_POLL_SECONDS)
         return None

@@ -153,6 +153,8 @@ def _group(request: Request) -> Path | None:
     group = freezer.group_of(target.pid)
     if group is None or freezer.is_frozen(group):
         return None  # frozen by somebody else, who thaws it
+    if freezer.contains(group, [os.getpid()]):
+        return None  # CRIU would freeze itself
     return group if freezer.contains(group, tree_pids(target.pid)) else None
 
 

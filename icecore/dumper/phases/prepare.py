@@ -17,6 +17,7 @@ from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
+from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.precopy import PreCopied, pre_copy
 from icecore.dumper.memory.shared import SharedMemory, open_shared
 from icecore.dumper.observe.inspection import Inspection
@@ -155,6 +156,7 @@ def prepare_again(request: Request, ready: Ready) -> Ready:
             shutil.rmtree(entry)
         else:
             entry.unlink()
+    ready.storing.context.stop.clear()  # nothing reads the tree any more
     return replace(ready, window=_window(request, ready.images, ready.guard, ready.storing))
 
 
@@ -333,6 +335,8 @@ def _prepare_devices(
 def _explain(request: Request, images: Path, status: int) -> DumpFailed:
     found = explain(images)
     message, cure = found.sentence(f"the dump of process {request.target.pid}")
-    restless = found.cause is not None and found.cause.name == RESTLESS
+    # Once CRIU has stopped every thread, the early scan may have begun.
+    stopped = (images / ALL_STOPPED).exists()
+    restless = found.cause is not None and found.cause.name == RESTLESS and not stopped
     kind = TreeRestless if restless else DumpFailed
     return kind(f"{message} (criu's exit status {status})", cure=cure)

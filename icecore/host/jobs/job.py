@@ -374,10 +374,14 @@ class Job:
         job.remove_group()
         return status
 
-    def remove_group(self) -> None:
-        """Remove the cgroup of a job that has ended. Processes that the init left are still ending."""
+    def remove_group(self, seconds: float = _LEAVE_SECONDS) -> None:
+        """Remove the cgroup of a job that has ended.
+
+        Args:
+            seconds: How long to wait for processes that its init left, which are still ending.
+        """
         if self.description.group and self.state in ("ended", "failed"):
-            freezer.remove_group(Path(self.description.group), _LEAVE_SECONDS)
+            freezer.remove_group(Path(self.description.group), seconds)
 
     @property
     def group(self) -> Path | None:

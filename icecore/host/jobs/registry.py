@@ -435,7 +435,7 @@ class Registry:
         with self._lock():
             instances = self.instances()
             for ended in instances:
-                ended.remove_group()
+                ended.remove_group(0.0)
             taken = {job.name for job in instances if job.state in ("running", "starting")}
             if exact and name in taken:
                 raise UsageError(

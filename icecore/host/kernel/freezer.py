@@ -13,7 +13,7 @@ from pathlib import Path
 from icecore.errors import NotFound
 from icecore.host.kernel import cgroups
 
-_PREFIX = "icecore-"
+_PREFIX = "icecore-job-"
 #: Control file → what thaws the group.
 _CONTROLS = {"cgroup.freeze": "0", "freezer.state": "THAWED"}
 _POLL_SECONDS = 0.01
@@ -32,7 +32,7 @@ def make_group(name: str, groups: Mapping[str, str] | None = None) -> Path | Non
     Returns:
         Its directory; None if no hierarchy permits it.
     """
-    for _, above in sorted(_places(cgroups.groups_of() if groups is None else groups).items()):
+    for above in _places(cgroups.groups_of() if groups is None else groups):
         group = above / f"{_PREFIX}{name}"
         try:
             group.mkdir()
@@ -49,7 +49,7 @@ def group_of(pid: int) -> Path | None:
     it is in no such group, or has ended.
     """
     with suppress(NotFound):
-        for _, place in sorted(_places(cgroups.groups_of(pid)).items()):
+        for place in _places(cgroups.groups_of(pid)):
             if place.name.startswith(_PREFIX) and _control(place) is not None:
                 return place
     return None
@@ -59,10 +59,13 @@ def contains(group: Path, pids: Collection[int]) -> bool:
     """Return whether every process is in the cgroup or in one below it. Those that have ended do not
     count.
     """
+    own = [one for one in _hierarchies() if one.point in group.parents]
+    if not own:
+        return False
     for pid in pids:
         with suppress(NotFound):
-            places = _places(cgroups.groups_of(pid)).values()
-            if not any(place == group or group in place.parents for place in places):
+            place = _place(own[0], cgroups.groups_of(pid))
+            if place is None or (place != group and group not in place.parents):
                 return False
     return True
 
@@ -106,19 +109,29 @@ def remove_group(group: Path, seconds: float = 0.0) -> bool:
         time.sleep(_POLL_SECONDS)
 
 
-def _places(groups: Mapping[str, str]) -> dict[str, Path]:
-    """Return the directories of groups in the hierarchies that can freeze, by hierarchy."""
-    return dict(_mounted(groups))
+def _hierarchies() -> list[cgroups.Hierarchy]:
+    """Return the hierarchies that can freeze, version 2 first."""
+    found = [
+        one for one in cgroups.hierarchies() if not one.name or "freezer" in one.name.split(",")
+    ]
+    return sorted(found, key=lambda one: one.name)
 
 
-def _mounted(groups: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    for one in cgroups.hierarchies():
-        group = groups.get(one.name)
-        if group is None or (one.name and "freezer" not in one.name.split(",")):
-            continue
-        below = os.path.relpath(group, one.root)
-        if not below.startswith("..") and not group.endswith(" (deleted)"):
-            yield one.name, one.point / below
+def _places(groups: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the directories of groups in the hierarchies that can freeze."""
+    for one in _hierarchies():
+        place = _place(one, groups)
+        if place is not None:
+            yield place
+
+
+def _place(hierarchy: cgroups.Hierarchy, groups: Mapping[str, str]) -> Path | None:
+    """Return the directory of a group; None: it is not mounted here, or was removed."""
+    group = groups.get(hierarchy.name)
+    if group is None or group.endswith(" (deleted)"):
+        return None
+    below = os.path.relpath(group, hierarchy.root)
+    return None if below.startswith("..") else hierarchy.point / below
 
 
 def _control(group: Path) -> Path | None:
