@@ -70,9 +70,11 @@ class Measured:
     Attributes:
         rate: Steps per second.
         per_processor: Steps per second of the job's processor time.
+        seconds: Its length.
         windows: Seconds for which snapshots stopped the job.
     """
 
+    seconds: float
     rate: float
     per_processor: float
     windows: list[float] = field(default_factory=list)
@@ -102,10 +104,8 @@ def measure(path: Path, process: subprocess.Popen[str], seconds: float) -> Measu
     if process.poll() is not None:
         raise RuntimeError(f"the job ended with status {process.returncode}")
     last = look(path)
-    steps = last.steps - first.steps
-    return Measured(
-        steps / (last.at - first.at), steps / max(1e-9, last.processor - first.processor)
-    )
+    steps, took = last.steps - first.steps, last.at - first.at
+    return Measured(took, steps / took, steps / max(1e-9, last.processor - first.processor))
 
 
 @contextmanager
@@ -225,6 +225,11 @@ def _results(plain: list[Measured], supervised: list[Measured], every: str) -> l
             f"steps per processor second, {what}",
             tuple(b.per_processor / a.per_processor for a, b in pairs),
             better="higher",
+        ),
+        Result(
+            "overhead",
+            "time stopped in windows / time of the run",
+            tuple(sum(one.windows) / one.seconds for one in supervised),
         ),
         Result("overhead", "window", tuple(windows), unit="s"),
     ]

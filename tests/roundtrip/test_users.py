@@ -625,3 +625,38 @@ def test_a_cgroup_that_is_gone(registry: Registry, place: Path) -> None:
     with pytest.raises(UsageError, match="there is no cgroup /icecore-never-was any more"):
         registry.start(["true"], identity=gone, cwd=place)
     assert registry.instances() == []
+
+
+#: Has no file open besides its output.
+_PLAIN_COUNT = """
+import time
+for step in range(10**9):
+    print(step, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_a_job_whose_cgroup_is_gone_comes_back_in_that_of_its_restorer(
+    group: tuple[str, str], trip: Trip, registry: Registry, place: Path
+) -> None:
+    name, path = group
+    own = cgroups.groups_of()
+    inside = replace(lowered(STRANGER), cgroups={**own, name: path})
+    job = registry.start([PYTHON, "-c", _PLAIN_COUNT], name="count", identity=inside, cwd=place)
+    wait_lines(job, 5)
+    snapshot = stop(trip, job)
+    for gone in (f"{path}-was", f"{path} (deleted)"):
+        identity = replace(inside, cgroups={**own, name: gone})
+        events: list[Event] = []
+        restored = bring_back(trip, registry, snapshot, events.append, identity=identity)
+        assert restored.job is not None
+        for pid in procfs.tree(restored.job.pid):
+            assert cgroups.groups_of(pid)[name] == own[name]
+        (warning,) = [one.fields for one in events if one.fields.get("name") == "cgroup"]
+        assert str(warning["message"]) == (
+            f"the cgroup {gone.removesuffix(' (deleted)')} has been removed;"
+            " the job runs in that of its restorer"
+        )
+        wait_lines(restored.job, 5)
+        restored.job.kill(9)
+        restored.job.wait(10)

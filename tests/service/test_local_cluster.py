@@ -5,8 +5,12 @@ describes the same.
 
 from __future__ import annotations
 
+import configparser
+import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 import yaml
 
 from icecore.cli import build_parser
-from icecore.host.jobs.registry import Registry
+from icecore.host.jobs.registry import Registry, state_directory
 from tests.cli.conftest import Cli, until
 from tests.seaweedfs import find_weed
 
@@ -143,3 +147,105 @@ def test_the_composition_is_the_same(tmp_path: Path) -> None:
         words = line.strip().split()
         if words[:1] == ["icecore"]:
             parser.parse_args(words[1 : words.index("||")] if "||" in words else words[1:])
+
+
+def test_what_the_composition_names_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports, and paths in containers."""
+    monkeypatch.delenv("ICECORE_STATE", raising=False)
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    scraped = yaml.safe_load((ROOT / "configs" / "compose" / "prometheus.yml").read_text())
+    parser = build_parser()
+    for found in scraped["scrape_configs"]:
+        node = services[found["job_name"]]
+        script = node["command"][-1].splitlines()
+        # The node makes the token that Prometheus reads, and listens where Prometheus asks.
+        token = found["authorization"]["credentials_file"]
+        made = next(line for line in script if "token add" in line)
+        assert made.startswith(f"[ -s {token} ] || ") and made.endswith(f" > {token}")
+        parser.parse_args(made.split(" || icecore ")[1].split(" > ")[0].split())
+        words = next(line for line in script if line.startswith("exec ")).split()
+        (target,) = found["static_configs"][0]["targets"]
+        assert parser.parse_args(words[2:]).listen == target
+        for one in (node, services["prometheus"]):
+            assert any(mount.split(":")[1] == "/tokens" for mount in one["volumes"])
+        environment = node["environment"]
+        mounted = {mount.split(":")[1] for mount in node["volumes"]}
+        assert environment["AWS_CONFIG_FILE"] in mounted
+        assert environment["AWS_SHARED_CREDENTIALS_FILE"] in mounted
+        assert str(state_directory()) in mounted
+    # All in the network of node-a, which publishes their ports on the loopback.
+    shared = ("node-b", "prometheus", "grafana")
+    assert {services[one]["network_mode"] for one in shared} == {"service:node-a"}
+    assert all("ports" not in services[one] for one in shared)
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        for other in service.get("depends_on", {}):
+            assert other in services
+    source = yaml.safe_load((ROOT / "configs" / "compose" / "grafana.yml").read_text())
+    assert source["datasources"][0]["url"] == "http://127.0.0.1:9090"
+    assert "127.0.0.1:9090:9090" in services["node-a"]["ports"]
+    rules = {
+        mount.split(":")[1]: mount.split(":")[0] for mount in services["prometheus"]["volumes"]
+    }
+    for path in map(Path, scraped["rule_files"]):
+        assert (ROOT / rules[str(path.parent)] / path.name).is_file(), path
+    boards = yaml.safe_load((ROOT / "configs" / "compose" / "dashboards.yml").read_text())
+    folder = boards["providers"][0]["options"]["path"]
+    assert any(mount.split(":")[1] == folder for mount in services["grafana"]["volumes"])
+
+
+def test_both_clusters_start_the_same_server() -> None:
+    """The options of SeaweedFS, and its credentials, are those of the plain processes."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    tool = TOOL.read_text()
+    allowed = json.loads((ROOT / "configs" / "seaweedfs-s3.json").read_text())
+    (allowed,) = (one["credentials"][0] for one in allowed["identities"])
+    keys = configparser.ConfigParser()
+    keys.read(ROOT / "configs" / "compose" / "keys")
+    for name in ("region-a", "region-b"):
+        assert keys[name]["aws_access_key_id"] == allowed["accessKey"]
+        assert keys[name]["aws_secret_access_key"] == allowed["secretKey"]
+        words = services[name]["command"].split()
+        for option in ("-filer", "-s3", "-s3.autoCreateBucket=false"):
+            assert option in words and f'"{option}"' in tool
+        for option in (
+            "-master.volumePreallocate=false",
+            "-master.volumeSizeLimitMB=1024",
+            "-volume.max=20",
+            "-master.telemetry=false",
+        ):
+            assert option in words and f'"{option}"' in tool
+        settings = next(word for word in words if word.startswith("-s3.config=")).split("=")[1]
+        assert any(mount.split(":")[1] == settings for mount in services[name]["volumes"])
+        port = next(word for word in words if word.startswith("-s3.port=")).split("=")[1]
+        assert services[name]["ports"][0].endswith(f":{port}")
+        assert f":{port}/healthz" in services[name]["healthcheck"]["test"][-1]
+        assert '"/healthz"' in tool
+
+
+def test_the_image_is_made_of_what_exists() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    built = {json.dumps(one["build"]) for one in services.values() if "build" in one}
+    (build,) = map(json.loads, built)
+    text = (ROOT / build["dockerfile"]).read_text().replace("\\\n", " ")
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
+    assert copied and all((ROOT / source).exists() for line in copied for source in line)
+    extras = re.search(r"/src\[([a-z0-9,]+)\]", text)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras and set(extras[1].split(",")) <= set(known["optional-dependencies"])
+    # Nothing that was compiled on this machine gets into the image, whose C library is another.
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {
+        "**/*.so",
+        "icecore/host/jobs/icecore-init",
+        "icecore/host/resident/icecore-keeper",
+    } <= {line for line in ignored if not line.startswith("!")}
+    for tool in re.findall(r"python3 /src/(tools/\S+)((?: --?\S+)*)", text):
+        program = subprocess.run(
+            [sys.executable, str(ROOT / tool[0]), "--help"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert all(word in program.stdout for word in tool[1].split() if word.startswith("--"))

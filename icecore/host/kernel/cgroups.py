@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +69,15 @@ def _hierarchies(mountinfo: bytes, names: set[str]) -> Iterator[Hierarchy]:
         yield Hierarchy(name, Path(procfs.unescaped(words[4])), procfs.unescaped(words[3]))
 
 
-def files_to_join(groups: Mapping[str, str]) -> list[str]:
+def files_to_join(
+    groups: Mapping[str, str], gone: Callable[[str], None] | None = None
+) -> list[str]:
     """Return the cgroup.procs files to which a process of this process's groups must write in order
     to join ``groups``. A hierarchy that is not mounted here does not count.
+
+    Args:
+        gone: Gets each group that has been removed; a process stays in this process's group
+            instead. None: such a group is an error.
 
     Raises:
         UsageError: A group is outside of what is mounted here, or has been removed.
@@ -83,6 +89,9 @@ def files_to_join(groups: Mapping[str, str]) -> list[str]:
         if wanted is None or wanted == own.get(one.name):
             continue
         if wanted.endswith(" (deleted)"):  # no group can be told from one that had that name
+            if gone is not None:
+                gone(wanted.removesuffix(" (deleted)"))
+                continue
             raise UsageError(
                 f"the cgroup {wanted} has been removed", cure="start the job from another one"
             )
@@ -94,6 +103,9 @@ def files_to_join(groups: Mapping[str, str]) -> list[str]:
             )
         path = one.point / below / "cgroup.procs"
         if not path.exists():
+            if gone is not None:
+                gone(wanted)
+                continue
             raise UsageError(
                 f"there is no cgroup {wanted} any more", cure="start the job from another one"
             )

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from icecore.events import phase
+from icecore.events import Event, phase
 from icecore.host.criu.libraries import restore_environment
 from icecore.host.criu.program import plugin_folder
 from icecore.host.cuda import holder as plugin
@@ -112,14 +112,21 @@ def build_tree(
 
 def _joining(attempt: Attempt, plan: Plan, restoring: Restoring | None) -> dict[str, str]:
     """Return the environment that has CRIU join the cgroups of the user for whom it restores, and a
-    cgroup of the instance's own.
+    cgroup of the instance's own. Where one of the user's has been removed, such as that of a login
+    which has ended, CRIU stays in this process's.
 
     Raises:
         UsageError: A cgroup cannot be joined from here.
         MissingTool: The library that does so was not built.
     """
     identity = attempt.options.identity
-    groups = files_to_join(identity.cgroups or {}) if identity is not None else []
+    groups: list[str] = []
+    if identity is not None:
+        gone: list[str] = []
+        groups = files_to_join(identity.cgroups or {}, gone.append)
+        for group in gone:
+            message = f"the cgroup {group} has been removed; the job runs in that of its restorer"
+            attempt.emit(Event("restore.warning", {"name": "cgroup", "message": message}))
     foreign = owner_of(plan.manifest, plan.record) != os.geteuid()
     above = identity.cgroups if identity is not None else None
     own = restoring.make_group(above) if restoring is not None else None
