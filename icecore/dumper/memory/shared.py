@@ -26,6 +26,7 @@ from icecore.dumper.memory.staging import Slot
 from icecore.dumper.observe.inspection import SHARED_MEMORY, ProcessInspection
 from icecore.events import Advance, unwatched
 from icecore.host.criu.hidden import SHARED
+from icecore.host.kernel.memory import shared_memory_device
 from icecore.host.kernel.scanning import data_ranges
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
@@ -180,7 +181,7 @@ def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> Sha
     Args:
         stack: Closes the descriptors.
     """
-    device = _device()
+    device = shared_memory_device()
     opened: dict[tuple[int, bool], SharedObject] = {}
     spaces: dict[int, set[int]] = {}
     for process in processes:
@@ -201,15 +202,6 @@ def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> Sha
         else:
             os.close(one.descriptor)
     return SharedMemory(kept)
-
-
-def _device() -> int:
-    """Return the device of the kernel's own tmpfs, on which all these objects lie."""
-    descriptor = os.memfd_create("icecore", os.MFD_CLOEXEC)
-    try:
-        return os.fstat(descriptor).st_dev
-    finally:
-        os.close(descriptor)
 
 
 def _reached(process: ProcessInspection, device: int) -> Iterator[tuple[int, bool, str]]:
