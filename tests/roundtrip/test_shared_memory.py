@@ -121,7 +121,6 @@ def test_an_object_comes_back(kind: str, mode: str, puppet: Puppet, store: Store
     _, hidden = dumped(puppet, store)
     puppet.do(f"m[MIB : MIB + 5] = b'again'; m[4 * MIB + 8 : 4 * MIB + 20] = bytes(12)\n{DIGEST}")
     before = read(puppet, "digest")
-    (folder,) = [puppet.folder]
     result, again = dumped(puppet, store, "off")
     assert min(hidden, again) >= 3 * MIB
     assert result.sizes.stored < 3 * MIB  # most of the parent's cells are still true
@@ -132,16 +131,17 @@ def test_an_object_comes_back(kind: str, mode: str, puppet: Puppet, store: Store
     restored, events = back(store, result.snapshot, mode)
     try:
         assert len(events.named("restore.shared")) >= 2
-        tell(puppet, DIGEST)
-        assert (folder / "digest").read_text() == before
-        tell(puppet, "m[2 * MIB + 5 : 2 * MIB + 6] = b'x'; assert m[2 * MIB + 5] in (120, b'x')")
+        # Before it is read: that takes memory for what was never written.
         blocks = f"/proc/{restored.pid}/map_files"
         taken = max(
             about.st_blocks * 512
             for name in os.listdir(blocks)
             if (about := os.stat(f"{blocks}/{name}")).st_size == 5 * MIB
         )
-        assert taken <= 3 * MIB + 4 * 4096  # the hole is still one
+        assert taken <= 3 * MIB + 2 * 4096  # the hole is still one
+        tell(puppet, DIGEST)
+        assert read(puppet, "digest") == before
+        tell(puppet, "m[2 * MIB + 5 : 2 * MIB + 6] = b'x'; assert m[2 * MIB + 5] in (120, b'x')")
         result, hidden = dumped_pid(restored.pid, store)
         assert hidden >= 3 * MIB
     finally:
@@ -250,5 +250,5 @@ def test_an_object_made_after_the_list_is_left_to_criu(puppet: Puppet, store: St
     recorded = store.read(result.snapshot)
     contents = [recorded.content("shared", key) for key in recorded.keys("shared")]
     assert b"l" * 3 * MIB in contents
-    (held,) = [content for content in contents if content[:1] != b"l" or content != b"l" * 3 * MIB]
+    (held,) = [content for content in contents if content != b"l" * 3 * MIB]
     assert hashlib.sha256(held).hexdigest() == read(puppet, "digest")
