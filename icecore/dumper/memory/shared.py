@@ -26,6 +26,7 @@ from icecore.dumper.memory.staging import Slot
 from icecore.dumper.observe.inspection import SHARED_MEMORY, ProcessInspection
 from icecore.events import Advance, unwatched
 from icecore.host.criu.hidden import SHARED
+from icecore.host.kernel.memory import shared_memory_device
 from icecore.host.kernel.scanning import data_ranges
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
@@ -180,7 +181,7 @@ def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> Sha
     Args:
         stack: Closes the descriptors.
     """
-    device = _device()
+    device = shared_memory_device()
     opened: dict[tuple[int, bool], SharedObject] = {}
     spaces: dict[int, set[int]] = {}
     for process in processes:
@@ -193,23 +194,19 @@ def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> Sha
                     opened[inode, system_v] = one
     kept: dict[str, SharedObject] = {}
     for one in sorted(opened.values(), key=lambda one: -one.used):
-        # An identifier means another segment in another namespace.
-        clear = len(spaces.get(one.inode, ())) < 2 and (one.inode, not one.system_v) not in opened
-        if one.used >= LEAST_BYTES and clear and len(kept) < _MOST:
+        # An identifier means another segment in another namespace, and CRIU numbers memfds with 32
+        # bits.
+        clear = (
+            one.inode >> 32 == 0
+            and len(spaces.get(one.inode, ())) < 2
+            and (one.inode, not one.system_v) not in opened
+        )
+        if clear and len(kept) < _MOST:
             stack.callback(os.close, one.descriptor)
             kept[one.key] = one
         else:
             os.close(one.descriptor)
     return SharedMemory(kept)
-
-
-def _device() -> int:
-    """Return the device of the kernel's own tmpfs, on which all these objects lie."""
-    descriptor = os.memfd_create("icecore", os.MFD_CLOEXEC)
-    try:
-        return os.fstat(descriptor).st_dev
-    finally:
-        os.close(descriptor)
 
 
 def _reached(process: ProcessInspection, device: int) -> Iterator[tuple[int, bool, str]]:
@@ -224,6 +221,7 @@ def _reached(process: ProcessInspection, device: int) -> Iterator[tuple[int, boo
 
 
 def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | None:
+    """Open an object if it is large enough and still the one that was seen."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -231,7 +229,7 @@ def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | 
     about = os.fstat(descriptor)
     name = os.readlink(f"/proc/self/fd/{descriptor}")
     same = (about.st_dev, about.st_ino, name.startswith(_SYSTEM_V)) == (device, inode, system_v)
-    if not same:
+    if not same or about.st_blocks * 512 < LEAST_BYTES:
         os.close(descriptor)
         return None
     return SharedObject(descriptor, device, inode, system_v, about.st_size, about.st_blocks * 512)

@@ -16,6 +16,7 @@ from icecore.host.criu.images import (
     load_mm,
     read_image,
 )
+from icecore.host.kernel import limits
 
 _IDS, _MEMFD_INODE = 0x54432030, 0x48453499
 _VMA_MEMFD = 1 << 14
@@ -40,6 +41,11 @@ class Reach:
     process: int
     address: int | None
     descriptor: int | None
+
+
+def can_fill_shared() -> bool:
+    """Return whether this process may open the memory that others map (/proc/PID/map_files)."""
+    return bool(limits.capabilities() & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"})
 
 
 def writable_shared(folder: Path, processes: Iterable[int]) -> dict[int, Reach]:

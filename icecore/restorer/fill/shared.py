@@ -5,6 +5,7 @@ CRIU holds the tree.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -12,6 +13,7 @@ from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Progress
 from icecore.host.criu.shared_images import Reach
 from icecore.host.kernel import procfs
+from icecore.host.kernel.memory import shared_memory_device
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.filewriter import FileTarget, write_files
@@ -71,7 +73,7 @@ def _opened(part: PlacedMemory, pids: Mapping[int, int]) -> Iterator[int]:
     reach = part.reach
     try:
         path = _path(pids[reach.process], reach)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _open(path, part.number)
     except (KeyError, NotFound) as error:
         raise RestoreFailed(
             f"shared memory {part.number} of process {reach.process} is missing after CRIU restored it"
@@ -84,6 +86,22 @@ def _opened(part: PlacedMemory, pids: Mapping[int, int]) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _open(path: str, number: int) -> int:
+    """Open shared memory for writing, and nothing else that forged images could lead to.
+
+    Raises:
+        RestoreFailed: Something else is there.
+    """
+    seen = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        about = os.fstat(seen)
+        if not stat.S_ISREG(about.st_mode) or about.st_dev != shared_memory_device():
+            raise RestoreFailed(f"CRIU restored something else in place of shared memory {number}")
+        return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(seen)
 
 
 def _path(pid: int, reach: Reach) -> str:

@@ -15,13 +15,12 @@ from pathlib import Path
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import bound_limits, forget_sizes
-from icecore.host.criu.shared_images import Reach, writable_shared
+from icecore.host.criu.shared_images import Reach, can_fill_shared, writable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.registry import Restoring
-from icecore.host.kernel import limits
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
@@ -324,10 +323,8 @@ def _start_device_file(
 
 
 def _reached(plan: Plan, folder: Path) -> dict[int, Reach]:
-    """Return the shared memory that can be filled once CRIU has made it; empty if this process may
-    not open what others map.
-    """
-    if not limits.capabilities() & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}:
+    """Return the shared memory that can be filled once CRIU has made it."""
+    if not can_fill_shared():
         return {}
     return writable_shared(folder, [process.image_id for process in plan.manifest.processes])
 
