@@ -169,11 +169,11 @@ def test_of_a_cell_with_one_changed_page_that_page_is_stored(
     assert no_complaint(events)
 
 
-def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(
+def test_what_is_written_to_all_the_time_is_not_stored_in_vain(
     puppet: Puppet, store: Store
 ) -> None:
-    """The first dump learns that memory is restless; once it has come to rest, it is stored before
-    the window again.
+    """The memory of a busy process is held back, and so is what the first dump found to be
+    restless; once it has come to rest, it is stored before the window again.
     """
     puppet.do("area = private(96 * MIB); put(area, os.urandom(MIB) * 96); going = True")
     puppet.do(
@@ -194,7 +194,7 @@ def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(
         result = store.dump(puppet.pid, DumpOptions(pre_copy="on"), events=events)
         assert_same_memory(store.read(result.snapshot), still)
         pre_copied.append(result.pre_copied)
-    assert pre_copied[0] >= 96 << 20
+    assert pre_copied[0] < 16 << 20
     assert pre_copied[1] < 16 << 20
     assert pre_copied[2] >= 96 << 20
     assert pre_copied[3] < 16 << 20

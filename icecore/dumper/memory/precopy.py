@@ -58,8 +58,8 @@ class PreCopied:
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
-        stored: Bytes of these that were stored, and did not change until the last look.
-        left: Bytes of these that are left for the window.
+        stored: Bytes of these that were stored.
+        left: Bytes of these that were not, or have changed again.
         scanned: Bytes read.
     """
 
@@ -195,16 +195,17 @@ def copy_space(
     calm = changed[~held[changed]]
     stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
     kept = int(plan.length[calm].sum())
+    size, left = int(plan.length[changed].sum()), 0
     doubtful = changed[held[changed]]
     if len(doubtful):
         cells = plan.take(doubtful)
         late = _Rounds(scanner, cells, result.fingerprint[doubtful], known, began)
         stored = late.run(stored)
-        kept += late.kept
+        kept += late.stored
+        left = size - kept + late.stored - late.true
     order = np.argsort(plan.key, kind="stable")
     seen = KnownCells(plan.key[order], result.fingerprint[order], np.zeros(len(plan), CELL))
-    size = int(plan.length[changed].sum())
-    return PreCopied(regions, stored, seen, size, kept, size - kept, plan.bytes)
+    return PreCopied(regions, stored, seen, size, kept, left, plan.bytes)
 
 
 def _held(plan: CellPlan, before: ParentSpace | None, busy: bool) -> npt.NDArray[np.bool_]:
@@ -255,7 +256,8 @@ class _Rounds:
         began: Time of that look (time.monotonic).
 
     Attributes:
-        kept: Bytes that are stored and were still true at the last look.
+        stored: Bytes that were stored.
+        true: Bytes of these that had not changed at the last look.
     """
 
     def __init__(
@@ -266,7 +268,7 @@ class _Rounds:
         known: KnownCells,
         began: float,
     ) -> None:
-        self.kept = 0
+        self.stored = self.true = 0
         self._scanner = scanner
         self._cells = cells
         self._fingerprint = fingerprint
@@ -299,7 +301,7 @@ class _Rounds:
             if self._in_vain(moved / before / seconds, left, rate):
                 break
             share *= 2
-        self.kept = self._size(true)
+        self.true = self._size(true)
         return stored
 
     def _in_vain(self, pace: float, left: npt.NDArray[np.int64], rate: float) -> bool:
@@ -343,6 +345,7 @@ class _Rounds:
         self._scanner.pipeline.drain()
         self._fingerprint[rows] = found.fingerprint
         new = found.changed
+        self.stored += int(cells.length[new].sum())
         return stored.updated(cells.key[new], found.fingerprint[new], sink.records[new])
 
 
