@@ -199,18 +199,28 @@ def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> N
     }
 
 
-def test_the_guard_of_a_dump_loads_little() -> None:
-    """A dump waits for its start, of which these would take a third."""
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [
+        (
+            "icecore.dumper.freeze.guard_process",
+            {"typing", "dataclasses", "inspect", "uuid", "icecore.host.criu.program"},
+        ),
+        ("icecore.restorer.place.placer_process", {"asyncio"}),
+    ],
+)
+def test_what_a_dump_or_restore_waits_for_loads_little(module: str, slow: set[str]) -> None:
+    """Of its start these would take a third, or an eighth."""
     words = [sys.executable, "-P", "-c"]
     words.append(
-        "import sys; before = {*sys.modules}; import icecore.dumper.freeze.guard_process; "
+        f"import sys; before = {{*sys.modules}}; import {module}; "
         "print(*({*sys.modules} - before))"
     )
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert "icecore.dumper.freeze.waiting_criu" in loaded
-    assert not loaded & {"typing", "dataclasses", "inspect", "uuid", "icecore.host.criu.program"}
+    assert module in loaded and "icecore.host.rpc.packets" in loaded
+    assert not loaded & slow
 
 
 def test_the_guard_of_a_restore_loads_the_standard_library_alone() -> None:

@@ -303,7 +303,7 @@ def test_an_interrupted_hook_ends_with_all_that_it_started(
     start(cli)
     if command == "restore":
         cli.run("dump", "count", "--stop")
-    running = cli.start(command, "count", when, "sleep 300 & echo $! > begun; echo said >&2; wait")
+    running = cli.start(command, "count", when, "echo said >&2; sleep 300 & echo $! > begun; wait")
     begun = cli.folder / "begun"
     until(lambda: begun.exists() and begun.read_text().endswith("\n"), "begun")
     running.send_signal(number)

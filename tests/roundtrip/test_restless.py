@@ -27,7 +27,7 @@ from icecore.events import Event
 from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
-from icecore.host.kernel import cgroups, freezer
+from icecore.host.kernel import cgroups, freezer, frozen
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.host.target import eventually
@@ -166,7 +166,7 @@ def restless(trip: Trip, tmp_path: Path) -> Iterator[Restless]:
         for one in made.registry.instances():
             if one.alive:
                 if one.group is not None:
-                    freezer.thaw(one.group)
+                    frozen.thaw(one.group)
                 one.kill(signal.SIGKILL)
             one.wait(10)
             assert one.group is None or not one.group.exists()
@@ -285,12 +285,12 @@ def test_the_group_is_thawed_whoever_is_killed(restless: Restless) -> None:
     try:
         script = f"echo > {{arrived}}; {_freezing(job.group)}; kill -9 $$"
         assert guard.prepare(["sh", "-c", script], 20, group=job.group) is not None
-        assert not freezer.is_frozen(job.group)
+        assert not frozen.is_frozen(job.group)
         assert goes_on(job)
         freeze(job.group)
     finally:
         guard.release()
-    assert not freezer.is_frozen(job.group)
+    assert not frozen.is_frozen(job.group)
     assert goes_on(job)
 
 
@@ -311,8 +311,8 @@ def test_a_group_that_somebody_else_froze_stays_frozen(restless: Restless) -> No
     assert job.group is not None
     assert freezer.contains(job.group, [job.pid]) and not freezer.contains(job.group, [os.getpid()])
     freeze(job.group)
-    assert freezer.is_frozen(job.group)
-    freezer.thaw(job.group)
-    assert not freezer.is_frozen(job.group)
+    assert frozen.is_frozen(job.group)
+    frozen.thaw(job.group)
+    assert not frozen.is_frozen(job.group)
     assert not freezer.remove_group(job.group)
     assert goes_on(job)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from icecore.errors import DumpFailed
 from icecore.host.criu.page_server import Connection
-from icecore.host.kernel import freezer
+from icecore.host.kernel import frozen
 from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 
@@ -292,7 +292,7 @@ class DumpGuard:
             os.close(self._life)
             self._life = -1
             if self._group is not None:
-                freezer.thaw(self._group)  # the guard may have been killed
+                frozen.thaw(self._group)  # the guard may have been killed
         if not ended:
             raise DumpFailed(
                 f"CRIU or the GPU helper (under guard {self._process.pid}) has not ended in time; killing it now could lose the job, so it is left alone",

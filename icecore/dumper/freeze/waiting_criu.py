@@ -24,7 +24,7 @@ from pathlib import Path
 
 from icecore.host.criu.libraries import dump_environment
 from icecore.host.cuda import holder
-from icecore.host.kernel import freezer
+from icecore.host.kernel import frozen
 
 # A process that waits for CRIU's end through the pipe `life` waits for the script's end too.
 _SCRIPT = """#!/bin/sh
@@ -150,7 +150,7 @@ class WaitingCriu:
         """
         status = self.criu.wait()
         if self._group is not None:
-            freezer.thaw(self._group)
+            frozen.thaw(self._group)
         self._close()
         return status
 

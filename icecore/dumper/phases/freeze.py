@@ -33,7 +33,7 @@ from icecore.host.criu.program import (
 )
 from icecore.host.cuda.holder import require_plugin
 from icecore.host.jobs.namespaces import dump_options, dump_prefix
-from icecore.host.kernel import freezer
+from icecore.host.kernel import freezer, frozen
 
 _STREAM_SECONDS = 60.0
 _FREEZE_SECONDS = 30.0
@@ -151,7 +151,7 @@ def _group(request: Request) -> Path | None:
     if target.record is None or not CRIU_LIBRARY.exists():
         return None
     group = freezer.group_of(target.pid)
-    if group is None or freezer.is_frozen(group):
+    if group is None or frozen.is_frozen(group):
         return None  # frozen by somebody else, who thaws it
     if freezer.contains(group, [os.getpid()]):
         return None  # CRIU would freeze itself

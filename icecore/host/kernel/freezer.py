@@ -12,10 +12,9 @@ from pathlib import Path
 
 from icecore.errors import NotFound
 from icecore.host.kernel import cgroups
+from icecore.host.kernel.frozen import control
 
 _PREFIX = "icecore-job-"
-#: Control file → what thaws the group.
-_CONTROLS = {"cgroup.freeze": "0", "freezer.state": "THAWED"}
 _POLL_SECONDS = 0.01
 
 
@@ -38,7 +37,7 @@ def make_group(name: str, groups: Mapping[str, str] | None = None) -> Path | Non
             group.mkdir()
         except OSError:
             continue
-        if _control(group) is not None:
+        if control(group) is not None:
             return group
         remove_group(group)
     return None
@@ -50,7 +49,7 @@ def group_of(pid: int) -> Path | None:
     """
     with suppress(NotFound):
         for place in _places(cgroups.groups_of(pid)):
-            if place.name.startswith(_PREFIX) and _control(place) is not None:
+            if place.name.startswith(_PREFIX) and control(place) is not None:
                 return place
     return None
 
@@ -68,22 +67,6 @@ def contains(group: Path, pids: Collection[int]) -> bool:
             if place is None or (place != group and group not in place.parents):
                 return False
     return True
-
-
-def is_frozen(group: Path) -> bool:
-    """Return whether the cgroup is frozen, or is about to be."""
-    control = _control(group)
-    with suppress(OSError):
-        return control is not None and control.read_text().strip() not in ("0", "THAWED")
-    return False
-
-
-def thaw(group: Path) -> None:
-    """Let the processes of the cgroup run. It may be gone already."""
-    control = _control(group)
-    if control is not None:
-        with suppress(FileNotFoundError):
-            control.write_text(_CONTROLS[control.name])
 
 
 def remove_group(group: Path, seconds: float = 0.0) -> bool:
@@ -132,7 +115,3 @@ def _place(hierarchy: cgroups.Hierarchy, groups: Mapping[str, str]) -> Path | No
         return None
     below = os.path.relpath(group, hierarchy.root)
     return None if below.startswith("..") else hierarchy.point / below
-
-
-def _control(group: Path) -> Path | None:
-    return next((group / name for name in _CONTROLS if (group / name).exists()), None)
