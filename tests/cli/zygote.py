@@ -164,6 +164,7 @@ def _imported() -> None:
     import icecore.store.replication.replicas
     import icecore.store.snapshot.reader
 
+    icecore.cli.build_parser()  # imports the modules of all commands
     assert icecore.__file__ == sys.argv[2], "commands have to be of the package that is tested"
     from icecore.store.format.slots import Cost
 
