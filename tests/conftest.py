@@ -25,7 +25,13 @@ BUCKET = "icecore-tests"
 # What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print()
 # writes a line in two calls, and a job may be frozen between the two; the tests' jobs flush what
 # they print. With PYTHONDONTWRITEBYTECODE, every process that a test starts compiles what it imports.
-_OURS = ("ICECORE_CRIU", "ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
+_OURS = (
+    "ICECORE_CRIU",
+    "ICECORE_CRIU_PREFIX",
+    "ICECORE_TORTURE_SECONDS",
+    "ICECORE_SOAK_JOBS",
+    "ICECORE_SOAK_CLIENTS",
+)
 for _name in [name for name in os.environ if re.match("AWS_|ICECORE_", name) and name not in _OURS]:
     del os.environ[_name]
 for _name in (
