@@ -139,7 +139,11 @@ def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | Non
     """
     if native_scan_lacks():
         return None
-    call = _library().find_data
+    # Not in `_library`, which also loads those of other versions, to tell them apart.
+    word = ctypes.c_uint64
+    call = ctypes.CFUNCTYPE(
+        ctypes.c_int64, ctypes.c_int64, word, word, ctypes.c_void_p, ctypes.c_int64
+    )(("find_data", _library()))
     found, out = [], np.empty((_RANGES, 2), np.uint64)
     while True:
         count = call(file, start, end, out.ctypes.data, len(out))
@@ -180,14 +184,6 @@ def _library() -> ctypes.CDLL:
         ctypes.c_void_p,
     ]
     library.scan_cells.restype = ctypes.c_int64
-    library.find_data.argtypes = [
-        ctypes.c_int64,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-    ]
-    library.find_data.restype = ctypes.c_int64
     return library
 
 
