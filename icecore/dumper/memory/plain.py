@@ -34,7 +34,6 @@ class CompactPages:
     """
 
     process = None
-    file = None
 
     def __init__(
         self, path: Path, extents: npt.NDArray[np.void], part: tuple[int, int] | None = None
