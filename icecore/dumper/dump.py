@@ -8,7 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 
 from icecore.dumper.freeze.window import TreeRestless
@@ -22,7 +22,7 @@ from icecore.dumper.phases.preflight import Accepted, preflight
 from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
 from icecore.dumper.target import Target
-from icecore.errors import UsageError
+from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu.program import Criu, find_criu
 from icecore.host.kernel import limits, procfs
@@ -159,7 +159,7 @@ def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -
             break
         except TreeRestless as error:
             # Device memory has gone and come back: that is not repeated for seconds on end.
-            if pause is None or ready.devices is not None or not procfs.exists(request.target.pid):
+            if pause is None or ready.devices is not None or not _runs(request.target.pid):
                 raise
             request.emit(Event("dump.retry", {"error": str(error), "pause": pause}))
         time.sleep(pause)
@@ -178,6 +178,12 @@ def _window(request: Request, accepted: Accepted, ready: Ready, deaths: DeathWat
             frozen = freeze(request, accepted, ready, running)
             result = capture(request, ready, frozen, running)
         return commit(request, accepted, ready, result, deaths)
+
+
+def _runs(pid: int) -> bool:
+    with suppress(NotFound):
+        return not procfs.is_zombie(pid)
+    return False
 
 
 def _pauses() -> list[float]:

@@ -34,6 +34,7 @@ from icecore.store.backend.local import LocalBackend
 from icecore.store.format.keys import FORMAT, Parameters, encode_config
 from icecore.store.format.keys import Config as Identity
 from icecore.store.format.names import log_name
+from icecore.store.log.known import Known, KnownPlace
 from icecore.store.log.repository import StoredRepository
 from tests.cli.conftest import Cli
 from tests.cli.documents import ROOT
@@ -687,6 +688,24 @@ def test_two_clients_that_use_a_new_place_at_once_know_one_repository(
             found = list(pool.map(use, [one, other, one, other]))
         made[number] = set(found) - {""}
         assert len(made[number]) == 1 and found.count("") == 2, found
+
+
+def test_what_another_client_records_meanwhile_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It records its repository after this one has looked for a record, and found none."""
+    place = KnownPlace(tmp_path / "seen", ["file:///place"], "/place")
+    first, second = Known("1" * 32, False), Known("2" * 32, False)
+    looked = KnownPlace._complete
+
+    def complete(self: KnownPlace) -> bool:
+        self.note(first)
+        return looked(self)
+
+    monkeypatch.setattr(KnownPlace, "_complete", complete)
+    with pytest.raises(RepositoryReplaced):
+        place.admit(second)
+    place.admit(first)
 
 
 def test_the_names_of_buckets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -97,8 +97,9 @@ class KnownPlace:
             RepositoryReplaced: Another repository is known, or an encrypted one.
             RecordDamaged: A record is not what was written.
         """
+        complete = self._complete()  # before it is compared: another client may record now
         self.require(found)
-        if self._complete():
+        if complete:
             return
         with notes.locked(self._folder):
             self.require(found)  # another process may have been first
