@@ -137,7 +137,7 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
     monkeypatch.setattr(
         Window,
         "prepare",
-        lambda window, command, hidden, devices: prepare(window, command, None, devices),
+        lambda window, command, hidden, *rest: prepare(window, command, None, *rest),
     )
     theirs = pages_of(watched(puppet, store, lost=kind == "droppable"))
     # What Python itself did between the two dumps does not matter here.
@@ -216,7 +216,7 @@ def test_a_random_layout(
     monkeypatch.setattr(
         Window,
         "prepare",
-        lambda window, command, hidden, devices: prepare(window, command, None, devices),
+        lambda window, command, hidden, *rest: prepare(window, command, None, *rest),
     )
     flags_seen, pages_seen = taken()
     assert pages == pages_seen

@@ -43,6 +43,7 @@ SOURCES = [
 FOREIGN = {
     "--disable-custom-all-reduce": "vLLM",
     "--cap-add": "container",
+    "--cgroupns": "container",
     "--privileged": "container",
     "--fork": "unshare",
     "--mount-proc": "unshare",

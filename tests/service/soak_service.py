@@ -22,7 +22,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from icecore.errors import ServiceFailed
 from icecore.remote.connection import Service
-from icecore.service.api import stored as files
+from icecore.service.api import operation_files as files
 from tests.cli.conftest import Cli
 
 CLIENTS = int(os.environ.get("ICECORE_SOAK_CLIENTS", "200"))
