@@ -68,9 +68,9 @@ GROUPS: tuple[tuple[str, Mapping[str, tuple[str, ...]]], ...] = (
         },
     ),
 )
-#: Commands that see or change what runs on this node. They first recover the files that a killed
-#: restore left changed.
-_OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
+#: Commands that see or change what runs on this node. They first recover what a killed dump left
+#: frozen, and the files that a killed restore left changed.
+_OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor", "serve"})
 #: Commands whose outcome is counted here; `icecore.api` counts dumps and restores.
 _COUNTED = frozenset({"check", "copy", "forget", "gc", "repair", "sync"})
 #: Commands that the node service does for users who are not root.
@@ -310,7 +310,7 @@ def _run(
         if origin is None:
             context.service = _service(arguments, settings)
         if arguments.command in _OF_THIS_NODE and context.service is None:
-            context.recover_files()
+            context.recover()
         for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
             sweep(workdir, output.event)
         if arguments.command not in _COUNTED:

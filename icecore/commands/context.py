@@ -6,7 +6,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -172,12 +172,17 @@ class Context:
 
         return Registry(state_directory(self.config.state), emit=self.output.event)
 
-    def recover_files(self) -> None:
-        """Roll back or complete the changes that killed restores made to jobs' files."""
+    def recover(self) -> None:
+        """Let jobs run that killed dumps left frozen; roll back or complete the changes that killed
+        restores made to jobs' files.
+        """
         from icecore.access.places import state_directory
         from icecore.host.jobs.registry import Registry
 
-        state = Registry(state_directory(self.config.state)).state
+        registry = Registry(state_directory(self.config.state), emit=self.output.event)
+        with suppress(IcecoreError, OSError):  # the command itself says what is wrong with jobs
+            registry.thaw_left()
+        state = registry.state
         try:
             if not any(os.scandir(state / "restores")):
                 return

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -304,6 +305,44 @@ def freeze(group: Path) -> None:
         (group / "cgroup.freeze").write_text("1")
     else:
         (group / "freezer.state").write_text("FROZEN")
+
+
+def test_a_group_that_killed_processes_left_frozen_is_thawed(restless: Restless) -> None:
+    """All processes of a dump were killed at once; whoever looks at the node's jobs next thaws."""
+    job = restless.start(sys.executable, "-c", FORKS)
+    assert job.group is not None
+    guard = subprocess.Popen(["sleep", "60"])
+    assert freezer.mark(job.group, guard.pid)
+    freeze(job.group)
+    seen: list[Event] = []
+    registry = Registry(restless.place / "jobs", emit=seen.append)
+    try:
+        registry.thaw_left()
+        assert frozen.is_frozen(job.group) and not seen  # the guard will thaw it
+    finally:
+        guard.kill()
+        guard.wait(10)
+    registry.thaw_left()
+    assert [(one.name, one.fields["job"]) for one in seen] == [("job.thawed", "restless")]
+    assert goes_on(job)
+    freeze(job.group)  # by somebody else: the mark is gone
+    registry.thaw_left()
+    assert frozen.is_frozen(job.group) and len(seen) == 1
+    frozen.thaw(job.group)
+
+
+def test_a_dump_thaws_what_an_earlier_one_left_frozen(restless: Restless) -> None:
+    job = restless.start(sys.executable, "-c", FORKS)
+    assert job.group is not None
+    guard = subprocess.Popen(["sleep", "60"])
+    try:
+        assert freezer.mark(job.group, guard.pid)
+    finally:
+        guard.kill()
+        guard.wait(10)
+    freeze(job.group)
+    restless.dump(job)
+    assert goes_on(job)
 
 
 def test_a_group_that_somebody_else_froze_stays_frozen(restless: Restless) -> None:

@@ -64,7 +64,7 @@ def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
         hidden.touch()
         # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
         hiding = request.options.memory != "streamed" and hides(request.criu)
-        group = _group(request)
+        group = _group(request, ready.guard.pid)
         command = _criu_command(request, accepted, ready, group)
         with ready.devices.holder() if ready.devices is not None else nullcontext() as holder:
             ready.window.prepare(command, hidden if hiding else None, holder, group)
@@ -143,19 +143,24 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _group(request: Request) -> Path | None:
-    """Return the cgroup that contains the tree and nothing else; None: there is none, or CRIU lacks
-    the library that freezes it fast.
+def _group(request: Request, guard: int) -> Path | None:
+    """Return the cgroup that contains the tree and nothing else, marked with the pid of the guard,
+    which thaws it; None: there is none, or CRIU lacks the library that freezes it fast.
     """
     target = request.target
     if target.record is None or not CRIU_LIBRARY.exists():
         return None
     group = freezer.group_of(target.pid)
-    if group is None or frozen.is_frozen(group):
+    if group is None:
+        return None
+    freezer.thaw_left(group)
+    if frozen.is_frozen(group):
         return None  # frozen by somebody else, who thaws it
     if freezer.contains(group, [os.getpid()]):
         return None  # CRIU would freeze itself
-    return group if freezer.contains(group, tree_pids(target.pid)) else None
+    if not freezer.contains(group, tree_pids(target.pid)) or not freezer.mark(group, guard):
+        return None
+    return group
 
 
 def _criu_command(

@@ -3,9 +3,9 @@
  *
  * CRIU with --manage-cgroups=ignore leaves the tree in its own cgroup, and does not know keyrings.
  * ICECORE_CGROUPS holds files cgroup.procs, separated by newlines, which a cgroup's name cannot
- * contain; users name groups. ICECORE_GROUP is such a file of the cgroup of the instance's own, which
- * it does without if the kernel refuses: it only makes dumps surer. ICECORE_KEYRING is set where the tree must not possess the keys of the
- * session that restores it.
+ * contain; users name groups. ICECORE_GROUP is such a file of a cgroup of the instance's own, without
+ * which it runs if the kernel refuses: dumps of trees that never rest are then tried more often.
+ * ICECORE_KEYRING is set where the tree must not possess the keys of the session that restores it.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -61,7 +61,7 @@ class Registry:
 
     Args:
         state: The directory; made where it is missing. Default: `state_directory`.
-        emit: Gets ``state.tightened``.
+        emit: Gets ``state.tightened``, and ``job.thawed`` (`thaw_left`).
     """
 
     def __init__(self, state: Path | None = None, *, emit: Sink = discard) -> None:
@@ -303,6 +303,12 @@ class Registry:
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
             raise
+
+    def thaw_left(self) -> None:
+        """Let jobs run that a dump left frozen because all its processes were killed."""
+        for job in self.instances():
+            if job.group is not None and job.alive and freezer.thaw_left(job.group):
+                self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
         """Return where the keepers of instances are: first of those last dumped to or restored from

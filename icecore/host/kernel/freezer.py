@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from icecore.errors import NotFound
-from icecore.host.kernel import cgroups
+from icecore.host.kernel import cgroups, frozen, procfs
 from icecore.host.kernel.frozen import control
 
 _PREFIX = "icecore-job-"
@@ -66,6 +66,36 @@ def contains(group: Path, pids: Collection[int]) -> bool:
             place = _place(own[0], cgroups.groups_of(pid))
             if place is None or (place != group and group not in place.parents):
                 return False
+    return True
+
+
+def mark(group: Path, pid: int) -> bool:
+    """Note on a cgroup, before a dump freezes it, which process thaws it; return whether that was
+    possible.
+
+    Should that process be killed together with all others of the dump, `thaw_left` finds the note.
+    """
+    try:
+        os.setxattr(group, frozen.MARK, f"{pid} {procfs.start_time(pid)}".encode())
+    except (OSError, NotFound):
+        return False
+    return True
+
+
+def thaw_left(group: Path) -> bool:
+    """Thaw a cgroup that a dump left frozen, because all its processes were killed; return whether it
+    was such a group. One that somebody else has frozen has no mark.
+    """
+    if not frozen.is_frozen(group):
+        return False
+    try:
+        pid, start = map(int, os.getxattr(group, frozen.MARK).split())
+    except (OSError, ValueError):
+        return False
+    with suppress(NotFound):
+        if procfs.start_time(pid) == start and not procfs.is_zombie(pid):
+            return False
+    frozen.thaw(group)
     return True
 
 

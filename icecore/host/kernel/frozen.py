@@ -5,11 +5,14 @@ The guard of a dump imports this module: one process for each dump, so the modul
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 #: Control file → what thaws the group.
 _CONTROLS = {"cgroup.freeze": "0", "freezer.state": "THAWED"}
+#: Extended attribute of a group that a dump freezes (`icecore.host.kernel.freezer.mark`).
+MARK = "trusted.icecore.dump"
 
 
 def control(group: Path) -> Path | None:
@@ -31,3 +34,5 @@ def thaw(group: Path) -> None:
     if file is not None:
         with suppress(FileNotFoundError):
             file.write_text(_CONTROLS[file.name])
+        with suppress(OSError):  # it has no mark
+            os.removexattr(group, MARK)

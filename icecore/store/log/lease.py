@@ -5,9 +5,8 @@ and the log decides between two that begin at once. Leases of the same name excl
 unless they are of different users. A lease of no user is an administrator's, whose supervisor
 counts the snapshots of all users; it excludes those of all.
 
-The holder gives signs of life. Whoever
-wants the lease and sees none for `SILENCE_SECONDS`, by its own clock, ends the holder's session,
-unless the holder has renewed it meanwhile. No one else ends it: a collector leaves leases alone,
+The holder gives signs of life. Whoever wants the lease and sees none for `SILENCE_SECONDS`, by its
+own clock, ends the holder's session, unless the holder has renewed it meanwhile. No one else ends it: a collector leaves leases alone,
 and waits for none, because a lease pins nothing.
 
 A holder that could not renew for `PAUSE_SECONDS` cannot know whether it still holds the lease, so
