@@ -6,8 +6,8 @@ unless they are of different users. A lease of no user is an administrator's, wh
 counts the snapshots of all users; it excludes those of all.
 
 The holder gives signs of life. Whoever wants the lease and sees none for `SILENCE_SECONDS`, by its
-own clock, ends the holder's session, unless the holder has renewed it meanwhile. No one else ends it: a collector leaves leases alone,
-and waits for none, because a lease pins nothing.
+own clock, ends the holder's session, unless the holder has renewed it meanwhile. No one else ends
+it: a collector leaves leases alone, and waits for none, because a lease pins nothing.
 
 A holder that could not renew for `PAUSE_SECONDS` cannot know whether it still holds the lease, so
 it has to keep its job from running until it can. Both times count on clocks that also run in
