@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.observe.deaths import DeathWatch
 from icecore.dumper.observe.inspection import Inspection, inspect_tree
 from icecore.dumper.phases.request import Request
@@ -12,6 +13,9 @@ from icecore.dumper.preflight.prediction import predict
 from icecore.errors import PreflightRefused
 from icecore.events import Event, phase
 from icecore.host.kernel import procfs
+
+#: How long to wait for the window of another dump. That of a GPU job is preceded by copies.
+_CLAIM_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ def preflight(request: Request, deaths: DeathWatch) -> Accepted:
 
     Raises:
         PreflightRefused: Something would lose or hang the job.
+        DumpFailed: Another dump holds the tree for minutes.
     """
     with phase(request.emit, "dump.preflight", pid=request.target.pid) as running:
         accepted = _preflight(request, deaths)
@@ -52,7 +57,7 @@ def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
     if refusals:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
     deaths.watch([target.pid])
-    found = inspect_tree(target.pid, request.criu, request.workdir, request.options, target.record)
+    found = _inspect(request)
     deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
     require(found)
     _require_one_mount_namespace(request, found)
@@ -61,6 +66,20 @@ def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
         request.emit(Event("dump.warning", {**fields}))
     shell_job = procfs.status(target.pid).session not in {p.status.group for p in found.processes}
     return Accepted(found, shell_job)
+
+
+def _inspect(request: Request) -> Inspection:
+    """Inspect the tree while no other dump has it: it would be frozen, and traced by that dump's
+    CRIU.
+    """
+    target = request.target
+    claim = Claim({target.pid}, _CLAIM_SECONDS)
+    try:
+        return inspect_tree(
+            target.pid, request.criu, request.workdir, request.options, target.record
+        )
+    finally:
+        claim.release()
 
 
 def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
