@@ -100,14 +100,21 @@ def podman() -> Iterator[Podman]:
     if shutil.which("podman") is None or shutil.which("runc") is None:
         pytest.skip("podman and runc are not installed")
     # Podman refuses a run root of more than 50 characters.
-    with tempfile.TemporaryDirectory("", "ice-", "/tmp") as folder:
-        made = Podman(Path(folder))
-        try:
-            made.image()
-            made.start()
-            yield made
-        finally:
-            made.run("rm", "-f", "-a", "-t", "0")
+    folder = Path(tempfile.mkdtemp("", "ice-", "/tmp"))
+    made = Podman(folder)
+    try:
+        made.image()
+        made.start()
+        yield made
+    finally:
+        made.run("rm", "-f", "-a", "-t", "0")
+        # A process that Podman has started may still write there when 'rm' is done.
+        until(lambda: _removed(folder), "the folder is removed")
+
+
+def _removed(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def test_podman_restores_what_was_exported(cli: Cli, podman: Podman) -> None:
