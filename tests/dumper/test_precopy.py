@@ -40,7 +40,8 @@ class Sink:
 
 
 class Scripted:
-    """A scanner of memory of 2 GiB that changes as a script says, at each scan.
+    """A scanner of memory of 2 GiB that changes as a script says, at each scan. Its time is
+    scripted, too: a scan takes 1 ms a cell, and nothing else takes any.
 
     Args:
         changes: Returns the cells that change before the scan of this number.
@@ -52,9 +53,8 @@ class Scripted:
         self.version = np.zeros(_CELLS, np.uint64)
         self.stored = np.zeros(_CELLS, np.int64)
         self.scans = 0
-        self.stop = threading.Event()
-        self.stop.set()  # it need not rest
-        self.pipeline = self
+        self.now = 0.0
+        self.stop = self.pipeline = self
         self._changes = changes
         self._sinks: list[Sink] = []
 
@@ -65,6 +65,7 @@ class Scripted:
     def scan(self, plan: CellPlan, known: KnownCells, keep: Callable[..., None]) -> ScanResult:
         self.version[self._changes(self.scans)] += np.uint64(1)
         self.scans += 1
+        self.now += len(plan) * 1e-3
         rows = ((plan.key - np.uint64(_START)) // np.uint64(CELL_BYTES)).astype(np.int64)
         found = self.fingerprints(rows)
         row = np.where(known.differ(plan.key, found), -1, known.find(plan.key))
@@ -85,15 +86,23 @@ class Scripted:
             self.stored[at.astype(np.int64)] += 1
             sink.kept.clear()
 
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
     def run(self) -> tuple[Any, KnownCells]:
-        rounds = precopy._Rounds(
-            self,  # type: ignore[arg-type]
-            self.plan,
-            self.fingerprints(np.arange(_CELLS)),
-            KnownCells.none(),
-            0.0,
-        )
-        return rounds, rounds.run(KnownCells.none())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(precopy, "time", self)
+            rounds = precopy._Rounds(
+                self,  # type: ignore[arg-type]
+                self.plan,
+                self.fingerprints(np.arange(_CELLS)),
+                KnownCells.none(),
+                0.0,
+            )
+            return rounds, rounds.run(KnownCells.none())
 
 
 def nothing(_scan: int) -> npt.NDArray[np.int64]:
