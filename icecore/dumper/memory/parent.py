@@ -21,6 +21,7 @@ from icecore.store.format.manifest import Manifest, OpenFile, Space, cells_of
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.content import read_content
 from icecore.store.snapshot.reader import SnapshotReader
 
 
@@ -53,11 +54,7 @@ class Parent:
         try:
             records = self._reader.records(space)
         except (Damaged, ObjectMissing) as error:
-            self._emit(
-                Event(
-                    "dump.parent_damaged", {"snapshot": self.manifest.snapshot, "error": str(error)}
-                )
-            )
+            self._damaged(error)
             return None
         fingerprints = self._fingerprints.get(f"{space.kind}:{space.key}", NO_FINGERPRINTS)
         known = known_from(space.regions, records, fingerprints)
@@ -71,6 +68,22 @@ class Parent:
         """
         for kind, key in self._spaces:
             self.space(kind, key)
+
+    def content(self, space: Space, most: int) -> bytearray | None:
+        """Return the content of a file's space; None: it is damaged, which is reported.
+
+        Args:
+            most: Bytes; a larger space counts as damaged.
+        """
+        try:
+            return read_content(self._reader, space, most)
+        except (Damaged, ObjectMissing) as error:
+            self._damaged(error)
+            return None
+
+    def _damaged(self, error: Exception) -> None:
+        fields = {"snapshot": self.manifest.snapshot, "error": str(error)}
+        self._emit(Event("dump.parent_damaged", {**fields}))
 
     def file(self, path: str) -> OpenFile | None:
         """Return what the parent recorded of an open file."""

@@ -164,11 +164,18 @@ class SpaceCapture:
         self._parts.append(_Part(plan, sink, result))
         return size
 
-    def add(self, part: Scanned) -> None:
+    def add(self, part: Scanned, rows: npt.NDArray[np.int64] | None = None) -> None:
         """Add cells that were scanned in another way. Their sink already has the records of cells that
         did not change.
+
+        Args:
+            rows: i8[n], ascending: the rows of the part that count; None: all.
         """
-        self._parts.append(_Part(part.plan, part.sink, part.result))
+        if rows is None:
+            self._parts.append(_Part(part.plan, part.sink, part.result))
+            return
+        result = ScanResult(part.result.fingerprint[rows], part.result.row[rows])
+        self._parts.append(_Part(part.plan.take(rows), part.sink, result, rows))
 
     @property
     def changed(self) -> int:

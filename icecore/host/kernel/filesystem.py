@@ -23,6 +23,8 @@ RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
 _CONFINED = RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_IN_ROOT
+#: Also: no other mount, bind mounts included.
+RESOLVE_NO_XDEV = 0x01
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 
@@ -58,16 +60,20 @@ class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
-def open_confined(directory: int, path: str, flags: int) -> int:
+def open_confined(directory: int, path: str, flags: int, *, cross: bool = True) -> int:
     """Open ``path`` below a directory, without following any symbolic link (openat2(2)); the
     descriptor is close-on-exec.
 
     With ``O_PATH | O_NOFOLLOW`` a symbolic link as the last component is opened itself.
 
+    Args:
+        cross: Whether it may lie on another mount than the directory.
+
     Raises:
-        OSError: ELOOP: a component is a symbolic link. Others as open(2).
+        OSError: ELOOP: a component is a symbolic link. EXDEV: it lies on another mount. Others as
+            open(2).
     """
-    how = _OpenHow(flags | os.O_CLOEXEC, 0, _CONFINED)
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, _CONFINED | (0 if cross else RESOLVE_NO_XDEV))
     name = os.fsencode(path)
     for _ in range(_TRIES):
         descriptor: int = libc.syscall(
