@@ -92,6 +92,7 @@ def run(
     resident: bool | None = None,
     keep_resident: bool | None = None,
     identity: Identity | None = None,
+    data: Sequence[str | os.PathLike[str]] = (),
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -116,6 +117,7 @@ def run(
         identity: The user that the job runs as, with limits, cgroup and scheduling; only root can
             start jobs of others. ``environment`` is taken as it is: see `Identity.environment`.
             Default: this process's.
+        data: Directories whose content is part of each snapshot, and comes back with a restore.
         config: Default: `icecore.config.load`.
         emit: Gets the events.
 
@@ -150,6 +152,7 @@ def run(
             keep_resident=own.keep_resident if keep_resident is None else keep_resident,
             must_keep=bool(keep_resident),
             identity=identity,
+            data=data,
             emit=emit,
         )
     if keep_resident:
@@ -164,6 +167,7 @@ def run(
         cwd=cwd,
         environment=environment,
         identity=identity,
+        data=data,
         emit=emit,
     )
 
@@ -194,6 +198,7 @@ def start_gpu(
     keep_resident: bool = False,
     must_keep: bool = False,
     identity: Identity | None = None,
+    data: Sequence[str | os.PathLike[str]] = (),
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
@@ -237,6 +242,7 @@ def start_gpu(
         resident=resident,
         keep_resident=keep_resident and resident,
         identity=identity,
+        data=data,
         emit=emit,
     )
     emit(

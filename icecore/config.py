@@ -264,6 +264,7 @@ class DumpSettings:
     with_files: bool = _setting(False, SWITCH)
     verify_files: bool = _setting(False, SWITCH)
     file_budget: int = _setting(4 << 30, SIZE)
+    data_budget: int = _setting(1 << 30, SIZE)
     ghost_limit: int = _setting(1 << 30, SIZE)
     connections: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     link_rate: int = _setting(0, SIZE)

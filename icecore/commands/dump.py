@@ -65,6 +65,7 @@ def add(commands: Commands) -> None:
     setting("with_files", "also store the content of files open for reading")
     setting("verify_files", "hash files open for reading, so that a restore can compare them")
     setting("file_budget", "maximum bytes of open files that are read")
+    setting("data_budget", "maximum bytes of --data files that are read in the window")
     setting("ghost_limit", "maximum size of a deleted file that is still open")
     setting(
         "connections",

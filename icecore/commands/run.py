@@ -70,6 +70,14 @@ def add(commands: Commands) -> None:
         help="set a variable, or pass on a variable that jobs do not inherit; repeatable",
     )
     parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="make this directory's content part of each snapshot; a restore brings it back;"
+        " repeatable",
+    )
+    parser.add_argument(
         "--gpu",
         action="store_true",
         help="prepare a job that uses NVIDIA GPUs, and NCCL, for snapshots",
@@ -145,6 +153,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     identity = _identity(arguments, context)
     environment = _environment(arguments, context, identity)
     registry = context.registry()
+    data = [os.path.abspath(path) for path in arguments.data]
 
     def start() -> Job:
         if arguments.gpu:
@@ -163,6 +172,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
                 keep_resident=own.keep_resident,
                 must_keep=bool(arguments.keep_resident),
                 identity=identity,
+                data=data,
                 emit=context.output.event,
             )
         return registry.start(
@@ -172,6 +182,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             cwd=arguments.cwd,
             environment=environment,
             identity=identity,
+            data=data,
             emit=context.output.event,
         )
 

@@ -14,6 +14,7 @@ import blake3
 import msgspec
 import numpy as np
 
+from icecore.dumper.data.directories import DataDirectories
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.early import Early
 from icecore.dumper.memory.grid import grid
@@ -95,6 +96,7 @@ class Capture:
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
         is_own: Whether the instance has something of its own at a path of the tree.
+        data: The job's data directories; None: it has none.
     """
 
     def __init__(
@@ -107,7 +109,9 @@ class Capture:
         context: ScanContext,
         emit: Sink,
         is_own: Callable[[str], bool] = lambda path: False,
+        data: DataDirectories | None = None,
     ) -> None:
+        self._data = data
         self._is_own = is_own
         self._options = options
         self._images = images
@@ -153,8 +157,11 @@ class Capture:
                     reader, pagemap.extents, self._context, done, touched
                 )
         with phase(self._emit, "dump.files") as running:
-            for file in find_files(alive, self._options):
+            files = find_files(alive, self._options)
+            for file in files:
                 running.bytes += self._file(file, captured)
+            if self._data is not None:
+                running.bytes += self._data.in_window(files)
         _still_there(alive)
         return captured
 

@@ -28,6 +28,9 @@ class DumpOptions:
             size and mtime.
         file_budget: Upper bound on the bytes of open files to read while the tree is frozen;
             preflight refuses more.
+        data_budget: Upper bound on the bytes of files of one data directory (`icecore run --data`)
+            that are read while the tree is frozen; if more changed since the last look before the
+            window, the snapshot fails. Files that can be cloned (reflinks) do not count.
         ghost_limit: Upper bound on the bytes of a deleted file that is open.
         connections: What happens to TCP connections that leave the tree: ``keep`` (dumped
             established) or ``close`` (closed at restore). Connections of unix sockets that leave it
@@ -68,6 +71,7 @@ class DumpOptions:
     with_files: bool = False
     verify_files: bool = False
     file_budget: int = 4 << 30
+    data_budget: int = 1 << 30
     ghost_limit: int = 1 << 30
     connections: Literal["keep", "close"] = "keep"
     tags: tuple[str, ...] = field(default=())

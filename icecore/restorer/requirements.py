@@ -11,35 +11,50 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from icecore.errors import Damaged, MissingTool, NotFound, RestoreRefused
 from icecore.host.criu.program import Criu
 from icecore.host.gpu.backend import find_backend
+from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.host.kernel import limits, procfs, userfaultfd
 from icecore.restorer.files.beside import find_conflicts
 from icecore.restorer.files.copies import Copies, plan_copies
+from icecore.restorer.files.data import NO_DATA, Content, handled_files, plan_data
 from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.plan import FilePlan, plan_files
 from icecore.restorer.files.surroundings import plan_surroundings
 from icecore.restorer.gpu import gpus
 from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.owner import owner_of
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.archive import ARCHIVE, container_title
 from icecore.store.format.cell import NODE_CELLS, Records, data_pages
 from icecore.store.format.contract import CUDA, RESIDENT, read_gpus, resident_bytes
-from icecore.store.format.manifest import NODE_REF, Manifest, Space
+from icecore.store.format.data import (
+    MAX_TABLE,
+    DataDirectory,
+    Entry,
+    data_spaces,
+    decode_entries,
+    is_data,
+    overlap,
+    read_data,
+)
+from icecore.store.format.manifest import NODE_REF, Manifest, OpenFile, Space
 from icecore.store.format.surroundings import read_surroundings
 from icecore.text import printable
 
 #: The CELL records of a space, by region.
 Maps = Callable[[Space], Sequence[Records]]
+#: The content of a space that has at most so many bytes.
+Contents = Callable[[Space, int], bytearray]
 
 #: CPU flags that are instructions a program may have chosen its code by; the others describe the
 #: kernel or the host.
@@ -83,6 +98,7 @@ class Requirements:
         files: What will be done to the open files.
         copies: Which of them are the instance's own copies.
         gpus: The GPUs that the job gets; None: it used none, or cannot get them here.
+        contents: Where the content of files in data directories lies, by path.
         shared: Files to which the restored job and running processes both write: their sizes may
             change at any time.
     """
@@ -92,6 +108,7 @@ class Requirements:
     copies: Copies
     gpus: GpuPlan | None = None
     shared: frozenset[str] = frozenset()
+    contents: Mapping[str, Content] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Requirement]:
@@ -122,6 +139,8 @@ def check_requirements(
     own_files: frozenset[str] = frozenset(),
     records: Maps | None = None,
     run: RunRecord | None = None,
+    read: Contents | None = None,
+    others: Sequence[Job] = (),
 ) -> Requirements:
     """Compare what a snapshot requires with this machine.
 
@@ -134,9 +153,15 @@ def check_requirements(
         records: Reads the map of a space, if the manifest alone cannot show that there is room;
             None: assume the worst case.
         run: How `icecore run` started the job; None: it did not.
+        read: Reads a space as bytes; only snapshots with data directories need it.
+        others: The jobs of this node.
     """
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
+    directories = read_data(manifest)
+    active = options.files in ("auto", "restore") and not copies.directory
+    tables = _tables(manifest, directories, read) if directories and active else {}
+    handled = handled_files(manifest, tables) - skip
     # The files of a job with a private root lie on the same host mounts, except for file systems of
     # its own (/dev/shm, /proc).
     around = read_surroundings(manifest)
@@ -144,7 +169,7 @@ def check_requirements(
         manifest,
         options.files,
         root=options.root,
-        skip=skip,
+        skip=skip | handled,
         verify=options.verify_files,
         programs=around.programs if around is not None else None,
     )
@@ -156,9 +181,22 @@ def check_requirements(
             is_own=run.is_own if run is not None else lambda path: path in own_files,
         )
     )
+    data = NO_DATA
+    if tables:
+        data = plan_data(
+            manifest,
+            directories,
+            tables,
+            root=options.root,
+            owner=owner_of(manifest, run),
+            taken={one.file.path for one in files.actions}
+            | {folder.path for folder in files.folders}
+            | {path for file in manifest.files if file.policy == "content" for path in _names_of(file)},
+            handled=handled,
+        )
     conflicts = find_conflicts(
         manifest,
-        files.actions,
+        [*files.actions, *data.present],
         options.files,
         root=options.root,
         skip=skip,
@@ -168,6 +206,7 @@ def check_requirements(
     shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
     if options.files == "leave":
         files = _with_grown(files, manifest, shared, options.root)
+    files = files.joined(data.files)
     of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
         *_container(manifest),
@@ -175,13 +214,59 @@ def check_requirements(
         *of_gpus,
         *_names(manifest),
         *_room(manifest, workdir, records),
+        *_data(directories, options, active=active, others=others),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
         *(
             Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard)
             for c in conflicts
         ),
     ]
-    return Requirements(checks, files, copies, gpu_plan, shared)
+    return Requirements(checks, files, copies, gpu_plan, shared, data.contents)
+
+
+def _names_of(file: OpenFile) -> list[str]:
+    return [file.path, *file.links]
+
+
+def _tables(
+    manifest: Manifest, directories: Sequence[DataDirectory], read: Contents | None
+) -> dict[str, list[Entry]]:
+    """Return the entries of each data directory."""
+    assert read is not None, "a snapshot with data directories was opened without its reader"
+    found = {}
+    for one in directories:
+        table, content = data_spaces(manifest, one.path)
+        found[one.path] = decode_entries(read(table, MAX_TABLE), one.path, content.size)
+    return found
+
+
+def _data(
+    directories: Sequence[DataDirectory],
+    options: RestoreOptions,
+    *,
+    active: bool,
+    others: Sequence[Job],
+) -> Iterator[Requirement]:
+    """Check that no running job has the data directories that would be changed."""
+    for one in directories if not active else ():
+        message = f"the data directory {one.path} stays as it is, with --files {options.files}"
+        if options.files in ("auto", "restore"):
+            message = f"the data directory {one.path} stays as it is, with --files-to"
+        yield Requirement("data", False, message, hard=False)
+    for one in directories if active else ():
+        users = [
+            job.name
+            for job in others
+            if any(overlap(one.path, path) for path in job.description.data) and job.alive
+        ]
+        if users:
+            yield Requirement(
+                "data",
+                False,
+                f"job {', '.join(users)} runs, and has the data directory {one.path}",
+                "end it first, or use --files leave, which leaves files and data as they are",
+                hard=options.files == "auto",
+            )
 
 
 def _container(manifest: Manifest) -> list[Requirement]:
@@ -401,7 +486,8 @@ def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Re
     """Check memory for the tree. For a while CRIU's images lie in memory too, with all pages that
     cannot come later, which then exist twice.
     """
-    memory = max(0, manifest.sizes.logical - resident_bytes(manifest))
+    data = sum(_data_bytes(space, records) for space in manifest.spaces if is_data(space))
+    memory = max(0, manifest.sizes.logical - resident_bytes(manifest) - data)
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
     pages = min(memory, sum(_most_pages(space) for space in manifest.spaces))
     available, space = limits.memory_available(), limits.free_space(workdir)
@@ -426,6 +512,13 @@ def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Re
         f"where {space >> 20} MiB are free",
         "name another directory on tmpfs as workdir",
     )
+
+
+def _data_bytes(space: Space, records: Maps | None) -> int:
+    """Return the bytes of a space of a data directory that count in ``sizes.logical``."""
+    if records is None:
+        return 0
+    return sum(int(data_pages(part).sum()) for part in records(space)) * PAGE
 
 
 def _in_images(space: Space) -> list[bool]:

@@ -128,6 +128,7 @@ def check(
     options: RestoreOptions | None = None,
     *,
     criu: Criu | None = None,
+    registry: Registry | None = None,
 ) -> Requirements:
     """Check what `restore` checks first, for ``--dry-run``. Arguments as there.
 
@@ -141,4 +142,5 @@ def check(
     require_places(options, workdir)
     manifest = loop.run(repository.manifest(snapshot))
     reader = SnapshotReader(repository, manifest, loop.loop)
-    return compare(manifest, reader, run_record(manifest), options, criu, workdir)
+    record, jobs = run_record(manifest), (registry or Registry()).instances()
+    return compare(manifest, reader, record, options, criu, workdir, jobs)

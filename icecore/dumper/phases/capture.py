@@ -47,6 +47,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         ready.storing.context,
         request.emit,
         request.target.record.is_own if request.target.record else lambda path: False,
+        ready.data,
     )
     tree = reading.in_window(request.target.pid, frozen.device, frozen.early)
     running.bytes = tree.scanned

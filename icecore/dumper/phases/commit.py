@@ -18,6 +18,7 @@ from icecore.errors import DumpFailed
 from icecore.events import phase
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.store.format.contract import Run, RunFiles, RunIsolation, encode_records
+from icecore.store.format.data import encode_data
 from icecore.store.format.manifest import MANIFEST_FORMAT, Manifest
 from icecore.store.format.names import new_snapshot_id
 from icecore.store.format.surroundings import KEY, encode_surroundings
@@ -95,6 +96,8 @@ def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
         result.capture.after_window(tree)
         if devices is not None:
             tree.spaces += devices.store()
+        if ready.data is not None:
+            tree.spaces += ready.data.after_window()
         stored = storing.finish(tree.spaces, tree.reused)
         running.bytes = stored.sizes.logical
         running.fields |= {
@@ -144,6 +147,7 @@ def _manifest(
                 resident=devices.describe_resident(tree.pids) if devices else None,
             ),
             KEY: encode_surroundings(tree.surroundings),
+            **encode_data(ready.data.summaries if ready.data is not None else []),
         },
     )
 
@@ -170,6 +174,7 @@ def recorded_run(record: RunRecord) -> Run:
         copies=record.copies,
         user=record.user,
         user_name=record.user_name,
+        data=record.data,
     )
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from icecore.dumper.data.directories import DataDirectories
 from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.freeze.window import TreeRestless, Window
@@ -68,6 +69,7 @@ class Ready:
         copied: What pre-copy learnt, by image id.
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
+        data: The job's data directories; None: it has none.
     """
 
     images: Path
@@ -77,6 +79,7 @@ class Ready:
     copied: Mapping[int, PreCopied]
     claim: Claim
     window: Window
+    data: DataDirectories | None = None
 
 
 def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
@@ -115,15 +118,44 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
+    data = _data(request, found, storing, stack)
     copied = _pre_copy(request, found, storing)
     _reserve(found, storing, copied, threads)
     claim = _claim(request, found)
     stack.callback(claim.release)
     if devices is not None:
         _prepare_devices(request, found, devices, storing)
+    if data is not None:
+        with storing.staging.limited(_PRE_COPY_STAGING):
+            data.look_ahead(found.files, once=True)
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
-    return Ready(images, guard, devices, storing, copied, claim, window)
+    return Ready(images, guard, devices, storing, copied, claim, window, data)
+
+
+def _data(
+    request: Request, found: Inspection, storing: Storing, stack: ExitStack
+) -> DataDirectories | None:
+    """Store the files of the job's data directories that the parent does not have."""
+    record = request.target.record
+    if record is None or not record.data:
+        return None
+    data = stack.enter_context(
+        DataDirectories(
+            request.target.pid,
+            record.data,
+            record.user,
+            storing.parent,
+            storing.context,
+            request.options.data_budget,
+        )
+    )
+    with (
+        phase(request.emit, "dump.data") as running,
+        storing.context.staging.limited(_PRE_COPY_STAGING),
+    ):
+        running.bytes = data.look_ahead(found.files)
+    return data
 
 
 def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) -> Window:

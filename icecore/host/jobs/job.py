@@ -83,6 +83,7 @@ class Description:
         copies: The files, by the path at which it sees them.
         user, user_name: Whose job it is: the uid with which its command was started, and its name
             at that time.
+        data: Directories whose content is part of each snapshot (``run --data``).
         group: Directory of the cgroup of its own (`icecore.host.kernel.freezer`); empty: it has none.
     """
 
@@ -107,6 +108,7 @@ class Description:
     user: int = 0
     user_name: str = "root"
     group: str = ""
+    data: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,7 @@ class Job:
             copies=known.copies,
             user=known.user,
             user_name=known.user_name,
+            data=known.data,
         )
 
     # -- how it is

@@ -127,6 +127,7 @@ class RunRecord:
             it has none.
         copies: The files, by the path at which the processes see them.
         user, user_name: Whose job it is: the uid with which its command was started, and its name.
+        data: Directories whose content is part of each snapshot, as the processes see them.
     """
 
     name: str
@@ -140,6 +141,7 @@ class RunRecord:
     copies: list[str] = field(default_factory=list)
     user: int = 0
     user_name: str = "root"
+    data: list[str] = field(default_factory=list)
 
     def is_own(self, path: str) -> bool:
         """Return whether a path in CRIU's images is the instance's own: nothing may be read or put

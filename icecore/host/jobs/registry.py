@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
+from icecore.host.jobs.data import data_directories
 from icecore.host.jobs.job import Description, Job, boot_id, init_of
 from icecore.host.jobs.namespaces import (
     INSTANCE_MOUNT,
@@ -143,6 +144,7 @@ class Registry:
         resident: bool = False,
         keep_resident: bool = False,
         identity: Identity | None = None,
+        data: Sequence[str | os.PathLike[str]] = (),
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -165,11 +167,14 @@ class Registry:
                 (`icecore.restorer.options.RestoreOptions.from_resident`). `remove` lets go of it.
             identity: The user that it runs as. Its program and directory are looked up with that
                 user's rights. Default: this process's.
+            data: Directories whose content shall be part of each snapshot. A user other than root
+                must own them.
             emit: Gets ``run.started``, ``run.environment``, and ``run.limits`` if this process
                 cannot raise a limit as far as ``identity`` has it.
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
+                a data directory that cannot be one (`icecore.host.jobs.data`);
                 ``keep_resident`` without ``resident``; an ``identity`` that only root can take.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
@@ -196,6 +201,10 @@ class Registry:
         described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
         if identity is not None:
             described = replace(described, user=identity.user, user_name=identity.name)
+        if data:
+            paths = [os.path.join(directory, path) for path in data]
+            chosen = data_directories(paths, described.user, self.state)
+            described = replace(described, data=chosen)
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
             job = job.with_group(None if identity is None else identity.cgroups)
@@ -296,6 +305,7 @@ class Registry:
             copies=record.copies,
             user=record.user,
             user_name=record.user_name,
+            data=record.data,
         )
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:

@@ -101,7 +101,7 @@ def find_conflicts(
                     shared=kind in ("", "truncate"),
                 )
             )
-        if readers and kind == "replace":
+        if readers and kind in ("replace", "remove"):
             out.append(
                 Conflict(
                     file,
@@ -115,6 +115,9 @@ def find_conflicts(
 #: What happens to a writer, by what is done to its file.
 _OUTCOMES = {
     "replace": "keeps the old file, which loses its name",
+    "link": "keeps the old file, which loses its name",
+    "symlink": "keeps the old file, which loses its name",
+    "remove": "keeps the old file, which loses its name",
     "rewrite": "its content is replaced under it",
     "truncate": "what it has written since the snapshot is cut off",
     "": "the restored job writes to the same file",

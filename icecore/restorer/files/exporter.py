@@ -25,6 +25,7 @@ from icecore.restorer.files.jobfiles import JobFiles, Owner
 from icecore.restorer.files.jobpaths import components
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.archive import ARCHIVE
+from icecore.store.format.data import is_data
 from icecore.store.format.manifest import Space
 from icecore.store.log.repository import UNREGISTERED, StoredRepository
 from icecore.store.runtime.loop import LoopThread
@@ -165,7 +166,7 @@ class _Export:
                 cure="restore it with icecore, or start the job with --no-resident",
             )
         images, memory = spaces_of(manifest, "image"), spaces_of(manifest, "process", "shared")
-        files = spaces_of(manifest, "file")
+        files = [space for space in spaces_of(manifest, "file") if not is_data(space)]
         far = not self.backend.direct
         cells = read_spaces(self.reader, [*images, *memory, *files], parallel=far)
         targets = image_targets(self.folder, images, cells[: len(images)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from icecore.errors import IcecoreError, RestoreFailed
@@ -83,6 +83,10 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
                 files.link(descriptor, located.place, located.owner)
             finally:
                 os.close(descriptor)
+        elif change.kind == "remove":
+            _remove(files, located)
+        elif change.kind == "settle":
+            _settle(files, located, change.then)
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
@@ -110,6 +114,23 @@ def _put(files: JobFiles, located: Located) -> None:
         raise RestoreFailed(
             f"{located.path} was replaced while it was being restored", cure="restore again"
         )
+
+
+def _remove(files: JobFiles, located: Located) -> None:
+    """Give what has the name the temporary one: it is removed once the job runs."""
+    place, temporary = located.place, located.temporary
+    files.place_new(place.directory, place.name, temporary.name, located.owner)
+    if has(temporary) != located.change.old:
+        raise RestoreFailed(
+            f"{located.path} was replaced while it was being restored", cure="restore again"
+        )
+
+
+def _settle(files: JobFiles, located: Located, to: tuple[int, int]) -> None:
+    """Give a directory that is there a mode and a time."""
+    assert located.change.old is not None
+    made = MadeDirectory(located.place, located.change.old)
+    files.settle_directory(made, located.owner, *to)
 
 
 def _put_in_steps(files: JobFiles, located: Located) -> None:
@@ -197,9 +218,15 @@ def undo(
     """
     left: list[str] = []
     _open_up(files, made)
-    for located in reversed(changes):
+    settled = [located for located in changes if located.change.kind == "settle"]
+    for located in [*reversed(changes), *settled]:  # each change in a directory changes its time
         with _told(left, located.path):
-            if located.change.kind == "put":
+            if located.change.kind == "settle":
+                if has(located.place) == located.change.old:
+                    _settle(files, located, located.change.was)
+            elif located.change.kind == "remove":
+                _bring_back(files, located, left)
+            elif located.change.kind == "put":
                 _take_back(files, located, left)
             elif located.change.kind == "link":
                 if located.change.new is not None:
@@ -276,6 +303,18 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
     files.unlink(temporary, change.new, owner)
 
 
+def _bring_back(files: JobFiles, located: Located, left: list[str]) -> None:
+    """Give what was removed its name again."""
+    change, place, temporary = located.change, located.place, located.temporary
+    if change.old is None or has(temporary) is None:
+        return
+    try:
+        files.place_new(place.directory, temporary.name, place.name, located.owner)
+    except FileExistsError:
+        kept = os.path.join(place.directory.path, temporary.name)
+        left.append(f"another process made {located.path} anew; what it was before is {kept}")
+
+
 def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: list[str]) -> None:
     change = located.change
     if change.kind == "rewrite":
@@ -334,10 +373,13 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
         ]
     for located in changes:
         change = located.change
-        with _told(left, located.path):
+        keeping = files.keeping_time(located.place.directory) if change.data else nullcontext()
+        with _told(left, located.path), keeping:
             if change.kind == "put" and change.old is not None:
                 files.unlink(located.temporary, change.old, located.owner)
                 files.unlink(located.aside, change.old, located.owner)
+            elif change.kind == "remove" and change.old is not None:
+                files.remove_tree(located.temporary, change.old, located.owner)
             elif change.kind == "rewrite":
                 files.unlink(located.temporary, change.new, located.owner)
     return left
@@ -351,7 +393,7 @@ def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Loc
     for located in changes:
         change = located.change
         with _told(left, located.path):
-            if change.kind == "put" and change.old is not None:
+            if change.kind in ("put", "remove") and change.old is not None:
                 for place in (located.temporary, located.aside):
                     if has(place) == change.old:
                         left.append(

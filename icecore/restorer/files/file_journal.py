@@ -37,7 +37,9 @@ class Change(msgspec.Struct, frozen=True):
     ``put``: ``temporary`` gets the place ``path`` (``old`` None: where there was nothing).
     ``rewrite``: ``path`` keeps its inode ``old`` and gets the content of ``temporary``.
     ``truncate``: ``path`` is cut to ``size`` bytes. ``link``: ``path`` becomes another name of
-    ``new``, which is found at ``source``.
+    ``new``, which is found at ``source``. ``remove``: ``path``, which may be a directory with all
+    its content, gets the name ``temporary``. ``settle``: the directory ``path`` gets another mode
+    and time.
 
     Attributes:
         user, group: Whom the file belongs to.
@@ -45,9 +47,12 @@ class Change(msgspec.Struct, frozen=True):
         new: The file that was prepared; None: it was not created yet.
         saved: Name in the journal's directory of the old content from byte ``size`` on, for changes
             in place.
+        was, then: For ``settle``: mode and mtime_ns before and after.
+        data: It is in a data directory: removing what was replaced leaves the time of the directory
+            as it is.
     """
 
-    kind: Literal["put", "rewrite", "truncate", "link"]
+    kind: Literal["put", "rewrite", "truncate", "link", "remove", "settle"]
     path: bytes
     user: int
     group: int
@@ -58,6 +63,9 @@ class Change(msgspec.Struct, frozen=True):
     saved: str = ""
     size: int = 0
     source: bytes = b""
+    was: tuple[int, int] = (0, 0)
+    then: tuple[int, int] = (0, 0)
+    data: bool = False
 
 
 class Made(msgspec.Struct, frozen=True):

@@ -87,7 +87,7 @@ def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
     for change in record.changes:
         path = os.fsdecode(change.path)
         try:
-            place = files.locate(path)
+            place = _place(files, path) if change.data else files.locate(path)
         except FileNotFoundError:
             if change.old is not None:  # else nothing was replaced
                 left.append(f"the directory of {path} no longer exists")
@@ -104,6 +104,12 @@ def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
                 continue
         found.append(Located(change if same_boot else _on_device(change, place), place))
     return found, left
+
+
+def _place(files: JobFiles, path: str) -> Place:
+    """Return the place of a name, whatever it is."""
+    parent, name = os.path.split(path)
+    return Place(files.directory(parent), name)
 
 
 def _on_device(change: Change, place: Place) -> Change:

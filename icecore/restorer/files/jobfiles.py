@@ -14,6 +14,10 @@ Public surface:
 - `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the
   start; its descriptor.
 - `JobFiles.create_fifo(place, owner)`: a FIFO in the same way; `JobFiles.settle_fifo(…)`.
+- `JobFiles.create_symlink(place, owner, target)`: a symbolic link in the same way.
+- `JobFiles.remove_tree(place, known, owner)`: a file, or a directory with all its content, removed
+  with the owner's rights alone.
+- `JobFiles.keeping_time(directory)`: what is removed meanwhile leaves the directory's time.
 - `JobFiles.open_path(place, known)`: an O_PATH descriptor of the file ``known`` at a place.
 - `JobFiles.open_inode(place, known, owner, flags)`: the file at a place, if it is that very regular
   file and belongs to that owner.
@@ -33,14 +37,21 @@ import errno
 import os
 import pwd
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from icecore.host.kernel.filesystem import RENAME_EXCHANGE, RENAME_NOREPLACE, acting_as, rename
+from icecore.host.kernel.filesystem import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    acting_as,
+    open_confined,
+    rename,
+)
 from icecore.restorer.files.jobpaths import Directory, JobPaths, PathRefused, Place
 from icecore.store.format.manifest import OpenFile
 
@@ -252,6 +263,51 @@ class JobFiles:
         with acting_as(*owner, [owner.group]):
             os.chmod(name, mode)
 
+    def create_symlink(self, place: Place, owner: Owner, target: bytes, mtime_ns: int) -> int:
+        """Create a symbolic link for ``owner``; returns an O_PATH descriptor of it.
+
+        Raises:
+            PathRefused: Another user replaced it meanwhile.
+            OSError: FileExistsError: the name is taken, by whatever. Others as symlink(2).
+        """
+
+        def work() -> int:
+            directory = place.directory
+            name, folder = os.fsencode(place.name), directory.descriptor
+            self._as_allowed(directory, owner, lambda: os.symlink(target, name, dir_fd=folder))
+            if directory.root_only:
+                # No other user can have replaced it there.
+                os.chown(name, *owner, dir_fd=folder, follow_symlinks=False)
+            with acting_as(*owner, [owner.group]):
+                os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
+            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            about = os.fstat(found)
+            if not stat.S_ISLNK(about.st_mode) or about.st_uid != owner.user:
+                os.close(found)
+                raise PathRefused(
+                    f"another user replaced a link in {directory.path} during its creation",
+                    cure="keep others from writing to that directory",
+                )
+            return found
+
+        return self._do(work)
+
+    def set_attributes(
+        self, descriptor: int, owner: Owner, attributes: Mapping[bytes, bytes]
+    ) -> None:
+        """Give a file that was created extended attributes, as its owner.
+
+        Raises:
+            OSError: The file system has none, or as setxattr(2).
+        """
+
+        def work() -> None:
+            with acting_as(*owner, [owner.group]):
+                for name, value in attributes.items():
+                    os.setxattr(descriptor, name, value)
+
+        self._do(work)
+
     def create(self, place: Place, owner: Owner) -> int:
         """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for
         reading and writing.
@@ -422,6 +478,36 @@ class JobFiles:
 
         return self._do(work)
 
+    def remove_tree(self, place: Place, known: Inode, owner: Owner) -> bool:
+        """Remove a file, or a directory with all its content, if it is ``known``; returns whether
+        it was. The owner's rights alone count, whoever the content belongs to; mounts are not
+        entered.
+
+        Raises:
+            OSError: Not all of it can be removed.
+        """
+
+        def work() -> bool:
+            about = place.stat()
+            if about is None or inode_of(about) != known:
+                return False
+            groups = _groups(owner) if owner.user else []
+            with acting_as(*owner, groups):
+                _remove(place.directory.descriptor, place.name)
+            return True
+
+        return self._do(work)
+
+    @contextmanager
+    def keeping_time(self, directory: Directory) -> Iterator[None]:
+        """Give a directory the time again that it had when the block began. A change that another
+        process makes meanwhile keeps its time only if it comes afterwards.
+        """
+        link = f"/proc/self/fd/{directory.descriptor}"  # names this directory and no other
+        before = os.stat(link)
+        yield
+        os.utime(link, ns=(before.st_atime_ns, before.st_mtime_ns))
+
     # -- rights
 
     def _do(self, work: Callable[[], Result]) -> Result:
@@ -453,6 +539,25 @@ def _groups(owner: Owner) -> list[int]:
         return os.getgrouplist(pwd.getpwuid(owner.user).pw_name, owner.group)
     except (KeyError, OSError):
         return [owner.group]
+
+
+def _remove(directory: int, name: str) -> None:
+    """Remove a name in a directory, with all that is below it."""
+    try:
+        os.unlink(name, dir_fd=directory)
+        return
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EPERM):
+            raise
+    inner = open_confined(
+        directory, name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, cross=False
+    )
+    try:
+        for entry in os.listdir(inner):
+            _remove(inner, entry)
+    finally:
+        os.close(inner)
+    os.rmdir(name, dir_fd=directory)
 
 
 def _give(descriptor: int, owner: Owner) -> None:

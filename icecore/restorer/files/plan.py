@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import blake3
@@ -41,17 +41,28 @@ class Action:
     Attributes:
         kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its
             content in place (another name of it is still there), or ``truncate`` it to its recorded
-            size; ``fifo``: make a FIFO.
+            size; ``fifo``: make a FIFO. Only in data directories: ``symlink``: make a symbolic link;
+            ``link``: make another name of a file; ``remove`` what is there.
         file: What the snapshot recorded.
         size, mtime_ns: Of the file that is there now; None for ``create`` and ``fifo``.
         content: Its content, if that is known already; None: its cells hold it.
+        data: It is in a data directory: it replaces whatever is there, except a directory.
+        target: What a symbolic link contains; the path of the file that a ``link`` names.
+        attributes: Extended attributes.
+        cleared: Another action removes first what is there.
     """
 
-    kind: Literal["create", "replace", "rewrite", "truncate", "fifo"]
+    kind: Literal[
+        "create", "replace", "rewrite", "truncate", "fifo", "symlink", "link", "remove"
+    ]
     file: OpenFile
     size: int | None = None
     mtime_ns: int | None = None
     content: bytes | None = None
+    data: bool = False
+    target: bytes = b""
+    attributes: Mapping[bytes, bytes] = field(default_factory=dict)
+    cleared: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class FilePlan:
             it.
         folders: Directories that are missing and will be made, parents first.
         sockets: Names that CRIU makes in one of these.
+        settled: Directories of data that are there, and get their recorded mode and time.
     """
 
     actions: list[Action]
@@ -74,6 +86,7 @@ class FilePlan:
     exposed: bool = False
     folders: tuple[Folder, ...] = ()
     sockets: tuple[SocketName, ...] = ()
+    settled: tuple[Folder, ...] = ()
 
     def joined(self, other: FilePlan) -> FilePlan:
         """Return one plan of both."""
@@ -84,6 +97,7 @@ class FilePlan:
             self.exposed or other.exposed,
             self.folders + other.folders,
             self.sockets + other.sockets,
+            self.settled + other.settled,
         )
 
 

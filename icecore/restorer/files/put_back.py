@@ -62,6 +62,7 @@ class PutBack:
         snapshot: Its id, for the journal.
         folders: Directories that are missing, parents first.
         sockets: Names that CRIU will make in them.
+        settled: Directories that are there and get their recorded mode and time.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class PutBack:
         snapshot: str = "",
         folders: Sequence[Folder] = (),
         sockets: Sequence[SocketName] = (),
+        settled: Sequence[Folder] = (),
     ) -> None:
+        self._settled = list(settled)
+        self._settles: list[Located] = []
         self._actions = list(actions)
         self._folders = {folder.path: folder for folder in folders}
         self._sockets = list(sockets)
@@ -93,7 +97,7 @@ class PutBack:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._actions or self._folders)
+        return bool(self._actions or self._folders or self._settled)
 
     # -- before
 
@@ -111,10 +115,13 @@ class PutBack:
             files = self._files = JobFiles(self._root)
         self.journal = FileJournal.begin(self._state)
         missing = self._missing_directories(files)
+        self._settles = [_settling(files, folder) for folder in self._settled]
+        settles = [located.change for located in self._settles]
         planned = [self._planned(number, action) for number, action in enumerate(self._actions)]
         with _failing(f"write {self.journal.folder}", "free space there"):
             self.journal.write(
-                record_of(self._snapshot, self._root, planned, missing), durable=False
+                record_of(self._snapshot, self._root, [*planned, *settles], missing),
+                durable=False,
             )
         self._make_directories(files, missing)
         for action, change in zip(self._actions, planned, strict=True):
@@ -132,7 +139,8 @@ class PutBack:
 
     @property
     def _located(self) -> list[Located]:
-        return [*(prepared.located for prepared in self._prepared), *self._links]
+        prepared = (prepared.located for prepared in self._prepared)
+        return [*prepared, *self._links, *self._settles]
 
     def _missing_directories(self, files: JobFiles) -> list[Made]:
         """Return the directories to make, outermost first."""
@@ -186,7 +194,7 @@ class PutBack:
         file = action.file
         temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
         return Change(
-            kind=action.kind if action.kind in ("rewrite", "truncate") else "put",
+            kind=action.kind if action.kind in ("rewrite", "truncate", "remove") else "put",
             path=os.fsencode(file.path),
             user=file.user,
             group=file.group,
@@ -194,10 +202,14 @@ class PutBack:
             temporary=b"" if action.kind == "truncate" else os.fsencode(temporary),
             saved=f"{number}.saved" if action.kind in ("rewrite", "truncate") else "",
             size=file.size if action.kind == "truncate" else 0,
+            data=action.data,
         )
 
     def _prepare_one(self, files: JobFiles, action: Action, change: Change) -> None:
         """Find where the file lies, and create the one that will be written."""
+        if action.data:
+            self._prepare_data(files, action, change)
+            return
         file = action.file
         with _failing(f"prepare {file.path}", "let its owner write there, or use --files leave"):
             name = same_inode(files.locate, file) if action.kind == "rewrite" else file.path
@@ -254,12 +266,76 @@ class PutBack:
                 )
                 self._links.append(Located(link, files.locate(file.path)))
 
+    def _prepare_data(self, files: JobFiles, action: Action, change: Change) -> None:
+        """As `_prepare_one`, in a data directory: the name itself counts, whatever it is."""
+        path = action.file.path
+        with _failing(f"prepare {path}", "let its owner write there, or use --files leave"):
+            parent, name = os.path.split(path)
+            place = Place(files.directory(parent), name)
+            about = None if action.cleared else place.stat()
+            expected = action.kind == "remove" or action.size is not None
+            if (about is None) is expected or (
+                about is not None and action.kind != "remove" and stat.S_ISDIR(about.st_mode)
+            ):
+                raise RestoreFailed(
+                    f"{path} changed while it was being restored", cure="restore again"
+                )
+            change = msgspec.structs.replace(
+                change,
+                directory=Inode(place.directory.device, place.directory.inode),
+                old=inode_of(about) if about is not None else None,
+            )
+            located = Located(change, place)
+            if action.kind == "remove":
+                self._prepared.append(_Prepared(action, located))
+                return
+            descriptor = self._create(files, action, located)
+            new = inode_of(os.fstat(descriptor))
+            located = replace(located, change=msgspec.structs.replace(change, new=new))
+            if action.kind in ("symlink", "link"):  # it is complete
+                os.close(descriptor)
+                self._prepared.append(_Prepared(action, located))
+            else:
+                self._prepared.append(_Prepared(action, located, descriptor))
+
+    def _link(self, files: JobFiles, action: Action, located: Located) -> int:
+        """Give the file that an action names another name, the temporary one."""
+        path = os.fsdecode(action.target)
+        source = next(
+            (
+                one.located.temporary if one.located.change.kind == "put" else one.located.place
+                for one in self._prepared
+                if one.action.file.path == path and one.action.kind != "remove"
+            ),
+            None,
+        )
+        if source is None:
+            parent, name = os.path.split(path)
+            source = Place(files.directory(parent), name)
+        about = source.stat()
+        if about is None:
+            raise RestoreFailed(
+                f"{path} changed while it was being restored", cure="restore again"
+            )
+        descriptor = files.open_path(source, inode_of(about))
+        try:
+            files.link(descriptor, located.temporary, located.owner)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
     def _create(self, files: JobFiles, action: Action, located: Located) -> int:
         """Create the new file beside the old one; return its descriptor. What is known already is
         written, the rest becomes a target.
         """
         if action.kind == "fifo":
             return files.create_fifo(located.temporary, located.owner)
+        if action.kind == "link":
+            return self._link(files, action, located)
+        if action.kind == "symlink":
+            about = (action.target, action.file.mtime_ns)
+            return files.create_symlink(located.temporary, located.owner, *about)
         cells = self._cells(action.file.path) if action.content is None else None
         descriptor = files.create(located.temporary, located.owner)
         if cells is None:
@@ -292,7 +368,13 @@ class PutBack:
                 if prepared.action.kind == "fifo":
                     owner = Owner(file.user, file.group)
                     self._files.settle_fifo(prepared.descriptor, owner, file.mode)
-                elif self._files.settle(prepared.descriptor, file):
+                    continue
+                if prepared.action.attributes:
+                    owner = Owner(file.user, file.group)
+                    self._files.set_attributes(
+                        prepared.descriptor, owner, prepared.action.attributes
+                    )
+                if self._files.settle(prepared.descriptor, file):
                     without_bits.append(file.path)
         self._close_descriptors()
         with _failing(f"write {self.journal.folder}", "free space there"):
@@ -389,3 +471,27 @@ class PutBack:
         if self._files is not None:
             self._files.close()
         self._files = self.journal = None
+
+
+def _settling(files: JobFiles, folder: Folder) -> Located:
+    """Return the change of a directory that is there, before anything is made in it."""
+    parent, name = os.path.split(folder.path)
+    with _failing(f"prepare {folder.path}"):
+        place = Place(files.directory(parent), name)
+        about = place.stat()
+        if about is None or not stat.S_ISDIR(about.st_mode) or about.st_uid != folder.user:
+            raise RestoreFailed(
+                f"{folder.path} changed while it was being restored", cure="restore again"
+            )
+        change = Change(
+            kind="settle",
+            path=os.fsencode(folder.path),
+            user=folder.user,
+            group=folder.group,
+            directory=Inode(place.directory.device, place.directory.inode),
+            old=inode_of(about),
+            was=(stat.S_IMODE(about.st_mode), about.st_mtime_ns),
+            then=(folder.mode, folder.mtime_ns),
+            data=True,
+        )
+        return Located(change, place)

@@ -6,7 +6,7 @@ and they stay only if the job runs: `hand_over` is the last moment at which noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,12 +111,13 @@ def prepare_files(
         spaces = _Spaces.of(attempt, plan)
         undo.put_back = put_back = PutBack(
             plan.requirements.files.actions,
-            lambda path: spaces.files[copies.own_path(path)],
+            spaces.cells_of(plan),
             attempt.state,
             attempt.options.root,
             attempt.snapshot,
             plan.requirements.files.folders,
             plan.requirements.files.sockets,
+            plan.requirements.files.settled,
         )
         put_back.prepare()
         logs = _logs(restoring, spaces)
@@ -214,6 +215,18 @@ class _Spaces:
             {space.key: space.size for space in files},
             list(zip(memory, cells, strict=True)),
         )
+
+    def cells_of(self, plan: Plan) -> Callable[[str], SpaceCells]:
+        """Return what gives the cells of a file by its path."""
+        contents, copies = plan.requirements.contents, plan.requirements.copies
+
+        def cells(path: str) -> SpaceCells:
+            found = contents.get(path)
+            if found is not None:
+                return found.of(self.files[found.key])
+            return self.files[copies.own_path(path)]
+
+        return cells
 
     def device_bytes(self) -> dict[int, int]:
         return {

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
 from icecore.host.criu.program import Criu, find_criu
+from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation, RunRecord
 from icecore.host.kernel.limits import raise_descriptor_limit, require_directory, threads_for
 from icecore.host.workdir import make_work_directory
@@ -27,9 +29,10 @@ from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.store.format.contract import read_run
-from icecore.store.format.manifest import Manifest
+from icecore.store.format.manifest import Manifest, Space
 from icecore.store.log.repository import UNREGISTERED
 from icecore.store.log.session import Session
+from icecore.store.snapshot.content import read_content
 from icecore.store.snapshot.reader import SnapshotReader
 
 #: Bytes fetched and not yet placed, for each process with device memory.
@@ -120,7 +123,8 @@ def plan_restore(attempt: Attempt, undo: Undo, workspace: Workspace) -> Plan:
     record = run_record(manifest)
     if options.identity is not None:
         require_owner(manifest, record, options.identity.user)
-    requirements = compare(manifest, reader, record, options, criu, str(workspace.top))
+    jobs = attempt.registry.instances()
+    requirements = compare(manifest, reader, record, options, criu, str(workspace.top), jobs)
     for warning in requirements.warnings:
         attempt.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
     requirements.require()
@@ -167,6 +171,7 @@ def run_record(manifest: Manifest) -> RunRecord | None:
         copies=run.copies,
         user=run.user,
         user_name=run.user_name,
+        data=run.data,
     )
 
 
@@ -177,8 +182,12 @@ def compare(
     options: RestoreOptions,
     criu: Criu | None,
     workdir: str,
+    jobs: Sequence[Job],
 ) -> Requirements:
     """Compare the options with the snapshot, and what the snapshot requires with this machine.
+
+    Args:
+        jobs: Those of this node.
 
     Raises:
         UsageError: The options do not fit the snapshot.
@@ -191,7 +200,13 @@ def compare(
     require_copies_possible(options, record)
     own = _own_files(manifest, record)
     criu = criu or find_criu()
-    return check_requirements(manifest, options, criu, workdir, own, reader.records, record)
+
+    def read(space: Space, most: int) -> bytearray:
+        return read_content(reader, space, most)
+
+    return check_requirements(
+        manifest, options, criu, workdir, own, reader.records, record, read, jobs
+    )
 
 
 def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:

@@ -95,6 +95,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         copies: Absolute paths of these files as the job sees them.
         user, user_name: The uid with which the job's command was started, and the user's name: the
             owner of the snapshot. Left out if it is root.
+        data: Absolute paths of its data directories (`icecore.store.format.data`), as the job sees
+            them. Left out if it has none.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     copies: Annotated[list[str], Words] = []
     user: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)] = 0
     user_name: str = "root"
+    data: Annotated[list[str], Few] = []
 
 
 # -- device memory that the driver moved

@@ -30,7 +30,7 @@ def run_faults(run: Run) -> Iterator[str]:
     if run.isolation.root and not run.isolation.pid:
         yield "a private root needs its own pid namespace"
     files = (run.files.stdout, run.files.stderr, run.files.status, run.files.init)
-    copies = [run.files_to or "/", *run.copies]
+    copies = [run.files_to or "/", *run.copies, *run.data]
     texts = [run.name, *run.command, run.cwd, *run.binds, *files, *copies, run.user_name]
     if any(b"\0" in text.encode("utf-8", "surrogateescape") for text in texts):
         yield "a text contains a NUL"
@@ -41,7 +41,9 @@ def run_faults(run: Run) -> Iterator[str]:
     if not all(
         path == "/" or (is_path(path) and posixpath.normpath(path) == path) for path in copies
     ):
-        yield "the paths of its copies are not absolute"
+        yield "the paths of its copies or data are not absolute"
+    if any(path == "/" for path in run.data):
+        yield "its data is the whole file system"
 
 
 def gpu_faults(gpus: Gpus) -> Iterator[str]:

@@ -80,14 +80,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 class DataDirectory(msgspec.Struct, frozen=True):
     """One data directory: its absolute path, the number of its entries, of these the regular files,
-    the bytes of all files, and the bytes of data that its two spaces hold.
+    and the bytes of all files.
     """
 
     path: str
     entries: Number
     files: Number
     bytes: Number
-    stored: Number = 0
 
 
 def entries_key(path: str) -> str:
@@ -129,6 +128,7 @@ def read_data(manifest: Manifest) -> list[DataDirectory]:
     text = manifest.extra.get(KEY)
     if text is None:
         return []
+    found: list[DataDirectory] = []
     try:
         found = msgspec.convert(json.loads(text), Annotated[list[DataDirectory], Few])
         why = next(_faults(found, manifest), "")

@@ -1,0 +1,115 @@
+"""Lists a directory: every name below it with what lstat(2) says. Nothing leads out of it, no
+symbolic link and no mount.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from icecore.host.kernel.filesystem import open_confined
+
+#: Files that a restore has made beside others, and has not removed yet
+#: (`icecore.restorer.files.put_back`): no part of a listing.
+TEMPORARY = ".icecore-"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
+
+Attributes = dict[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a directory contained.
+
+    Attributes:
+        found: Path relative to the directory → its status; the directory itself is the empty path,
+            and parents precede their content.
+        mounts: Paths on other mounts, which are not entered.
+        attributes: Extended attributes of directories that changed.
+    """
+
+    found: dict[str, os.stat_result] = field(default_factory=dict)
+    mounts: set[str] = field(default_factory=set)
+    attributes: dict[str, Attributes] = field(default_factory=dict)
+
+
+class TooMany(Exception):
+    """A directory has more entries than a listing may hold."""
+
+
+def walk(top: int, known: Mapping[str, os.stat_result], most: int) -> Listing:
+    """List a directory.
+
+    Args:
+        top: Its descriptor.
+        known: Directories whose attributes are known, if their status is still this one.
+        most: Entries.
+
+    Raises:
+        OSError: A directory cannot be read.
+        TooMany: There are more entries.
+    """
+    out = Listing()
+    out.found[""] = os.fstat(top)
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        try:
+            here = open_confined(top, folder or ".", _FOLDER, cross=False)
+        except FileNotFoundError:
+            continue  # removed meanwhile, which happens only before the window
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                out.mounts.add(folder)
+                continue
+            raise OSError(error.errno, error.strerror, folder) from error
+        try:
+            pending += _list(here, folder, out)
+            before, now = known.get(folder), out.found[folder]
+            if before is None or before.st_ctime_ns != now.st_ctime_ns:
+                out.attributes[folder] = attributes_of(here)
+        finally:
+            os.close(here)
+        if len(out.found) > most:
+            raise TooMany
+    return out
+
+
+def _list(here: int, folder: str, out: Listing) -> list[str]:
+    """Add the entries of one directory; return its directories."""
+    inner = []
+    prefix = f"{folder}/" if folder else ""
+    with os.scandir(here) as entries:
+        for entry in entries:
+            if TEMPORARY in entry.name and entry.name.startswith("."):
+                continue
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            path = prefix + entry.name
+            out.found[path] = about
+            if stat.S_ISDIR(about.st_mode):
+                inner.append(path)
+    return inner
+
+
+def attributes_of(descriptor: int) -> Attributes:
+    """Return the extended attributes that a restore can give back: the user's own, and access
+    control lists.
+    """
+    try:
+        names = os.listxattr(descriptor)
+    except OSError:  # a file system without any
+        return {}
+    found = {}
+    for name in names:
+        if name.startswith("user.") or name.startswith("system.posix_acl_"):
+            try:
+                found[os.fsencode(name)] = os.getxattr(descriptor, name)
+            except OSError:
+                continue  # removed meanwhile: the status differs, too
+    return found
