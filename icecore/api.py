@@ -449,7 +449,12 @@ def check_restore(
     options = options or restore_options(config)
     repository, record = repository.locate(snapshot)
     return _check(
-        repository.core, repository.loop, _whole(record).snapshot, options, criu=criu_of(config)
+        repository.core,
+        repository.loop,
+        _whole(record).snapshot,
+        options,
+        criu=criu_of(config),
+        registry=registry(config),
     )
 
 

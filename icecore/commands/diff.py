@@ -90,6 +90,15 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
             {"state": state, "path": file.path, "bytes": file.size},
             f"file {printable(file.path)} {state}: {units.size(file.size)}",
         )
+    for state, path, size in found.data:
+        output.result("diff.data", {"state": state, "path": path, "bytes": size})
+    shown_data = found.data if everything else found.data[:ROWS]
+    if shown_data:
+        rows = [[state, units.size(size), printable(path)] for state, path, size in shown_data]
+        output.table(["STATE", "SIZE", "PATH"], rows, title="data", right=["SIZE"])
+        if len(shown_data) < len(found.data):
+            output.line(f"and {len(found.data) - len(shown_data)} more (--all shows them)")
+        output.line("")
     regions = sorted(found.regions, key=lambda region: -region.changed)
     for region in regions:
         output.result("diff.region", asdict(region))

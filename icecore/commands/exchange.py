@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import READ_ONLY_ALL, SNAPSHOT, TAG, Commands, Context
 from icecore.config import LABEL, SIZE, THREADS
 from icecore.errors import Damaged
 from icecore.events import Value
+
+if TYPE_CHECKING:
+    from icecore.repository import Repository
 
 
 def add(commands: Commands) -> None:
@@ -78,6 +83,12 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="threads that decode (default: one per core)",
     )
+    parser.add_argument(
+        "--data",
+        default="",
+        metavar="DIR",
+        help="write the content of this data directory of the job ('run --data') instead",
+    )
     parser.add_argument("--read-only", action="store_true", help=READ_ONLY_ALL)
 
 
@@ -128,6 +139,8 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
     repository, record = context.repository().locate(arguments.snapshot)
     if record.quarantined:
         raise lost(record)
+    if arguments.data:
+        return _export_data(arguments, context, repository, record.snapshot)
     done = write(
         repository.core,
         repository.loop,
@@ -155,4 +168,31 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
     context.output.note(
         "the directory contains everything that the job had in memory, including secrets"
     )
+    return 0
+
+
+def _export_data(
+    arguments: argparse.Namespace, context: Context, repository: Repository, snapshot: str
+) -> int:
+    """Write the content of a data directory."""
+    from icecore.restorer.files.data_export import export_data
+
+    done = export_data(
+        repository.core,
+        repository.loop,
+        snapshot,
+        os.path.realpath(arguments.data),
+        arguments.directory,
+        register=not arguments.read_only,
+        emit=context.output.event,
+    )
+    fields: dict[str, Value] = {
+        "snapshot": snapshot,
+        "directory": str(done.directory),
+        "entries": done.entries,
+        "bytes": done.bytes,
+        "seconds": done.seconds,
+    }
+    words = f"{snapshot}: {done.entries} entries, {units.size(done.bytes)} in {done.directory}"
+    context.output.result("export.data", fields, words)
     return 0

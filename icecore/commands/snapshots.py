@@ -191,6 +191,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     _show_processes(manifest, context)
     _show_regions(manifest, context)
     _show_files(manifest, context, arguments.all)
+    _show_data(manifest, context)
     return 0
 
 
@@ -267,3 +268,23 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
     context.output.table(["SIZE", "OPEN", "POLICY", "PATH"], shown, title="files", right=["SIZE"])
     if len(shown) < len(rows):
         context.output.line(f"and {len(rows) - len(shown)} smaller ones (--all shows them)")
+
+
+def _show_data(manifest: Manifest, context: Context) -> None:
+    from icecore.snapshots import contents
+
+    rows = []
+    for fields in contents.data(manifest):
+        context.output.result("snapshot.data", fields)
+        rows.append(
+            [
+                str(fields["entries"]),
+                str(fields["files"]),
+                units.size(_count(fields["bytes"])),
+                printable(str(fields["path"])),
+            ]
+        )
+    if rows:
+        context.output.line("")
+        columns = ["ENTRIES", "FILES", "SIZE", "PATH"]
+        context.output.table(columns, rows, title="data", right=columns[:3])

@@ -138,6 +138,14 @@ def regions(manifest: Manifest) -> Iterator[Fields]:
         }
 
 
+def data(manifest: Manifest) -> Iterator[Fields]:
+    """Yield the data directories."""
+    from icecore.store.format.data import read_data
+
+    for one in read_data(manifest):
+        yield {"path": one.path, "entries": one.entries, "files": one.files, "bytes": one.bytes}
+
+
 def files(manifest: Manifest) -> Iterator[Fields]:
     """Yield the open files, the largest first."""
     for file in sorted(manifest.files, key=lambda file: -file.size):

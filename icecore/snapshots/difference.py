@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,13 @@ from icecore.sizes import PAGE
 from icecore.store.format.archive import container_title
 from icecore.store.format.cell import CELL, Records, data_pages
 from icecore.store.format.contract import read_run
+from icecore.store.format.data import (
+    MAX_TABLE,
+    Entry,
+    data_spaces,
+    decode_entries,
+    read_data,
+)
 from icecore.store.format.manifest import Manifest, OpenFile, Process, Region, Space
 
 State = Literal["added", "removed", "changed"]
@@ -30,6 +37,9 @@ class Reader(Protocol):
 
     def records(self, space: Space) -> list[Records]:
         """Return the CELL records of a space, one array per region."""
+
+    def content(self, space: Space, most: int) -> bytearray:
+        """Return the bytes of a small space of a file."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,8 @@ class Difference:
         files: Open files that were added, removed, or have another size or mtime.
         regions: Regions that differ.
         totals: Bytes by kind of space.
+        data: Paths in data directories that were added, removed, or changed; and their sizes in
+            bytes in the newer snapshot (for a removed one, in the older).
         containers: Which container the older and the newer were imported from; empty: from none.
     """
 
@@ -92,6 +104,7 @@ class Difference:
     regions: list[RegionChange]
     totals: dict[str, Total]
     containers: tuple[str, str] = ("", "")
+    data: list[tuple[State, str, int]] = field(default_factory=list)
 
 
 class _Folders(NamedTuple):
@@ -149,7 +162,38 @@ def compare(older: Reader, newer: Reader) -> Difference:
         regions,
         totals,
         (container_title(older.manifest), container_title(newer.manifest)),
+        _data(older, newer),
     )
+
+
+def _data(older: Reader, newer: Reader) -> list[tuple[State, str, int]]:
+    """Compare the tables of the data directories."""
+    before, after = _entries(older), _entries(newer)
+    found: list[tuple[State, str, int]] = []
+    for path, entry in after.items():
+        earlier = before.pop(path, None)
+        if earlier is None:
+            found.append(("added", path, entry.size))
+        elif _looks(earlier) != _looks(entry):
+            found.append(("changed", path, entry.size))
+    return found + [("removed", path, entry.size) for path, entry in before.items()]
+
+
+def _looks(entry: Entry) -> tuple[object, ...]:
+    """Return what of an entry must be equal: of a directory not its time, which is its entries'."""
+    time = entry.mtime_ns if entry.kind in ("file", "symlink") else 0
+    about = (entry.kind, entry.mode, entry.user, entry.group, entry.size, entry.target)
+    return (*about, time, entry.attributes)
+
+
+def _entries(reader: Reader) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for one in read_data(reader.manifest):
+        table, content = data_spaces(reader.manifest, one.path)
+        for entry in decode_entries(reader.content(table, MAX_TABLE), one.path, content.size):
+            if entry.path:
+                found[f"{one.path}/{os.fsdecode(entry.path)}"] = entry
+    return found
 
 
 def _own_folder(manifest: Manifest) -> str:

@@ -75,6 +75,7 @@ def written(
     root: str = "",
     folders: Sequence[Folder] = (),
     sockets: Sequence[SocketName] = (),
+    settled: Sequence[Folder] = (),
 ) -> PutBack:
     """Carry out actions up to the exchange; every file to be written has ``content``."""
     sizes = {action.file.path: action.file.size for action in actions}
@@ -85,6 +86,7 @@ def written(
         root,
         folders=folders,
         sockets=sockets,
+        settled=settled,
     )
     try:
         back.prepare()

@@ -1,7 +1,7 @@
 """Breaks processes off at each of their system calls on files, while they put files back, undo or
 finish: by SIGKILL, or by an error of the call.
 
-Run as ``python killed_put_back.py FOLDER``; prints one line of JSON for each state that a kill left
+Run as ``python killed_put_back.py FOLDER [data]``; prints one line of JSON for each state that a kill left
 and a recovery found. Single-threaded but for what the code under test starts, so that it can fork.
 """
 
@@ -15,7 +15,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +29,7 @@ from icecore.restorer.files.file_recovery import recover
 from icecore.restorer.files.plan import Action
 from icecore.restorer.files.put_back import PutBack
 from icecore.store.format.manifest import OpenFile
+from icecore.store.format.surroundings import Folder
 from tests.restorer.job_file_places import HOSTILE, look, recorded, written
 
 THEN = b"what the file held then\n" * 300
@@ -121,6 +124,69 @@ def lay_out(top: Path) -> list[Action]:
     ]
 
 
+@dataclass
+class Laid:
+    """What a restore would do, and what to the directories."""
+
+    actions: list[Action]
+    folders: list[Folder] = field(default_factory=list)
+    settled: list[Folder] = field(default_factory=list)
+
+    def written(self, top: Path) -> PutBack:
+        return written(
+            self.actions, THEN, top / "state", folders=self.folders, settled=self.settled
+        )
+
+
+def lay_out_data(top: Path) -> Laid:
+    """A data directory that has changed in every way since its snapshot."""
+    home = top / "home"
+    (home / "extra/below").mkdir(parents=True)
+    (home / "flipped").mkdir()
+    (home / "extra/below/file").write_bytes(NEWER)
+    (home / "flipped/inner").write_bytes(NEWER)
+    (home / "newer").write_bytes(NEWER)
+    (home / "replaced").write_bytes(NEWER)
+    (home / "link").symlink_to("newer")
+    (home / "linked").write_bytes(NEWER)
+    home.chmod(0o750)
+    for path in [home, *home.rglob("*")]:
+        os.chown(path, HOSTILE, HOSTILE, follow_symlinks=False)
+
+    def then(name: str) -> OpenFile:
+        return msgspec.structs.replace(
+            recorded(home / "replaced", writable=False),
+            path=str(home / name),
+            size=len(THEN),
+            mtime_ns=10**18,
+        )
+
+    def act(kind: str, name: str, **more: Any) -> Action:
+        there = os.path.lexists(home / name) and not more.get("cleared")
+        size = len(NEWER) if there else None
+        return Action(kind, then(name), size, data=True, **more)  # type: ignore[arg-type]
+
+    return Laid(
+        [
+            act("remove", "extra"),
+            act("remove", "flipped"),
+            act("remove", "newer"),
+            act("replace", "replaced", attributes={b"user.kind": b"tested"}),
+            act("create", "flipped", cleared=True),
+            act("create", "made/below/gone"),
+            act("symlink", "link", target=b"replaced"),
+            act("symlink", "made/link", target=b"/nowhere"),
+            act("fifo", "made/fifo"),
+            act("link", "linked", target=os.fsencode(home / "replaced")),
+        ],
+        [
+            Folder(str(home / "made"), 0o711, HOSTILE, HOSTILE, 10**18),
+            Folder(str(home / "made/below"), 0o550, HOSTILE, HOSTILE, 10**18),
+        ],
+        [Folder(str(home), 0o710, HOSTILE, HOSTILE, 10**18)],
+    )
+
+
 def forked(work: Callable[[], None]) -> int:
     """Run in a child; its wait status."""
     pid = os.fork()
@@ -195,6 +261,11 @@ def _is_kept(
     beside = {name: found for name, found in now.items() if ".icecore-" in name}
     new = {name: found for name, found in now.items() if name not in beside}
     told = (aside / "left.txt").read_text()
+    if "extra" in before:
+        removed = ("extra", "flipped", "newer", "replaced", "link", "linked")
+        return _but_inodes(new) == _but_inodes(after) and all(
+            f"/{name} was before the restore" in told for name in removed
+        )
     contents = [found[3] for found in beside.values()]
     saved = [path.read_bytes() for path in aside.iterdir()]
     return (
@@ -220,10 +291,12 @@ def _but_inodes(found: dict[str, tuple[object, ...]]) -> dict[str, object]:
     return shown
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kind: str = "open") -> None:
+    def laid_out(top: Path) -> Laid:
+        return lay_out_data(top) if kind == "data" else Laid(lay_out(top))
+
     whole = folder / "whole"
-    actions = lay_out(whole)
-    through(written(actions, THEN, whole / "state"), "runs")
+    through(laid_out(whole).written(whole), "runs")
     after = names(whole)
     shutil.rmtree(whole)
     for then in ("runs", "fails", "breaks"):
@@ -231,19 +304,19 @@ def main(folder: Path) -> None:
         while True:
             last += 1
             top = folder / f"{then}-{last}"
-            actions = lay_out(top)
+            laid = laid_out(top)
             before = names(top)
 
             def work(
-                actions: list[Action] = actions, top: Path = top, last: int = last, then: str = then
+                laid: Laid = laid, top: Path = top, last: int = last, then: str = then
             ) -> None:
                 steps = Steps(last, fails=then == "breaks")
                 steps.install()
                 if then != "breaks":
-                    through(written(actions, THEN, top / "state"), then)
+                    through(laid.written(top), then)
                     return
                 try:
-                    back = written(actions, THEN, top / "state")  # abandons what fails there
+                    back = laid.written(top)  # abandons what fails there
                 except (
                     IcecoreError,
                     OSError,
@@ -306,4 +379,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -52,6 +52,25 @@ def test_whatever_step_is_the_last_one_files_are_all_old_or_all_new(tmp_path: Pa
     assert cases[-1]["outcome"] == "new", "without a step that fails the job runs"
 
 
+@pytest.mark.timeout(900)
+def test_whatever_step_is_the_last_one_data_is_all_old_or_all_new(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(killed_put_back.__file__)), str(tmp_path), "data"],
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stderr
+    cases = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [
+        case for case in cases if case["status"] or case["outcome"] not in ("old", "new", "kept")
+    ] == [], done.stderr
+    seen = Counter((case["then"], case["outcome"]) for case in cases)
+    assert seen["runs", "old"] > 40 and seen["runs", "new"] > 10, seen
+    assert seen["fails", "new"] == seen["fails", "kept"] == 0
+    assert cases[-1]["outcome"] == "new", "without a step that fails the job runs"
+
+
 def exchanged(top: Path) -> PutBack:
     back = written(lay_out(top), THEN, top / "state")
     back.exchange()

@@ -21,7 +21,6 @@ from icecore.store.format.manifest import Manifest, OpenFile, Space, cells_of
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
-from icecore.store.snapshot.content import read_content
 from icecore.store.snapshot.reader import SnapshotReader
 
 
@@ -76,7 +75,7 @@ class Parent:
             most: Bytes; a larger space counts as damaged.
         """
         try:
-            return read_content(self._reader, space, most)
+            return self._reader.content(space, most)
         except (Damaged, ObjectMissing) as error:
             self._damaged(error)
             return None

@@ -11,6 +11,7 @@ Public surface:
   returns what it made (`MadeDirectory`).
 - `JobFiles.make_directory(path, owner)`: one directory with access for its owner only;
   `JobFiles.settle_directory(made, …)` gives it its mode and time.
+- `JobFiles.hand_directory(made, owner, …)`: the same for an export, with another owner.
 - `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the
   start; its descriptor.
 - `JobFiles.create_fifo(place, owner)`: a FIFO in the same way; `JobFiles.settle_fifo(…)`.
@@ -212,6 +213,27 @@ class JobFiles:
         finally:
             os.close(descriptor)
 
+    def hand_directory(
+        self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int
+    ) -> None:
+        """Give a directory that this process made for itself to ``owner``, in a directory that only
+        root can change; mode and time as in `settle_directory`.
+        """
+
+        def work() -> None:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(made.place.name, flags, dir_fd=made.place.directory.descriptor)
+            try:
+                if inode_of(os.fstat(descriptor)) != made.inode:
+                    raise PathRefused(f"{made.place.name} was replaced during the export")
+                _give(descriptor, owner)
+                os.fchmod(descriptor, mode)
+                os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+            finally:
+                os.close(descriptor)
+
+        self._do(work)
+
     # -- files
 
     def create_fifo(self, place: Place, owner: Owner) -> int:
@@ -230,12 +252,16 @@ class JobFiles:
             owner,
             lambda: os.mkfifo(place.name, 0o600, dir_fd=directory.descriptor),
         )
-        if directory.root_only:
-            # No other user can have replaced it there.
-            os.chown(place.name, *owner, dir_fd=directory.descriptor, follow_symlinks=False)
-        found = os.open(
-            place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor
-        )
+        try:
+            if directory.root_only:
+                # No other user can have replaced it there.
+                os.chown(place.name, *owner, dir_fd=directory.descriptor, follow_symlinks=False)
+            found = os.open(
+                place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor
+            )
+        except BaseException:
+            self._unlink(place, None, owner)
+            raise
         about = os.fstat(found)
         if not stat.S_ISFIFO(about.st_mode) or about.st_uid != owner.user or about.st_nlink != 1:
             os.close(found)
@@ -245,16 +271,19 @@ class JobFiles:
             )
         return found
 
-    def settle_fifo(self, descriptor: int, owner: Owner, mode: int) -> None:
-        """Give a FIFO that was created its group and mode, as its owner.
+    def settle_fifo(
+        self, descriptor: int, owner: Owner, mode: int, mtime_ns: int | None = None
+    ) -> None:
+        """Give a FIFO that was created its group, mode and time, as its owner.
 
         Args:
             descriptor: From `create_fifo`.
+            mtime_ns: ns since the epoch; None: it keeps its time.
         """
-        self._do(lambda: self._settle_fifo(descriptor, owner, mode))
+        self._do(lambda: self._settle_fifo(descriptor, owner, mode, mtime_ns))
 
     @staticmethod
-    def _settle_fifo(descriptor: int, owner: Owner, mode: int) -> None:
+    def _settle_fifo(descriptor: int, owner: Owner, mode: int, mtime_ns: int | None) -> None:
         # The descriptor's own link names this inode and no other.
         name = f"/proc/self/fd/{descriptor}"
         about = os.fstat(descriptor)
@@ -262,6 +291,8 @@ class JobFiles:
             os.chown(name, *owner)
         with acting_as(*owner, [owner.group]):
             os.chmod(name, mode)
+            if mtime_ns is not None:
+                os.utime(name, ns=(mtime_ns, mtime_ns))
 
     def create_symlink(self, place: Place, owner: Owner, target: bytes, mtime_ns: int) -> int:
         """Create a symbolic link for ``owner``; returns an O_PATH descriptor of it.
@@ -275,12 +306,16 @@ class JobFiles:
             directory = place.directory
             name, folder = os.fsencode(place.name), directory.descriptor
             self._as_allowed(directory, owner, lambda: os.symlink(target, name, dir_fd=folder))
-            if directory.root_only:
-                # No other user can have replaced it there.
-                os.chown(name, *owner, dir_fd=folder, follow_symlinks=False)
-            with acting_as(*owner, [owner.group]):
-                os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
-            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                if directory.root_only:
+                    # No other user can have replaced it there.
+                    os.chown(name, *owner, dir_fd=folder, follow_symlinks=False)
+                with acting_as(*owner, [owner.group]):
+                    os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
+                found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            except BaseException:
+                self._unlink(place, None, owner)
+                raise
             about = os.fstat(found)
             if not stat.S_ISLNK(about.st_mode) or about.st_uid != owner.user:
                 os.close(found)

@@ -367,7 +367,8 @@ class PutBack:
             with _failing(f"give {file.path} its owner and mode"):
                 if prepared.action.kind == "fifo":
                     owner = Owner(file.user, file.group)
-                    self._files.settle_fifo(prepared.descriptor, owner, file.mode)
+                    time = file.mtime_ns if prepared.action.data else None
+                    self._files.settle_fifo(prepared.descriptor, owner, file.mode, time)
                     continue
                 if prepared.action.attributes:
                     owner = Owner(file.user, file.group)

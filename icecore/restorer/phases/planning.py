@@ -29,10 +29,9 @@ from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.store.format.contract import read_run
-from icecore.store.format.manifest import Manifest, Space
+from icecore.store.format.manifest import Manifest
 from icecore.store.log.repository import UNREGISTERED
 from icecore.store.log.session import Session
-from icecore.store.snapshot.content import read_content
 from icecore.store.snapshot.reader import SnapshotReader
 
 #: Bytes fetched and not yet placed, for each process with device memory.
@@ -200,12 +199,8 @@ def compare(
     require_copies_possible(options, record)
     own = _own_files(manifest, record)
     criu = criu or find_criu()
-
-    def read(space: Space, most: int) -> bytearray:
-        return read_content(reader, space, most)
-
     return check_requirements(
-        manifest, options, criu, workdir, own, reader.records, record, read, jobs
+        manifest, options, criu, workdir, own, reader.records, record, reader.content, jobs
     )
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged, ObjectMissing, StoreError
-from icecore.sizes import PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format import codec
-from icecore.store.format.cell import Records
+from icecore.store.format.cell import Records, page_mask
 from icecore.store.format.cellmap import NodeDecoder, check_regions, parse_refs
 from icecore.store.format.chunk import chunk_id, pages_of
 from icecore.store.format.keys import Keys
@@ -209,6 +209,34 @@ class SnapshotReader:
         ).astype(np.int64)
         edges = np.concatenate(([0], np.cumsum(per_region))).tolist()
         return [records[a:b] for a, b in pairwise(edges)]
+
+    def content(self, space: Space, most: int) -> bytearray:
+        """Return the bytes of a space of kind ``file`` or ``image``, such as a table; absent pages
+        are zeros.
+
+        Args:
+            most: Bytes that it may have.
+
+        Raises:
+            Damaged: It has more, or is not what was written.
+            ObjectMissing: Part of it is gone.
+        """
+        if space.size > most:
+            raise Damaged(
+                "manifest",
+                self.manifest.snapshot,
+                f"{space.kind} {space.key!a} has {space.size} bytes, more than {most}",
+            )
+        out = bytearray(space.size)
+        room = memoryview(bytearray(CELL_BYTES))
+        for record in self.records(space)[0] if space.regions else ():
+            data = self.read_cell(record, room)
+            base = int(record["cell"]) * CELL_BYTES
+            for number, page in enumerate(np.flatnonzero(page_mask(record["data"])).tolist()):
+                start = base + page * PAGE
+                length = min(PAGE, space.size - start)
+                out[start : start + length] = data[number * PAGE : number * PAGE + length]
+        return out
 
     def decode(
         self,

@@ -1,0 +1,404 @@
+"""The content of a job's data directories is part of its snapshots: a restore brings back what the
+job has long closed, replaced, removed or added, as it was in the window.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.dump import DumpResult, dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import DumpFailed, NotFound, RestoreFailed, RestoreRefused, UsageError
+from icecore.host.jobs.identity import Identity
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.registry import Registry
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import check, restore
+from icecore.snapshots.difference import compare
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.data import read_data
+from icecore.store.log.repository import StoredRepository
+from icecore.store.maintenance.check import check as verify
+from icecore.store.replication.transfer import copy
+from icecore.store.snapshot.reader import SnapshotReader
+from tests.host.target import eventually
+from tests.roundtrip.conftest import Trip
+from tests.store.miniature import collect
+
+pytestmark = pytest.mark.criu
+
+#: Keeps a counter in memory, in a closed file that it replaces, in one that it has open, and in the
+#: number of segments; none may differ from the others.
+JOB = """
+import os, sys, time
+one, two = sys.argv[1:]
+log = open(f"{one}/log", "a", buffering=1)
+number = 0
+while True:
+    number += 1
+    with open(f"{one}/count.new", "w") as file:
+        file.write(str(number))
+    os.rename(f"{one}/count.new", f"{one}/count")
+    with open(f"{two}/segment-{number}", "w") as file:
+        file.write(f"{number}\\n" * number)
+    if number > 5:
+        os.unlink(f"{two}/segment-{number - 5}")
+    log.write(f"{number}\\n")
+    print(number, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@dataclass
+class World:
+    """A job with two data directories."""
+
+    trip: Trip
+    registry: Registry
+    top: Path
+
+    @property
+    def one(self) -> Path:
+        return self.top / "one"
+
+    @property
+    def two(self) -> Path:
+        return self.top / "two"
+
+    def start(self) -> Job:
+        words = [sys.executable, "-c", JOB, str(self.one), str(self.two)]
+        job = self.registry.start(words, name="data", cwd="/", data=[self.one, self.two])
+        assert eventually(lambda: self.number(job) > 7), job.log_path("stderr").read_text()
+        return job
+
+    def number(self, job: Job) -> int:
+        return int((job.log_path("stdout").read_text().split() or ["0"])[-1])
+
+    def dump(self, job: Job, **options: object) -> DumpResult:
+        target = Target(job.pid, job.name, record=job.record())
+        chosen = DumpOptions(**options)  # type: ignore[arg-type]
+        return dump(self.trip.repository, self.trip.loop, target, chosen, criu=self.trip.criu)
+
+    def restore(self, snapshot: str, **options: object) -> Job:
+        chosen = RestoreOptions(**options)  # type: ignore[arg-type]
+        trip = self.trip
+        restored = restore(
+            trip.repository, trip.loop, snapshot, chosen, criu=trip.criu, registry=self.registry
+        )
+        restored.wait_resident(60)
+        assert restored.job is not None
+        return restored.job
+
+    def planned(self, snapshot: str) -> dict[str, str]:
+        trip = self.trip
+        found = check(
+            trip.repository, trip.loop, snapshot, criu=trip.criu, registry=self.registry
+        )
+        assert not found.failed, found.failed
+        prefix = f"{self.top}/"
+        return {
+            action.file.path.removeprefix(prefix): action.kind for action in found.files.actions
+        }
+
+    def end(self, job: Job) -> None:
+        job.kill(9)
+        job.wait(20)
+
+    def assert_one_moment(self, job: Job) -> None:
+        """A job is killed: memory, files that it had closed and a file that it had open agree."""
+        self.end(job)
+        last = self.number(job)
+        logged = [int(line) for line in (self.one / "log").read_text().split()]
+        count = int((self.one / "count").read_text())
+        assert logged == list(range(1, logged[-1] + 1))
+        # Killed within one turn of the loop.
+        assert last <= logged[-1] <= count <= last + 1
+        numbers = sorted(int(name.name.split("-")[1]) for name in self.two.iterdir())
+        assert numbers[-1] in (count, count + 1) and len(numbers) in (5, 6)
+        for number in numbers[:-1]:
+            assert (self.two / f"segment-{number}").read_text() == f"{number}\n" * number
+
+
+@pytest.fixture
+def world(trip: Trip, tmp_path: Path) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="ice-data-") as name:
+        made = World(trip, Registry(tmp_path / "jobs"), Path(name))
+        made.one.mkdir()
+        made.two.mkdir()
+        try:
+            yield made
+        finally:
+            for job in made.registry.instances():
+                if job.alive:
+                    made.end(job)
+
+
+def still(top: Path) -> dict[str, tuple[object, ...]]:
+    """All below a directory, with times, and which names are one file."""
+    found: dict[str, tuple[object, ...]] = {}
+    first: dict[int, str] = {}
+    for path in sorted([top, *top.rglob("*")]):
+        about = path.lstat()
+        content: object = None
+        if path.is_symlink():
+            content = os.readlink(path)
+        elif path.is_file():
+            content = path.read_bytes(), {n: os.getxattr(path, n) for n in os.listxattr(path)}
+        same = first.setdefault(about.st_ino, str(path))
+        found[str(path)] = (
+            oct(about.st_mode),
+            about.st_uid,
+            about.st_gid,
+            about.st_mtime_ns,
+            content,
+            same,
+        )
+    return found
+
+
+def fill(top: Path) -> None:
+    """Make what the job never touches: everything that a directory may hold."""
+    (top / "deep/empty").mkdir(parents=True)
+    (top / "deep/closed").write_bytes(os.urandom(3 << 20))
+    (top / "deep/hard").hardlink_to(top / "deep/closed")
+    (top / "deep/link").symlink_to("closed")
+    (top / "deep/owned").write_text("another user's")
+    (top / "deep/sparse").touch()
+    os.truncate(top / "deep/sparse", 5 << 20)
+    with open(top / "deep/sparse", "r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"far behind")
+    (top / "deep/nothing").touch(mode=0o600)
+    (top / "deep" / os.fsdecode(b"not \xff utf-8")).write_text("by bytes")
+    os.mkfifo(top / "deep/fifo", 0o620)
+    os.chown(top / "deep/owned", 12345, 12346)
+    (top / "deep/owned").chmod(0o640)
+    os.setxattr(top / "deep/closed", "user.kind", b"tested")
+    os.utime(top / "deep/closed", ns=(10**18, 10**18 + 123456789))
+    (top / "deep").chmod(0o711)
+    os.utime(top / "deep/empty", ns=(10**18, 10**18 + 1))
+    os.utime(top / "deep", ns=(10**18, 10**18 + 2))
+
+
+def test_a_job_and_its_files_come_back_from_each_snapshot(world: World) -> None:
+    fill(world.one)
+    before = still(world.one / "deep")
+    job = world.start()
+    first = world.dump(job)
+    # Closed files change between two snapshots.
+    (world.one / "deep/closed").write_bytes(b"replaced")
+    shutil.rmtree(world.one / "deep/empty")
+    (world.one / "deep/new").mkdir()
+    (world.one / "deep/new/file").write_text("new")
+    time.sleep(0.3)  # files that changed just before the window are compared by content
+    second = world.dump(job)
+    later = still(world.one / "deep")
+    world.end(job)
+    manifest = world.trip.loop.run(world.trip.repository.manifest(second.snapshot))
+    assert [one.path for one in read_data(manifest)] == [str(world.one), str(world.two)]
+    assert second.sizes.stored < 1 << 20, "what did not change is not stored again"
+
+    planned = world.planned(first.snapshot)
+    assert planned["one/deep/closed"] == "replace" and planned["one/deep/new"] == "remove"
+    assert "one/deep/owned" not in planned, "what did not change stays"
+    restored = world.restore(first.snapshot)
+    assert still(world.one / "deep") == before
+    world.assert_one_moment(restored)
+
+    restored = world.restore(second.snapshot, mode="lazy")
+    assert still(world.one / "deep") == later
+    world.assert_one_moment(restored)
+
+    for path in (world.one, world.two):
+        shutil.rmtree(path)
+    restored = world.restore(first.snapshot)
+    assert still(world.one / "deep") == before
+    world.assert_one_moment(restored)
+    assert not [path for path in world.top.rglob("*") if ".icecore-" in path.name]
+
+
+def test_a_restore_that_fails_leaves_the_data_as_it_was(world: World) -> None:
+    fill(world.one)
+    job = world.start()
+    snapshot = world.dump(job, stop=True).snapshot
+    (world.one / "deep/closed").write_bytes(b"newer")
+    (world.one / "added").mkdir()
+    (world.one / "added/file").write_text("newer")
+    (world.one / "deep/link").unlink()
+    before = still(world.top)
+    # CRIU starts after the files were exchanged.
+    with pytest.raises(RestoreFailed):
+        world.restore(snapshot, criu_seconds=0.0)
+    assert still(world.top) == before
+
+
+def test_collection_and_copies_know_the_data(world: World, tmp_path: Path) -> None:
+    fill(world.one)
+    before = still(world.one / "deep")
+    job = world.start()
+    trip = world.trip
+    first = world.dump(job).snapshot
+    second = world.dump(job, stop=True).snapshot
+    job.wait(20)
+    shutil.rmtree(world.one)
+    shutil.rmtree(world.two)
+    trip.loop.run(trip.repository.forget([first]))
+    for _ in range(3):
+        trip.loop.run(collect(trip.repository))
+    found = trip.loop.run(verify(trip.repository, read_data=1.0))
+    assert not found.damages and found.read_chunks, found
+    other = trip.loop.run(StoredRepository.create(LocalBackend(tmp_path / "other", create=True)))
+    copy(trip.repository, other, trip.loop, [trip.loop.run(trip.repository.find(second))])
+    shutil.rmtree(trip.work / "repository" / "shards")
+    restored = restore(
+        other, trip.loop, second, RestoreOptions(), criu=trip.criu, registry=world.registry
+    )
+    restored.wait_resident(60)
+    assert restored.job is not None
+    assert still(world.one / "deep") == before
+    world.assert_one_moment(restored.job)
+    trip.loop.run(other.close())
+
+
+def test_a_running_job_keeps_its_data(world: World) -> None:
+    job = world.start()
+    snapshot = world.dump(job).snapshot
+    with pytest.raises(RestoreRefused, match="job data runs, and has the data directory"):
+        world.restore(snapshot, instance="other")
+    assert job.alive
+    world.assert_one_moment(job)
+
+
+def test_sockets_stay_and_are_not_stored(world: World) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(world.two / "socket"))
+        # Not of the job's: its numbers are compared without it.
+        job = world.start()
+        snapshot = world.dump(job, stop=True).snapshot
+        assert "two/socket" not in world.planned(snapshot)
+        (world.two / "new").mkdir()
+        os.rename(world.two / "socket", world.two / "new/socket")
+        assert "two/new" not in world.planned(snapshot), "what has a socket in it is not removed"
+
+
+def test_more_than_the_budget_fails_and_the_job_runs_on(world: World) -> None:
+    job = world.start()
+    with pytest.raises(DumpFailed, match="more than the 0 MiB that --data-budget permits"):
+        world.dump(job, data_budget=1)
+    before = world.number(job)
+    assert eventually(lambda: world.number(job) > before)
+
+
+def test_what_cannot_be_data(world: World) -> None:
+    def start(*data: object, identity: Identity | None = None) -> None:
+        world.registry.start(["true"], data=[str(path) for path in data], identity=identity)
+
+    with pytest.raises(NotFound, match="there is no directory"):
+        start(world.top / "missing")
+    for path in ("/", "/proc", world.registry.state, world.registry.state.parent):
+        with pytest.raises(UsageError):
+            start(path)
+    with pytest.raises(UsageError, match="overlap"):
+        start(world.one, world.top)
+    world.top.chmod(0o755)
+    with pytest.raises(UsageError, match="belongs to user 0"):
+        start(world.one, identity=Identity.of_user("nobody"))
+    world.one.chmod(0o700)
+    with pytest.raises(UsageError, match="Permission denied"):
+        start(world.one, identity=Identity.of_user("nobody"))
+
+
+def test_a_difference_lists_the_paths(world: World) -> None:
+    fill(world.one)
+    job = world.start()
+    first = world.dump(job).snapshot
+    (world.one / "deep/owned").write_text("changed")
+    (world.one / "deep/link").unlink()
+    (world.one / "deep/added").touch()
+    second = world.dump(job).snapshot
+    loop = world.trip.loop
+    readers = [
+        SnapshotReader.open(world.trip.repository, one, loop.loop) for one in (first, second)
+    ]
+    found = {(state, path) for state, path, _ in compare(*readers).data}
+    deep = world.one / "deep"
+    assert {
+        ("changed", str(deep / "owned")),
+        ("removed", str(deep / "link")),
+        ("added", str(deep / "added")),
+        ("changed", str(world.one / "count")),
+    } <= found
+    assert ("changed", str(deep / "closed")) not in found
+
+
+def test_the_user_of_a_job_reads_its_data(world: World) -> None:
+    """A file that the user cannot read fails the snapshot: root does not read it for the user."""
+    identity = Identity.of_user("nobody")
+    home = world.top / "home"
+    home.mkdir()
+    world.top.chmod(0o755)
+    os.chown(home, identity.user, identity.group)
+    secret = home / "secret"
+    secret.write_text("root's own")
+    secret.chmod(0o600)
+    words = ["sh", "-c", "echo there; exec sleep 1000"]
+    job = world.registry.start(words, name="theirs", cwd="/", identity=identity, data=[home])
+    assert eventually(lambda: "there" in job.log_path("stdout").read_text())
+    with pytest.raises(DumpFailed, match="cannot read .*secret"):
+        world.dump(job)
+    assert job.alive
+    secret.unlink()
+    (home / "own").write_text("theirs")
+    os.chown(home / "own", identity.user, identity.group)
+    time.sleep(0.3)
+    snapshot = world.dump(job, stop=True).snapshot
+    job.wait(20)
+    (home / "own").write_text("changed since")
+    (home / "foreign").write_text("root's own")
+    restored = world.restore(snapshot)
+    assert (home / "own").read_text() == "theirs" and not (home / "foreign").exists()
+    assert (home / "own").stat().st_uid == identity.user
+    world.end(restored)
+
+
+def test_the_command_line(world: World, tmp_path: Path) -> None:
+    fill(world.one)
+    words = [sys.executable, "-P", "-m", "icecore", "-r", str(tmp_path / "mine")]
+    environment = {**os.environ, "ICECORE_STATE": str(tmp_path / "state")}
+
+    def run(*more: object) -> str:
+        done = subprocess.run(
+            [*words, *map(str, more)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("init")
+    job = [sys.executable, "-c", JOB, world.one, world.two]
+    run("run", "-d", "--name", "cli", "--data", world.one, "--data", world.two, "--", *job)
+    try:
+        assert eventually((world.one / "count").exists)
+        snapshot = run("dump", "--stop", "cli").split()[0]
+        assert str(world.one) in run("show", snapshot)
+        run("export", "--data", world.one, snapshot, tmp_path / "out")
+        exported, mine = still(tmp_path / "out/deep"), still(world.one / "deep")
+        assert [one[:5] for one in exported.values()] == [one[:5] for one in mine.values()]
+    finally:
+        subprocess.run([*words, "kill", "cli"], env=environment, timeout=60, check=False)
