@@ -232,6 +232,8 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
         "name": arguments.name,
         "environment": environment,
         "gpu": arguments.gpu,
+        # A service of an earlier version refuses the field.
+        **({"data": list(map(os.path.abspath, arguments.data))} if arguments.data else {}),
         **_given(arguments, options.RUN),
     }
 

@@ -96,6 +96,7 @@ class Repositories:
             processes=[jsonable(one) for one in contents.processes(manifest)],
             regions=[jsonable(one) for one in contents.regions(manifest)],
             files=[jsonable(one) for one in contents.files(manifest)],
+            data=[jsonable(one) for one in contents.data(manifest)],
         )
 
     def statistics(self, where: Where) -> models.Repository:

@@ -47,6 +47,7 @@ class RemoteJob(Job):
             snapshot=about["snapshot"],
             user=about["owner"],
             user_name=about["user"],
+            data=about.get("data", []),
         )
         return cls(Path("/nonexistent"), known, service, about)
 

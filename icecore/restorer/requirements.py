@@ -191,7 +191,12 @@ def check_requirements(
             owner=owner_of(manifest, run),
             taken={one.file.path for one in files.actions}
             | {folder.path for folder in files.folders}
-            | {path for file in manifest.files if file.policy == "content" for path in _names_of(file)},
+            | {
+                path
+                for file in manifest.files
+                if file.policy == "content"
+                for path in _names_of(file)
+            },
             handled=handled,
         )
     conflicts = find_conflicts(

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -103,9 +103,7 @@ class World:
 
     def planned(self, snapshot: str) -> dict[str, str]:
         trip = self.trip
-        found = check(
-            trip.repository, trip.loop, snapshot, criu=trip.criu, registry=self.registry
-        )
+        found = check(trip.repository, trip.loop, snapshot, criu=trip.criu, registry=self.registry)
         assert not found.failed, found.failed
         prefix = f"{self.top}/"
         return {
@@ -229,7 +227,7 @@ def test_a_job_and_its_files_come_back_from_each_snapshot(world: World) -> None:
     assert not [path for path in world.top.rglob("*") if ".icecore-" in path.name]
 
 
-def test_a_restore_that_fails_leaves_the_data_as_it_was(world: World) -> None:
+def test_a_restore_that_fails_leaves_the_data_as_it_was(world: World, tmp_path: Path) -> None:
     fill(world.one)
     job = world.start()
     snapshot = world.dump(job, stop=True).snapshot
@@ -239,8 +237,14 @@ def test_a_restore_that_fails_leaves_the_data_as_it_was(world: World) -> None:
     (world.one / "deep/link").unlink()
     before = still(world.top)
     # CRIU starts after the files were exchanged.
+    seen = tmp_path / "seen"
+    broken = tmp_path / "criu"
+    broken.write_text(f"#!/bin/sh\ncat {world.one}/deep/closed | wc -c > {seen}\nexit 1\n")
+    broken.chmod(0o755)
+    world.trip.criu = replace(world.trip.criu, path=broken)
     with pytest.raises(RestoreFailed):
-        world.restore(snapshot, criu_seconds=0.0)
+        world.restore(snapshot)
+    assert int(seen.read_text()) == 3 << 20, "the files were exchanged before"
     assert still(world.top) == before
 
 
@@ -307,6 +311,7 @@ def test_what_cannot_be_data(world: World) -> None:
 
     with pytest.raises(NotFound, match="there is no directory"):
         start(world.top / "missing")
+    world.registry.state.mkdir(mode=0o700)
     for path in ("/", "/proc", world.registry.state, world.registry.state.parent):
         with pytest.raises(UsageError):
             start(path)

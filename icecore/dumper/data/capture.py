@@ -254,7 +254,9 @@ class DataCapture:
     def _is_stored(self, path: str, identity: Identity) -> bool:
         """Return whether the content of a file is stored as that of an open file of this path."""
         name = self._open.stored.get(identity)
-        return name is not None and name.startswith(f"{self.path}/") and self._is_named(name, identity)
+        return (
+            name is not None and name.startswith(f"{self.path}/") and self._is_named(name, identity)
+        )
 
     def _is_named(self, name: str, identity: Identity) -> bool:
         about = self._listing.found.get(name[len(self.path) + 1 :])

@@ -141,4 +141,3 @@ class DataDirectories:
         groups = os.getgrouplist(about.pw_name, about.pw_gid)
         with acting_as(self._user, about.pw_gid, groups):
             return work()
-

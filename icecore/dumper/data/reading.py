@@ -101,7 +101,9 @@ class _Files:
         words = (ctypes.c_uint64 * (2 * count)).from_address(iovecs)
         at = 0
         for address, length in zip(words[::2], words[1::2], strict=True):
-            location, descriptor, whole = self._opened[bisect.bisect_right(self._starts, address) - 1]
+            location, descriptor, whole = self._opened[
+                bisect.bisect_right(self._starts, address) - 1
+            ]
             offset, done = address - location, 0
             wanted = max(0, min(length, whole - offset))
             while done < wanted:
@@ -222,5 +224,3 @@ def _extents(location: int, descriptor: int, size: int) -> npt.NDArray[np.void]:
     found = FileSource(descriptor, size, "").extents()
     found["address"] += np.uint64(location)
     return found
-
-

@@ -31,6 +31,7 @@ from icecore.store.format.surroundings import Folder
 #: A file whose ctime is this close to the window may have been written in the same clock tick.
 _TICK_NS = 100_000_000
 
+
 @dataclass(frozen=True)
 class Content:
     """Where the content of a file lies: cells of the space ``key`` from ``location`` on."""
@@ -116,7 +117,8 @@ def handled_files(manifest: Manifest, tables: Mapping[str, list[Entry]]) -> froz
         found |= {
             file.path
             for file in manifest.files
-            if file.policy == "checked" and file.path.startswith(f"{top}/")
+            if file.policy == "checked"
+            and file.path.startswith(f"{top}/")
             and file.path[len(top) + 1 :] in own
         }
     return frozenset(found)
@@ -299,9 +301,7 @@ def _must_stay(planning: _Planning, name: str, about: os.stat_result) -> bool:
     )
 
 
-def _plan_entry(
-    planning: _Planning, name: str, entry: Entry, now: os.stat_result | None
-) -> None:
+def _plan_entry(planning: _Planning, name: str, entry: Entry, now: os.stat_result | None) -> None:
     """Plan a file, a symbolic link or a FIFO."""
     if entry.kind == "file" and entry.location == OPEN:
         planning.problem(
@@ -416,4 +416,3 @@ def _as_file(planning: _Planning, name: str, entry: Entry) -> OpenFile:
         writable=False,
         policy="content",
     )
-

@@ -103,9 +103,7 @@ def _export(
         )
     table, content = data_spaces(manifest, data)
     entries = decode_entries(reader.content(table, MAX_TABLE), data, content.size)
-    opened = {
-        os.fsencode(space.key): space for space in manifest.spaces if space.kind == "file"
-    }
+    opened = {os.fsencode(space.key): space for space in manifest.spaces if space.kind == "file"}
     whole = read_spaces(reader, [content], parallel=False)[0]
 
     def cells(entry: Entry) -> SpaceCells:
@@ -216,9 +214,7 @@ class _Writer:
                 stack.callback(os.close, descriptor)
                 opened.append((entry, descriptor))
                 shown = f"{self._folder}/{os.fsdecode(entry.path)}"
-                targets.append(
-                    FileTarget(shown, entry.size, cells(entry), descriptor=descriptor)
-                )
+                targets.append(FileTarget(shown, entry.size, cells(entry), descriptor=descriptor))
             fill(targets)
             for entry, descriptor in opened:
                 if entry.attributes:

@@ -213,9 +213,7 @@ class JobFiles:
         finally:
             os.close(descriptor)
 
-    def hand_directory(
-        self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int
-    ) -> None:
+    def hand_directory(self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int) -> None:
         """Give a directory that this process made for itself to ``owner``, in a directory that only
         root can change; mode and time as in `settle_directory`.
         """

@@ -52,9 +52,7 @@ class Action:
         cleared: Another action removes first what is there.
     """
 
-    kind: Literal[
-        "create", "replace", "rewrite", "truncate", "fifo", "symlink", "link", "remove"
-    ]
+    kind: Literal["create", "replace", "rewrite", "truncate", "fifo", "symlink", "link", "remove"]
     file: OpenFile
     size: int | None = None
     mtime_ns: int | None = None

@@ -314,9 +314,7 @@ class PutBack:
             source = Place(files.directory(parent), name)
         about = source.stat()
         if about is None:
-            raise RestoreFailed(
-                f"{path} changed while it was being restored", cure="restore again"
-            )
+            raise RestoreFailed(f"{path} changed while it was being restored", cure="restore again")
         descriptor = files.open_path(source, inode_of(about))
         try:
             files.link(descriptor, located.temporary, located.owner)

@@ -20,6 +20,7 @@ def of_run(wanted: requests.RunRequest) -> Words:
     """Return the command line of ``run``, without the job's command."""
     words = ["run", f"--cwd={wanted.cwd}"]
     words += _options(wanted, "name", *options.RUN)
+    words += [f"--data={path}" for path in wanted.data]
     words += ["--gpu"] if wanted.gpu else []
     if wanted.supervise is None:
         return [*words, "--detach"]

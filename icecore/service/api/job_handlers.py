@@ -72,6 +72,7 @@ def as_job(call: Call, job: Job, supervising: Mapping[str, str]) -> models.Job:
         code=None if status is None else status.code,
         signal=None if status is None else status.signal,
         exit_status=None if status is None else status.exit_code,
+        data=jsonable(known.data),
         kept_bytes=call.service.registry.kept(job),
         log_bytes={str(k): v for k, v in job.log_sizes().items()} if job.directory.exists() else {},
         operation=operation,

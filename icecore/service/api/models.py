@@ -70,8 +70,8 @@ class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
     ``owner`` is the uid that it runs as, ``user`` the name; ``how`` describes how it ended;
-    ``log_bytes`` are the sizes of its logs; ``isolation`` its namespaces; ``operation`` is the
-    operation that supervises it.
+    ``log_bytes`` are the sizes of its logs; ``isolation`` its namespaces; ``data`` its data
+    directories; ``operation`` is the operation that supervises it.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Job(Model, frozen=True, kw_only=True):
     command: list[str]
     cwd: str
     isolation: dict[str, bool] = {}
+    data: list[str] = []
     restored_from: str = ""
     snapshot: str = ""
     lineage: str = ""
@@ -124,6 +125,7 @@ class SnapshotDetails(Model, frozen=True, kw_only=True):
     processes: list[dict[str, Any]]
     regions: list[dict[str, Any]]
     files: list[dict[str, Any]]
+    data: list[dict[str, Any]] = []
 
 
 class Operation(Model, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ ARGUMENT_BYTES = 2 << 20
 Word = Annotated[str, msgspec.Meta(max_length=1 << 17, pattern=r"^[^\x00]*$")]
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[^=\x00]+$", max_length=1 << 12)]
 Host = Literal["host", "private"]
+Folder = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,11 +126,12 @@ class RunRequest(Request, frozen=True, kw_only=True):
 
     The job gets this environment and no other; with a token, also variables that name its user. Its
     user, groups, limits, scheduling and cgroup are the caller's (on the unix socket), or those of
-    the token's user. ``umask``: default: the caller's.
+    the token's user. ``umask``: default: the caller's. ``data``: directories of that user whose
+    content is part of each snapshot.
     """
 
     command: Annotated[list[Word], msgspec.Meta(min_length=1, max_length=1 << 16)]
-    cwd: Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
+    cwd: Folder
     name: MaybeName = ""
     environment: Annotated[dict[Variable, Word], msgspec.Meta(max_length=1 << 14)] = {}
     umask: Annotated[int, msgspec.Meta(ge=0, le=0o777)] | None = None
@@ -140,6 +142,7 @@ class RunRequest(Request, frozen=True, kw_only=True):
     root: Host | None = None
     resident: bool | None = None
     keep_resident: bool | None = None
+    data: Annotated[list[Folder], msgspec.Meta(max_length=64)] = []
     supervise: Supervise | None = None
 
     def __post_init__(self) -> None:
