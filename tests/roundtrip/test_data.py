@@ -361,7 +361,7 @@ def test_the_user_of_a_job_reads_its_data(world: World) -> None:
     words = ["sh", "-c", "echo there; exec sleep 1000"]
     job = world.registry.start(words, name="theirs", cwd="/", identity=identity, data=[home])
     assert eventually(lambda: "there" in job.log_path("stdout").read_text())
-    with pytest.raises(DumpFailed, match="cannot read .*secret"):
+    with pytest.raises(DumpFailed, match=r"cannot read .*secret"):
         world.dump(job)
     assert job.alive
     secret.unlink()

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.data.layout import Layout
-from icecore.host.kernel.listing import Attributes, attributes_of
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.scan import scan
@@ -24,6 +23,7 @@ from icecore.dumper.memory.sources import Buffer, FileSource
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.errors import DumpFailed
 from icecore.host.kernel.filesystem import open_confined
+from icecore.host.kernel.listing import Attributes, attributes_of
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.manifest import Region
 

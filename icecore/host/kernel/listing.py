@@ -107,7 +107,7 @@ def attributes_of(descriptor: int) -> Attributes:
         return {}
     found = {}
     for name in names:
-        if name.startswith("user.") or name.startswith("system.posix_acl_"):
+        if name.startswith(("user.", "system.posix_acl_")):
             try:
                 found[os.fsencode(name)] = os.getxattr(descriptor, name)
             except OSError:

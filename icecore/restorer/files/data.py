@@ -337,10 +337,10 @@ def _plan_link(planning: _Planning, name: str, entry: Entry, now: os.stat_result
     """Plan a further name of a file."""
     target = os.fsdecode(entry.target)
     there = planning.listing.found.get(target)
-    if target in planning.kept and now is not None and there is not None:
-        if inode_of(now) == inode_of(there):
-            planning.kept.add(name)
-            return
+    same = now is not None and there is not None and inode_of(now) == inode_of(there)
+    if same and target in planning.kept:
+        planning.kept.add(name)
+        return
     first = planning.entries[target]
     action = Action(
         "link",
