@@ -5,6 +5,7 @@
 - `preflight`: refuse what would lose or hang the job, judged by what `observe` reads.
 - `freeze`: the window, in which the job stands still, and the guard that ends it in any case.
 - `memory`: scan, compare, stage and pre-copy the tree's memory.
+- `data`: the content of data directories.
 - `gpu`: the same for device memory.
 - `capture`: read a frozen tree.
 - `storing`: the storing side of a snapshot, shared with `importer`, which stores an image directory

@@ -407,3 +407,33 @@ def test_the_command_line(world: World, tmp_path: Path) -> None:
         assert [one[:5] for one in exported.values()] == [one[:5] for one in mine.values()]
     finally:
         subprocess.run([*words, "kill", "cli"], env=environment, timeout=60, check=False)
+
+
+def test_a_restore_for_a_user_changes_nothing_of_others(world: World) -> None:
+    """Another user's directory that came into the data is not removed, and the restore is refused."""
+    identity = Identity.of_user("nobody")
+    home = world.top / "home"
+    home.mkdir()
+    world.top.chmod(0o755)
+    os.chown(home, identity.user, identity.group)
+    words = ["sh", "-c", "echo there; exec sleep 1000"]
+    job = world.registry.start(words, name="theirs", cwd="/", identity=identity, data=[home])
+    assert eventually(lambda: "there" in job.log_path("stdout").read_text())
+    (home / "inner").mkdir()
+    (home / "inner/file").write_text("root's")
+    snapshot = world.dump(job, stop=True).snapshot
+    job.wait(20)
+    (home / "inner/file").write_text("root's, and newer")
+    (home / "inner/added").write_text("root's, too")
+    before = still(home)
+    with pytest.raises(RestoreRefused, match="belongs to user 0, not to the job's user"):
+        world.restore(snapshot)
+    assert still(home) == before
+    (home / "outer").mkdir()
+    (home / "outer/file").write_text("root's")
+    for name in ("inner/file", "inner/added"):
+        (home / name).unlink()
+    shutil.rmtree(home / "inner")
+    with pytest.raises(RestoreRefused, match="belongs to user 0"):
+        world.restore(snapshot)
+    assert (home / "outer/file").read_text() == "root's"
