@@ -196,7 +196,11 @@ def _broken(entries: list[Entry], size: int) -> Iterator[str]:
             yield f"it has two entries {entry.path!r}"
         parent, _, name = entry.path.rpartition(b"/")
         if entry.path and (
-            name in (b"", b".", b"..") or len(name) > 255 or b"\0" in name or not _inside(parent)
+            entry.path.startswith(b"/")
+            or name in (b"", b".", b"..")
+            or len(name) > 255
+            or b"\0" in name
+            or not _inside(parent)
         ):
             yield f"{entry.path!r} is no name in it"
         if entry.path and seen.get(parent) != "directory":
