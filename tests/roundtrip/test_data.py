@@ -437,3 +437,44 @@ def test_a_restore_for_a_user_changes_nothing_of_others(world: World) -> None:
     with pytest.raises(RestoreRefused, match="belongs to user 0"):
         world.restore(snapshot)
     assert (home / "outer/file").read_text() == "root's"
+
+
+#: Writes through a mapping, whose stores need not change the times of the file, and unmaps it.
+MAPPER = """
+import mmap, os, signal, sys, time
+path = sys.argv[1]
+with open(path, "wb") as file:
+    file.write(bytes(8192))
+descriptor = os.open(path, os.O_RDWR)
+memory = mmap.mmap(descriptor, 8192)
+os.close(descriptor)
+memory[:5] = b"first"
+signal.signal(signal.SIGUSR1, lambda *_: (memory.__setitem__(slice(0, 6), b"second"), memory.close()))
+print("there", flush=True)
+while True:
+    time.sleep(0.01)
+    print(memory.closed, flush=True)
+"""
+
+
+def test_what_was_written_through_a_mapping_that_is_gone(world: World) -> None:
+    path = world.one / "mapped"
+    words = [sys.executable, "-c", MAPPER, str(path)]
+    job = world.registry.start(words, name="mapper", cwd="/", data=[world.one])
+    out = job.log_path("stdout")
+    assert eventually(lambda: "there" in out.read_text()), job.log_path("stderr").read_text()
+    time.sleep(0.3)
+    first = world.dump(job).snapshot
+    subprocess.run(["kill", "-USR1", str(_command_of(job))], timeout=10, check=True)
+    assert eventually(lambda: "True" in out.read_text())
+    second = world.dump(job, stop=True).snapshot
+    job.wait(20)
+    for snapshot, content in ((first, b"first"), (second, b"second"), (first, b"first")):
+        restored = world.restore(snapshot)
+        assert path.read_bytes().rstrip(b"\0") == content
+        world.end(restored)
+
+
+def _command_of(job: Job) -> int:
+    """The pid of the job's command, the only child of its init."""
+    return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[0])

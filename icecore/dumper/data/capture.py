@@ -8,7 +8,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,7 @@ class DataCapture:
         self._budget = budget
         self._before: dict[str, Entry] = {}
         self._known_ns = 0
+        self._mapped: set[int] = set()
         self._parent = parent
         self._space: ParentSpace | None = None
         self._load(parent)
@@ -122,18 +124,25 @@ class DataCapture:
         entries = decode_entries(data, self.path, content.size)
         self._before = {os.fsdecode(entry.path): entry for entry in entries}
         self._known_ns = parent.manifest.created_ns
+        # Stores through such a mapping after the snapshot left no trace.
+        self._mapped = {file.inode for file in parent.manifest.files if file.mapped}
 
     # -- while the job runs
 
-    def look_ahead(self, open_now: frozenset[Identity], rounds: int = _MOST_ROUNDS) -> int:
+    def look_ahead(
+        self, look: Callable[[], frozenset[Identity]], rounds: int = _MOST_ROUNDS
+    ) -> int:
         """Read the files that the parent does not have, until little changes meanwhile; return the
         bytes read.
 
         Args:
-            open_now: Files that the job has open for writing, which are left for the window.
+            look: Returns the files that the job has open for writing, or mapped so, now. They are
+                left for the window: stores through a mapping need not leave a trace.
         """
         total, last = 0, 0
         for number in range(rounds):
+            looked_ns = time.time_ns()
+            open_now = look()
             listing = self._list()
             if not self._read and not number:
                 self._layout.release(listing.found)
@@ -151,7 +160,7 @@ class DataCapture:
                 break
             if not wanted:
                 break
-            for path, read in self._reader.read(wanted):
+            for path, read in self._reader.read(wanted, since_ns=looked_ns):
                 self._read[path] = read
             total, last = total + size, size
         return total
@@ -204,6 +213,7 @@ class DataCapture:
             or (before.ctime_ns, before.mtime_ns, before.size, before.inode)
             != (about.st_ctime_ns, about.st_mtime_ns, about.st_size, about.st_ino)
             or before.ctime_ns >= self._known_ns - TICK_NS
+            or before.inode in self._mapped
         ):
             return None
         return before

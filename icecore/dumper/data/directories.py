@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
-from icecore.dumper.data.capture import DataCapture, OpenHere
+from icecore.dumper.data.capture import DataCapture, Identity, OpenHere
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.files import FoundFile
@@ -72,18 +72,24 @@ class DataDirectories:
     ) -> None:
         self.close()
 
-    def look_ahead(self, files: Sequence[FoundFile], *, once: bool = False) -> int:
+    def look_ahead(self, files: Callable[[], Sequence[FoundFile]], *, once: bool = False) -> int:
         """Read what can be read while the job runs; return the bytes.
 
         Args:
-            files: The files that the job has open now.
+            files: Returns the files that the job has open now.
             once: Look only once.
         """
-        written = frozenset(
-            (file.about.device, file.about.inode) for file in files if file.about.writable
-        )
+
+        def written() -> frozenset[Identity]:
+            found = elsewhere.submit(files).result()  # not with the rights of the job's user alone
+            return frozenset(
+                (file.about.device, file.about.inode) for file in found if file.about.writable
+            )
+
         more = {"rounds": 1} if once else {}
-        return self._do(lambda: sum(one.look_ahead(written, **more) for one in self._captures))
+        with ThreadPoolExecutor(1, "open-files") as elsewhere:
+            elsewhere.submit(int).result()  # a thread has the rights of the one that starts it
+            return self._do(lambda: sum(one.look_ahead(written, **more) for one in self._captures))
 
     def in_window(self, files: Sequence[FoundFile]) -> int:
         """Read what changed; return the bytes. See `DataCapture.in_window`.

@@ -8,7 +8,6 @@ import bisect
 import ctypes
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -135,18 +134,23 @@ class Reader:
     region: Region
 
     def read(
-        self, paths: Sequence[str], clones: Mapping[str, Clone] | None = None
+        self,
+        paths: Sequence[str],
+        clones: Mapping[str, Clone] | None = None,
+        since_ns: int = 0,
     ) -> Iterator[tuple[str, ReadFile]]:
         """Yield what was read of each file that is still there and did not change meanwhile.
 
         Args:
             clones: Copies to read instead of files, by path.
+            since_ns: When it was known that no process has the files mapped, ns since the epoch: of
+                a later mapping, the first store shows.
 
         Raises:
             DumpFailed: A file cannot be read.
         """
         for first in range(0, len(paths), _AT_ONCE):
-            yield from self._batch(paths[first : first + _AT_ONCE], clones or {})
+            yield from self._batch(paths[first : first + _AT_ONCE], clones or {}, since_ns)
 
     def open(self, path: str) -> int:
         """Open a file; -1: it is gone, no regular file any more, or on another mount.
@@ -169,10 +173,9 @@ class Reader:
         return -1
 
     def _batch(
-        self, paths: Sequence[str], clones: Mapping[str, Clone]
+        self, paths: Sequence[str], clones: Mapping[str, Clone], since_ns: int
     ) -> Iterator[tuple[str, ReadFile]]:
         opened: list[tuple[int, int, str, os.stat_result, Attributes]] = []
-        began = time.time_ns()
         try:
             for path in paths:
                 clone = clones.get(path)
@@ -187,7 +190,7 @@ class Reader:
             scanned = self._scan([(at, fd, about.st_size) for at, fd, _, about, _ in opened])
             for location, descriptor, path, about, attributes in opened:
                 if path in clones or same(about, os.fstat(descriptor)):
-                    settled = about.st_ctime_ns < began - TICK_NS
+                    settled = about.st_ctime_ns < since_ns - TICK_NS
                     yield path, ReadFile(about, location, scanned, settled, attributes)
         finally:
             for _, descriptor, *_ in opened:

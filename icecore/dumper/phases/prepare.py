@@ -20,6 +20,7 @@ from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.precopy import PreCopied, pre_copy
+from icecore.dumper.observe.files import FoundFile, find_files, tree_pids
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
@@ -118,7 +119,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
-    data = _data(request, found, storing, stack)
+    data = _data(request, storing, stack)
     copied = _pre_copy(request, found, storing)
     _reserve(found, storing, copied, threads)
     claim = _claim(request, found)
@@ -127,15 +128,13 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         _prepare_devices(request, found, devices, storing)
     if data is not None:
         with storing.staging.limited(_PRE_COPY_STAGING):
-            data.look_ahead(found.files, once=True)
+            data.look_ahead(lambda: _open_files(request), once=True)
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
     return Ready(images, guard, devices, storing, copied, claim, window, data)
 
 
-def _data(
-    request: Request, found: Inspection, storing: Storing, stack: ExitStack
-) -> DataDirectories | None:
+def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectories | None:
     """Store the files of the job's data directories that the parent does not have."""
     record = request.target.record
     if record is None or not record.data:
@@ -154,8 +153,13 @@ def _data(
         phase(request.emit, "dump.data") as running,
         storing.context.staging.limited(_PRE_COPY_STAGING),
     ):
-        running.bytes = data.look_ahead(found.files)
+        running.bytes = data.look_ahead(lambda: _open_files(request))
     return data
+
+
+def _open_files(request: Request) -> list[FoundFile]:
+    """Return the files that the tree has open now."""
+    return find_files(tree_pids(request.target.pid), request.options)
 
 
 def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) -> Window:

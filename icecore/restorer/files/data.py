@@ -82,6 +82,7 @@ class _Planning:
     owner: int
     taken: Set[str]
     since_ns: int
+    mapped: Set[int]
     entries: dict[str, Entry]
     listing: Listing
     actions: list[Action] = field(default_factory=list)
@@ -152,7 +153,10 @@ def plan_data(
                 plan = plan.joined(FilePlan([], [listing]))
                 continue
             entries = {os.fsdecode(entry.path): entry for entry in tables[one.path]}
-            planning = _Planning(one, owner, taken, manifest.created_ns, entries, listing)
+            # Stores through such a mapping after the snapshot left no trace.
+            mapped = {file.inode for file in manifest.files if file.mapped}
+            since = manifest.created_ns
+            planning = _Planning(one, owner, taken, since, mapped, entries, listing)
             _plan_directory(planning)
             exposed = any(
                 not paths.guarded(os.path.dirname(path))
@@ -360,7 +364,7 @@ def _is_unchanged(planning: _Planning, entry: Entry, now: os.stat_result) -> boo
     mine = (entry.ctime_ns, entry.mtime_ns, entry.inode)
     if mine != (now.st_ctime_ns, now.st_mtime_ns, now.st_ino):
         return False
-    if entry.ctime_ns >= planning.since_ns - _TICK_NS:
+    if entry.inode in planning.mapped or entry.ctime_ns >= planning.since_ns - _TICK_NS:
         return False  # it may have been written to in the same clock tick
     if entry.kind == "file":
         return stat.S_ISREG(now.st_mode) and now.st_size == entry.size
