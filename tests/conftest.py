@@ -45,6 +45,9 @@ for _name in (
     "MALLOC",
 ):
     os.environ.pop(f"PYTHON{_name}", None)
+# The threads of numpy's linear algebra library spin for a while as they start: a fifth of what many
+# short processes take.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # nohup(1) ignores it, and what ignores it at its start keeps it so.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Servers of tests are on this machine, whatever way others are to be asked.
