@@ -89,11 +89,11 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if asked or any("::" in word for word in config.args):
         return
     left, taken = [], []
-    cases: Counter[str] = Counter()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        (taken if rotation.is_due(test, cases[test]) else left).append(item)
-        cases[test] += 1
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    cases, before = Counter(tests), Counter[str]()
+    for item, test in zip(items, tests, strict=True):
+        (taken if rotation.is_due(test, before[test], cases[test]) else left).append(item)
+        before[test] += 1
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = taken
