@@ -1,5 +1,5 @@
 """What tests of several folders share: real S3 servers, started when first asked for, one for each
-region and session of pytest.
+region and run of pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from icecore.store.backend.s3 import S3Place
 from tests import rotation
-from tests.seaweedfs import Server, running
+from tests.seaweedfs import Server, shared
 
 BUCKET = "icecore-tests"
 
@@ -111,18 +111,20 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def region_a(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An S3 server with a bucket ``icecore-tests``."""
-    yield from _region(tmp_path_factory.mktemp("region-a"))
+    yield from _region("region-a", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def region_b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Another one."""
-    yield from _region(tmp_path_factory.mktemp("region-b"))
+    yield from _region("region-b", tmp_path_factory)
 
 
-def _region(folder: Path) -> Iterator[Server]:
-    with running(folder) as server:
-        server.make_bucket(BUCKET)
+def _region(name: str, folders: pytest.TempPathFactory) -> Iterator[Server]:
+    own = folders.getbasetemp()
+    # pytest-xdist gives each worker a directory below that of the run.
+    run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with shared(run / name, BUCKET) as server:
         yield server
 
 
