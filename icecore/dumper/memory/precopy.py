@@ -140,10 +140,12 @@ def pre_copy(
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
+            extents = present_extents(pid, ranges_of(regions), context.threads)
             regions = inherit_origins(
-                cut(regions, allocations(reader, regions)), before.space.regions if before else []
+                cut(regions, allocations(reader, regions, extents)),
+                before.space.regions if before else [],
             )
-            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), context.threads))
+            plan = plan_cells(regions, extents)
             scanner = _Scanner(
                 stream,
                 regions,
