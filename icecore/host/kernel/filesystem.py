@@ -146,9 +146,7 @@ def _set_groups(groups: Sequence[int]) -> None:
     machine = os.uname().machine
     number = _SETGROUPS.get(machine)
     if number is None:
-        raise OSError(
-            errno.ENOSYS, f"the number of setgroups(2) is unknown on {machine}"
-        )
+        raise OSError(errno.ENOSYS, f"the number of setgroups(2) is unknown on {machine}")
     array = (ctypes.c_uint32 * len(groups))(*groups)
     if libc.syscall(number, len(groups), array):
         raise libc.last_error("setgroups")
