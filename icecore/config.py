@@ -68,8 +68,8 @@ _TIMES = {
     "mo": 30 * _DAY,
     "y": 365 * _DAY,
 }
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
-_NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+_NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+")
 #: More than the cores of any machine; starting tens of thousands of threads fails.
 _MOST_THREADS = 1024
 _WORDS = {

@@ -1,9 +1,10 @@
 """What tests of several folders share: real S3 servers, started when first asked for, one for each
-region and session of pytest.
+region and run of pytest.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from icecore.store.backend.s3 import S3Place
 from tests import rotation
-from tests.seaweedfs import Server, running
+from tests.seaweedfs import Server, shared
 
 BUCKET = "icecore-tests"
 
@@ -44,6 +45,9 @@ for _name in (
     "MALLOC",
 ):
     os.environ.pop(f"PYTHON{_name}", None)
+# The threads of numpy's linear algebra library spin for a while as they start: a fifth of what many
+# short processes take.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # nohup(1) ignores it, and what ignores it at its start keeps it so.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Servers of tests are on this machine, whatever way others are to be asked.
@@ -71,17 +75,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [items[at] for at in order]
 
 
+def pytest_collection_finish() -> None:
+    """Spare every collection of garbage the walk through what stays as long as the process: all
+    tests and all modules.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = config.getoption("every_case") or config.getoption("keyword")
     asked = asked or config.getoption("markexpr") == "torture"
     if asked or any("::" in word for word in config.args):
         return
     left, taken = [], []
-    cases: Counter[str] = Counter()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        (taken if rotation.is_due(test, cases[test]) else left).append(item)
-        cases[test] += 1
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    cases, before = Counter(tests), Counter[str]()
+    for item, test in zip(items, tests, strict=True):
+        (taken if rotation.is_due(test, before[test], cases[test]) else left).append(item)
+        before[test] += 1
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = taken
@@ -99,18 +111,20 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def region_a(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An S3 server with a bucket ``icecore-tests``."""
-    yield from _region(tmp_path_factory.mktemp("region-a"))
+    yield from _region("region-a", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def region_b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Another one."""
-    yield from _region(tmp_path_factory.mktemp("region-b"))
+    yield from _region("region-b", tmp_path_factory)
 
 
-def _region(folder: Path) -> Iterator[Server]:
-    with running(folder) as server:
-        server.make_bucket(BUCKET)
+def _region(name: str, folders: pytest.TempPathFactory) -> Iterator[Server]:
+    own = folders.getbasetemp()
+    # pytest-xdist gives each worker a directory below that of the run.
+    run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with shared(run / name, BUCKET) as server:
         yield server
 
 

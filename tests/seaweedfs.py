@@ -6,6 +6,7 @@ Two of them are two regions: the same topology as in docker-compose.yml.
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -15,11 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import boto3
 from botocore.config import Config
@@ -31,6 +34,8 @@ REGION = "us-east-1"
 _SERVICES = ("master", "volume", "filer", "s3")
 _START_SECONDS = 60.0
 _STARTS = 3
+#: The others of a run have as many tests left when one has none.
+_OTHERS_SECONDS = 500.0
 #: Each server's ports follow each other; they are below those that Linux gives to connections
 #: (ip_local_port_range).
 _COUNT = 2 * len(_SERVICES)
@@ -57,13 +62,13 @@ class Server:
     Attributes:
         endpoint: Its URL.
         folder: Where its data and its logs are.
-        process: The server itself.
+        process: The server itself; None: another process of this run has started it.
         ports: All that it listens on.
     """
 
     endpoint: str
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     ports: tuple[int, ...]
 
     def make_bucket(self, name: str) -> str:
@@ -118,6 +123,51 @@ def running(folder: Path, *, weed: str | None = None) -> Iterator[Server]:
                 _end(process, ports)
         last = (folder / "weed.log").read_text(errors="replace")[-2000:]
     raise RuntimeError(f"SeaweedFS does not come up:\n{last}")
+
+
+@contextmanager
+def shared(folder: Path, bucket: str) -> Iterator[Server]:
+    """A server with one bucket that all processes of a run have in common. The first one starts it,
+    and on its way out ends it once no other uses it.
+
+    Args:
+        folder: The same for all of them.
+    """
+    folder.mkdir(exist_ok=True)
+    known = folder / "server.json"
+    # `change` is held while a server comes or goes, `users` (shared) as long as one is used.
+    with open(folder / "change", "wb") as change, open(folder / "users", "wb") as users:
+        fcntl.flock(change, fcntl.LOCK_EX)
+        if known.exists():
+            fcntl.flock(users, fcntl.LOCK_SH)
+            fcntl.flock(change, fcntl.LOCK_UN)
+            endpoint, ports = json.loads(known.read_text())
+            yield Server(endpoint, folder, None, tuple(ports))
+            return
+        with running(Path(tempfile.mkdtemp(dir=folder))) as server:
+            server.make_bucket(bucket)
+            known.write_text(json.dumps([server.endpoint, server.ports]))
+            fcntl.flock(change, fcntl.LOCK_UN)
+            try:
+                yield server
+            finally:
+                _await_last(change, users)
+                known.unlink()
+
+
+def _await_last(change: IO[bytes], users: IO[bytes]) -> None:
+    """Wait until nobody else uses a server, and then let nobody begin to."""
+    limit = time.monotonic() + _OTHERS_SECONDS
+    while True:
+        fcntl.flock(change, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise
+        fcntl.flock(change, fcntl.LOCK_UN)
+        time.sleep(0.1)
 
 
 def _start(program: str, folder: Path, ports: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -5,6 +5,7 @@ begin first, and none is lost.
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 import pytest
 
@@ -14,8 +15,13 @@ from tests import rotation
 @pytest.mark.parametrize("test", [*rotation.PARTS, *rotation.LONG])
 def test_it_exists(test: str) -> None:
     path, _, name = test.partition("::")
-    tree = ast.parse((rotation.ROOT / path).read_text())
-    assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+    assert name in _functions(path)
+
+
+@cache
+def _functions(path: str) -> set[str]:
+    body = ast.parse((rotation.ROOT / path).read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_case_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,8 +30,10 @@ def test_every_case_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     for commit in range(100, 100 + parts):
         monkeypatch.setattr(rotation, "turn", lambda commit=commit: commit)
-        runs.append({case for case in cases if rotation.is_due(test, case)})
-        assert all(rotation.is_due("tests/other.py::test_other", case) for case in cases)
+        runs.append({case for case in cases if rotation.is_due(test, case, 50)})
+        assert all(rotation.is_due("tests/other.py::test_other", case, 50) for case in cases)
+        for few in range(1, parts):
+            assert sum(rotation.is_due(test, case, few) for case in range(few)) == 1
     assert set.union(*runs) == set(cases) and sum(map(len, runs)) == len(cases)
     assert {len(run) for run in runs} <= {50 // parts, 50 // parts + 1}, "parts are equal"
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests import seaweedfs
-from tests.seaweedfs import running, sockets
+from tests.seaweedfs import Server, running, shared, sockets
 
 
 def named_after(pid: int) -> list[Path]:
@@ -32,6 +33,34 @@ def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
         assert not named_after(server.process.pid)
         assert list((server.folder / "logs").glob("weed*"))
     assert not named_after(server.process.pid) and not sockets(server.ports)
+
+
+def test_processes_share_a_server(tmp_path: Path) -> None:
+    """The first one ends it, after the last of the others has done with it; then there is another."""
+    left, ended = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with shared(tmp_path, "a-bucket") as server:
+            found.append(server)
+            begun.set()
+            left.wait(60)
+        ended.set()
+
+    found: list[Server] = []
+    begun = threading.Event()
+    starter = threading.Thread(target=first)
+    starter.start()
+    assert begun.wait(60)
+    with shared(tmp_path, "a-bucket") as second, shared(tmp_path, "a-bucket") as third:
+        assert second.process is None and second.endpoint == third.endpoint == found[0].endpoint
+        left.set()
+        assert not ended.wait(0.3)
+        second.make_bucket("b-bucket")  # it still answers
+    assert ended.wait(60)
+    starter.join(60)
+    assert found[0].process is not None and found[0].process.poll() is not None
+    with shared(tmp_path, "a-bucket") as fourth:
+        assert fourth.process is not None
 
 
 def test_two_servers_never_have_a_port_in_common(

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from icecore.host.criu.program import find_criu
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.store.format.slots import Cost
-from tests.cli.zygote import CHEAP, Zygote
+from tests.zygote import CHEAP, Forked, Zygote, shared
 
 SECONDS = 60.0
 
@@ -45,8 +44,10 @@ class Cli:
         """Return the argument vector."""
         return [sys.executable, "-P", "-m", "icecore.cli", *words]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> Forked | subprocess.Popen[str]:
         """Start a command and return its process."""
+        if self.zygote is not None and self.zygote.fits(self.environment):
+            return self.zygote.start(words, self.environment, str(self.folder))
         return subprocess.Popen(
             self.command(*words),
             env=self.environment,
@@ -112,10 +113,9 @@ def _cheap_passphrases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Zygote:
     """The parent of the commands that `Cli.run` runs."""
-    with closing(Zygote()) as made:
-        yield made
+    return shared()
 
 
 @pytest.fixture

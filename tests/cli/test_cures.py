@@ -15,6 +15,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -80,9 +81,13 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
             )
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted((ROOT / "icecore").rglob("*.py")):
-        yield path, ast.parse(path.read_text(), str(path))
+@cache
+def sources() -> list[tuple[Path, ast.Module]]:
+    paths = sorted((ROOT / "icecore").rglob("*.py"))
+    return [(path, ast.parse(path.read_text(), str(path))) for path in paths]
+
+
+parser_of_all = cache(build_parser)
 
 
 def commands_in(text: str) -> list[list[str]]:
@@ -93,7 +98,7 @@ def commands_in(text: str) -> list[list[str]]:
 
 def wrong_with(words: list[str]) -> str:
     """Return the parser's complaint about a command and its options; empty if there is none."""
-    parser = build_parser()
+    parser = parser_of_all()
     commands = next(
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )

@@ -99,10 +99,10 @@ def test_examples_run(document: Path, cli: Cli, needs_criu: None) -> None:
         script = BEFORE + script
     for name in ("count.py", "serve.py"):
         (cli.folder / name).write_text(JOB)
-    # README and tutorial run commands as users do; a how-to, which begins with the same ones, runs
-    # them in forks.
+    # The README runs commands as users do; the others, which begin with the same ones, run them in
+    # forks.
     program, inherited = [sys.executable, "-P", "-m", "icecore.cli"], []
-    if document.parent.name == "how-to" and cli.zygote and cli.zygote.fits(cli.environment):
+    if document.name != "README.md" and cli.zygote and cli.zygote.fits(cli.environment):
         program, descriptor = cli.zygote.client()
         inherited.append(descriptor)
     programs = cli.folder / "bin"

@@ -25,6 +25,13 @@ from icecore.store.backend.local import LocalBackend
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 
+#: Runs it in a fork (`tests.zygote`), with the order as its only word.
+PROGRAM = """
+import json, sys
+from tests.dumper.driver import main
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+
 
 def drop_capabilities() -> None:
     """Give up all capabilities (capset(2)), though not the user id."""

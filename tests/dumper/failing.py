@@ -18,12 +18,13 @@ import pytest
 from icecore.errors import DumpFailed
 from icecore.store.backend.local import LocalBackend
 from icecore.store.maintenance.check import check
+from tests import zygote
 from tests.programs import driving
 
+from . import driver
 from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing, words_of
 
 SECONDS = 1.0
-_DRIVER = Path(__file__).with_name("driver.py")
 #: Events that say that a dump found something wrong with what an earlier one stored.
 _COMPLAINTS = {"dump.parent_damaged", "dump.hints_missing", "store.base_damaged", "index.damaged"}
 
@@ -164,12 +165,16 @@ class Dumper:
             "descriptors": descriptors,
             "options": options,
         }
-        self.process = subprocess.Popen(
-            [*wrapped, sys.executable, "-P", str(_DRIVER), json.dumps(order)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-        )
+        self.process: zygote.Forked | subprocess.Popen[bytes]
+        if wrapped:
+            self.process = subprocess.Popen(
+                [*wrapped, sys.executable, "-P", driver.__file__, json.dumps(order)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+            )
+        else:
+            self.process = zygote.program(driver.PROGRAM, json.dumps(order))
 
     def until(self, *moment: str, seconds: float = 20.0) -> list[str]:
         """Read the dumper's events until this one."""

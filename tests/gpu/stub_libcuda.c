@@ -1,5 +1,10 @@
 /* A libcuda with the checkpoint calls alone, for testing what passes through cuda.bindings: it
- * prints its arguments and keeps one process's state. */
+ * prints its arguments and keeps one process's state.
+ *
+ * It is no second tests/resident/fake_libcuda.c: that one is called by the processes that are
+ * dumped, has memory and no checkpoint calls, and is driven through icecore.host.cuda.fake in place
+ * of cuda.bindings. This one is called by icecore through cuda.bindings, and has nothing but what
+ * shows which bytes arrive. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <unistd.h>

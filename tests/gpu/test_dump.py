@@ -8,8 +8,6 @@ import json
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +34,8 @@ from icecore.host.kernel import limits, procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.backend.faulty import FaultyBackend, Outcome
+from tests import zygote
+from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 from tests.programs import fake_cuda
@@ -44,8 +44,6 @@ from .conftest import Launch
 from .fake_world import GPUS, MIB, Target, World
 
 pytestmark = pytest.mark.criu
-
-_DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
 
 
 def runs_on(target: Target, workdir: Path) -> None:
@@ -262,9 +260,7 @@ def test_a_dumper_that_is_killed_or_stopped(
         "pause": [moment, state],
         "options": {"max_window": 4.0 if how is signal.SIGSTOP else 20.0, "gpu_shared": True},
     }
-    dumper = subprocess.Popen(
-        [sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE
-    )
+    dumper = zygote.program(driver.PROGRAM, json.dumps(order), stderr=False)
     try:
         assert dumper.stdout is not None
         for line in dumper.stdout:

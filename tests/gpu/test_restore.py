@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -46,6 +45,7 @@ from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.contract import Gpus
 from icecore.store.format.manifest import Manifest
+from tests import zygote
 from tests.dumper.world import Events, Store
 from tests.host.criu_harness import crius
 from tests.programs import driving, fake_cuda
@@ -676,9 +676,7 @@ def test_a_restorer_that_is_killed(
         "mode": mode,
         "pause": pause,
     }  # type: ignore[attr-defined]
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", _RESTORER, json.dumps(order)], stdout=subprocess.PIPE
-    ) as restorer:
+    with zygote.program(_RESTORER, json.dumps(order), stderr=False) as restorer:
         assert restorer.stdout is not None
         assert restorer.stdout.readline() == b"paused\n"
         restorer.kill()

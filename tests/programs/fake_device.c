@@ -2,6 +2,9 @@
  *
  * All others may be frozen while it checkpoints and restores, so from "lock" on it takes no lock that one of them might hold: no malloc, no stdio stream,
  * nothing of Python. It acts on what icecore.host.cuda.fake leaves in the page at CONTROL; all that it knows is in the process, and so is in its snapshots.
+ *
+ * It is no second tests/resident/fake_libcuda.c, which offers the driver's calls to programs that the preload supervises. Its process makes no CUDA call:
+ * CRIU and icecore find in it what a driver leaves in a process, a thread, mappings and device files, and nothing else.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -100,7 +100,7 @@ def main(report: Report, port: int, clients: int, keys: int, *, append_only: boo
         if server.process.poll() is not None:
             raise RuntimeError(f"redis-server ended with {server.process.returncode}")
         report.write(turns, server=server.process.pid, port=port)
-        time.sleep(0.002)
+        time.sleep(0.01)
     verify(report, loads, "at the end")
     if (status := server.stop()) != 0:
         report.violation(f"redis-server ended with {status}")

@@ -293,7 +293,7 @@ class Root:
             version = int.from_bytes(os.read(back[0], 8), "little")
             look = blackboard.verify_all if version % 32 == 0 else blackboard.verify_some
             member.attempt(lambda: look(version))
-            time.sleep(0.002)
+            time.sleep(0.01)
             version += 1
             blackboard.write(version)
             os.write(there[1], version.to_bytes(8, "little"))
@@ -446,7 +446,7 @@ class Root:
                 self.attempt(kept.check)
             self.look_after_children()
             self.report.write(self.number, **self.facts())
-            time.sleep(0.002)
+            time.sleep(0.01)
         for pid, (role, control) in self.children.items():
             control.send(FINISH)
             while message := control.recv(5000):

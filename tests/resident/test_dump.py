@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +31,8 @@ from icecore.host.resident.client import Agent, State
 from icecore.host.resident.protocol import Operation
 from icecore.host.resident.tree import ResidentTree
 from icecore.store.backend.faulty import FaultyBackend, Outcome
+from tests import zygote
+from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 
@@ -63,7 +64,6 @@ int pthread_setname_np(pthread_t thread, const char *name)
 	return next(thread, name);
 }
 """
-_DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
 
 
 def runs_on(job: Job, store: Store) -> None:
@@ -550,9 +550,7 @@ def test_a_dumper_that_is_killed_or_stopped(
         "pause": [moment, state],
         "options": {"max_window": 2.0 if how is signal.SIGSTOP else 20.0},
     }
-    dumper = subprocess.Popen(
-        [sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE
-    )
+    dumper = zygote.program(driver.PROGRAM, json.dumps(order), stderr=False)
     try:
         assert dumper.stdout is not None
         for line in dumper.stdout:

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -31,8 +32,8 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import releasing
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
-from tests.cli.conftest import zygote as zygote
 from tests.cli.documents import check_event, documented_events
+from tests.zygote import Zygote
 
 from . import job as program
 from .conftest import NewMachine
@@ -41,6 +42,13 @@ from .machine import HERE, MIB, Machine, until, uuid_of
 
 pytestmark = pytest.mark.criu
 BUFFERS = 2
+
+
+@pytest.fixture(scope="session")
+def zygote(programs: Path) -> Iterator[Zygote]:
+    """The parent of commands that find the fake libcuda."""
+    with closing(Zygote({**os.environ, "LD_LIBRARY_PATH": str(programs)})) as made:
+        yield made
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ from icecore.restorer.place.placers import Placer, PlacerLost, Placers, placers_
 from icecore.restorer.place.placing import CellState, WantedCell
 from icecore.restorer.plan.memory import Batch, plan_batches
 from icecore.store.backend.local import LocalBackend
+from tests import zygote
 from tests.programs import driving
 from tests.restorer.criu_place import Dumped, await_gone, dumped
 from tests.restorer.places import repository_place, store_cells
@@ -256,11 +255,9 @@ with LoopThread() as loop:
     options = RestoreOptions(mode="full", placers=2, workdir={str(it.workdir)!r})
     restore(repository, loop, {it.result.snapshot!r}, options, emit=emit)
 """
-        restorer = subprocess.Popen(
-            [sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True
-        )
+        restorer = zygote.program(script, stderr=False)
         try:
-            assert restorer.stdout is not None and restorer.stdout.readline() == "placing\n"
+            assert restorer.stdout is not None and restorer.stdout.readline() == b"placing\n"
             tree = descendants(restorer.pid)
             end = time.monotonic() + 20
             while len(placers := processes(str(it.workdir))) < 3:

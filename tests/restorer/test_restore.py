@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +35,7 @@ from icecore.restorer.restore import check
 from icecore.restorer.tree import Tree
 from icecore.sizes import PAGE
 from icecore.store.snapshot.reader import SnapshotReader
+from tests import zygote
 from tests.host.target import eventually
 from tests.programs import driving, plain_criu
 from tests.restorer.criu_place import Dumped, await_gone, dumped
@@ -426,11 +425,9 @@ with LoopThread() as loop:
     restored = restore(repository, loop, {it.result.snapshot!r}, options, emit=emit)
     restored.wait_resident()
 """
-        restorer = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-        )
+        restorer = zygote.program(script, stderr=False)
         try:
-            assert restorer.stdout is not None and restorer.stdout.readline() == "building\n"
+            assert restorer.stdout is not None and restorer.stdout.readline() == b"building\n"
             # The guard and the program; while CRIU holds the tree also CRIU and its script.
             assert eventually(
                 lambda: len(descendants(restorer.pid)) == (2 if mode == "lazy" else 4)

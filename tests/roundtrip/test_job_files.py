@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check, restore
 from icecore.restorer.restored import Restored
 from icecore.restorer.tree import Tree
+from tests import zygote
 from tests.restorer.criu_place import await_gone
 from tests.restorer.job_file_places import look
 from tests.roundtrip.conftest import Trip
@@ -324,10 +324,10 @@ def test_a_restore_that_is_killed_leaves_files_all_old_or_all_new(
         state=str(stopped.registry.state),
         workdir=workdir,
     )
-    restorer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    restorer = zygote.program(script, stderr=False)
     tree: list[int] = []
     try:
-        assert restorer.stdout is not None and restorer.stdout.readline() == "here\n"
+        assert restorer.stdout is not None and restorer.stdout.readline() == b"here\n"
         tree = descendants(restorer.pid)
         guards = [
             pid for pid in tree if b"guard_process" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -18,8 +18,8 @@ from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.context import SpawnContext
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -42,9 +42,11 @@ class Location:
 
     kind: str
     where: str
+    environment: dict[str, str] = field(default_factory=dict)
 
     def open(self) -> Backend:
         """Return a separate client."""
+        os.environ.update(self.environment)
         return OPENERS[self.kind](self.where)
 
 
@@ -62,7 +64,8 @@ def bucket(folder: Path) -> Iterator[Location]:
     with running(folder / "server") as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
             patch.setenv(name, value)
-        yield Location("bucket", f"s3://{server.make_bucket('icecore-processes')}/repository")
+        where = f"s3://{server.make_bucket('icecore-processes')}/repository"
+        yield Location("bucket", where, server.environment())
 
 
 def open_bucket(where: str) -> Backend:
@@ -154,7 +157,9 @@ class Crew:
         self._location = location
         self._folder = folder
         self._dice = random.Random(seed)
-        self._context: SpawnContext = multiprocessing.get_context("spawn")
+        # Each has nothing of this process, and is spared the imports.
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
         self._processes: list[BaseProcess] = [self._start(number) for number in range(len(ROLES))]
 
     def _start(self, number: int) -> BaseProcess:

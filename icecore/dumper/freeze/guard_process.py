@@ -98,6 +98,8 @@ class _Server:
                 pass_fds=[control.fileno(), self.life],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                # As of `icecore.host.gpu.client.QUIET`, whose import would cost more than it saves.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
         except OSError as error:
             self.say(event="failed", error=f"{command[0]}: {error.strerror}")

@@ -23,8 +23,7 @@ import struct
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 from icecore.errors import NotFound
 from icecore.host.cuda.api import DriverMissing, Placement, State, device_error
@@ -55,7 +54,7 @@ _POLL_SECONDS = 0.001
 _PAGE_SECONDS = 10.0
 
 
-class _Fault(msgspec.Struct):
+class _Fault(NamedTuple):
     call: str
     code: int = 999
     pid: int | None = None
@@ -118,7 +117,7 @@ class FakeDriver:
     def _fault(self, call: str, pid: int) -> _Fault | None:
         for path in sorted((self._world / "faults").glob("*")):
             try:
-                fault = msgspec.json.decode(path.read_bytes(), type=_Fault)
+                fault = _Fault(**json.loads(path.read_bytes()))
                 if fault.call == call and fault.pid in (None, pid):
                     path.unlink()
                     return fault

@@ -28,6 +28,8 @@ from icecore.host.rpc.calls import Call, Client, Refusal
 
 #: A call that moves memory takes as long as the memory is large; this only ends what hangs.
 CALL_SECONDS = 900.0
+#: numpy's linear algebra library, which no program here uses, starts threads that spin for a while.
+QUIET = {"OPENBLAS_NUM_THREADS": "1"}
 _BOUND_AT_ONCE = 4096
 _START_SECONDS = 60.0
 
@@ -51,6 +53,7 @@ def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Pop
             pass_fds=[control.fileno(), life],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **QUIET},
             start_new_session=True,
         )
     finally:

@@ -17,6 +17,7 @@ Arguments: as of `icecore.host.gpu.helper`.
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import queue
@@ -28,7 +29,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -41,8 +41,19 @@ from icecore.text import harmless
 
 #: Descriptors of one call.
 MOST_DESCRIPTORS = 200
+#: Bytes of a request from which on a faster parser pays.
+_LARGE = 1 << 18
 #: Calls of a GPU's second thread; `begin` comes first.
 _DIGESTS = ("prepare-digests", "digests")
+
+
+def _decoded(data: bytes) -> Any:
+    """Parse a request. msgspec takes longer to import than a small one takes to parse."""
+    if len(data) < _LARGE:
+        return json.loads(data)
+    import msgspec
+
+    return msgspec.json.decode(data)
 
 
 class _Server:
@@ -56,7 +67,7 @@ class _Server:
 
     def serve(self) -> None:
         begun(self._control).answer(os.getpid())
-        for request in requests(self._control, msgspec.json.decode):
+        for request in requests(self._control, _decoded):
             self._take(request)
         time.sleep(self._linger)
         # What is mapped and pinned goes with the process: the driver takes as long as it needs.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,11 +149,10 @@ def acting_as(user: int, group: int, groups: Sequence[int]) -> Iterator[None]:
 
 def _set_groups(groups: Sequence[int]) -> None:
     """Set the groups of this thread; the C library's setgroups would set them for all threads."""
-    number = _SETGROUPS.get(platform.machine())
+    machine = os.uname().machine
+    number = _SETGROUPS.get(machine)
     if number is None:
-        raise OSError(
-            errno.ENOSYS, f"the number of setgroups(2) is unknown on {platform.machine()}"
-        )
+        raise OSError(errno.ENOSYS, f"the number of setgroups(2) is unknown on {machine}")
     array = (ctypes.c_uint32 * len(groups))(*groups)
     if libc.syscall(number, len(groups), array):
         raise libc.last_error("setgroups")

@@ -227,7 +227,10 @@ class Supervisor:
         self._require_lease()
         if self._hold.lease.certain == self._paused:  # the watchdog stops and continues it
             self._paused = not self._paused
-            self._tell("run.paused" if self._paused else "run.unpaused")
+            if self._paused:
+                self._tell("run.paused")
+            else:
+                self._tell("run.unpaused")
         if self._job is not None and self._ended is None:
             if not self._job.alive:
                 self._messages.put(Ended(self._job.instance, self._job.wait()))

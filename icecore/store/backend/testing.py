@@ -33,7 +33,7 @@ class BackendConformance(ABC):
     large = 9 << 20
     racers = 8
     races = 10
-    listed = 1200
+    listed = 1010
     equal_bytes_lose = True
 
     @abstractmethod

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from icecore.errors import ServiceFailed
 from icecore.host.jobs.identity import user_name
 from icecore.remote.connection import Service, at
 from tests.service.api.conftest import ALICE, BOB
+from tests.zygote import Forked, Zygote
 
 pytestmark = [
     pytest.mark.criu,
@@ -30,6 +32,12 @@ pytestmark = [
 #: Users who can read this Python wherever it is, and can do nothing else that others cannot.
 _READS = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
 COUNT = "i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done"
+
+
+@cache
+def _zygote() -> Zygote:
+    """Return the parent of services and of root's commands, to which a warning is an error."""
+    return Zygote({"PATH": os.environ["PATH"], "HOME": "/", "PYTHONWARNINGS": "error"})
 
 
 @dataclass
@@ -43,7 +51,7 @@ class Node:
     folder: Path
     repository: Path
     more: list[str] = field(default_factory=list)
-    process: subprocess.Popen[bytes] | None = None
+    process: Forked | None = None
 
     @property
     def socket(self) -> str:
@@ -58,11 +66,8 @@ class Node:
         return {**kept, "ICECORE_STATE": str(self.folder / "state"), **more}
 
     def start(self, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "icecore", "-r", str(self.repository), "serve",
-             "--socket", self.socket, *self.more],
-            cwd="/", env=self.environment(**environment), stderr=subprocess.PIPE,
-        )  # fmt: skip
+        words = ["-r", str(self.repository), "serve", "--socket", self.socket, *self.more]
+        self.process = _zygote().start(words, self.environment(**environment), "/", text=False)
         until = time.monotonic() + 30
         while True:
             try:
@@ -97,6 +102,10 @@ class Node:
             timeout=timeout,
         )  # fmt: skip
 
+    def root(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of root's that does not ask the service."""
+        return _zygote().run(list(words), self.environment(), "/", 60)
+
     def ok(self, uid: int, *words: str, **more: str) -> str:
         done = self.run(uid, *words, **more)
         assert done.returncode == 0, done.stderr
@@ -106,10 +115,7 @@ class Node:
 @pytest.fixture
 def node(public: Path) -> Iterator[Node]:
     found = Node(public, public / "repository")
-    subprocess.run(
-        [sys.executable, "-P", "-m", "icecore", "init", str(found.repository)],
-        env=found.environment(), check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    assert found.root("init", str(found.repository)).returncode == 0
     try:
         yield found
     finally:
@@ -150,10 +156,7 @@ def test_a_user_runs_snapshots_and_restores_a_job(node: Node) -> None:
     assert [(one["user"], one["user_name"]) for one in listed] == [(ALICE, user_name(ALICE))]
     jobs = [json.loads(line) for line in node.ok(ALICE, "--json", "ps", "-a").splitlines()]
     assert {(one["user"], one["user_name"]) for one in jobs} == {(ALICE, user_name(ALICE))}
-    local = subprocess.run(
-        [sys.executable, "-P", "-m", "icecore", "-r", str(node.repository), "--json", "ls"],
-        cwd="/", env=node.environment(), capture_output=True, check=True, timeout=60,
-    )  # fmt: skip
+    local = node.root("-r", str(node.repository), "--json", "ls")
     assert json.loads(local.stdout) | {"at": 0} == {**listed[0], "at": 0}
     assert f"snapshot       {snapshot}" in node.ok(ALICE, "show", "count")
     assert "count runs as process" in node.ok(ALICE, "restore", "count")
@@ -198,10 +201,7 @@ def test_errors_and_statuses_are_those_of_the_command_line(node: Node) -> None:
     ):
         through = node.run(ALICE, *words)
         own = [*words[:1], "--user", str(ALICE), *words[1:]] if words[0] == "run" else words
-        direct = subprocess.run(
-            [sys.executable, "-P", "-m", "icecore", "-r", str(node.repository), *own],
-            cwd="/", env=node.environment(), capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        direct = node.root("-r", str(node.repository), *own)
         assert (through.returncode, through.stderr) == (direct.returncode, direct.stderr), words
         assert direct.returncode != 0
         if "--json" in words:
