@@ -19,8 +19,7 @@ class Software:
         prepare: Bash, run once before the job starts.
         files: Text files in its directory.
         network: It has a network of its own.
-        keeps_files: It keeps data in files that it closes. A snapshot has the memory that goes with
-            them only while nothing has changed them since.
+        data: The directory in which it keeps files that it closes; empty: it keeps none.
         lines: Steps.
         marks: A pattern of files that appear, one a step; empty: the lines are printed step by step.
     """
@@ -30,7 +29,7 @@ class Software:
     prepare: str = ""
     files: dict[str, str] = field(default_factory=dict)
     network: bool = False
-    keeps_files: bool = False
+    data: str = ""
     lines: int = 60
     marks: str = ""
 
@@ -61,7 +60,7 @@ public class Main {
             for (Future<Long> part : parts) sum = sum * 131 + part.get();
             for (int key : new TreeSet<>(kept.keySet())) sum = sum * 31 + kept.get(key)[number % 1000];
             System.out.println(step + " " + sum);
-            Thread.sleep(50);
+            Thread.sleep(150);
         }
         pool.shutdown();
     }
@@ -98,7 +97,7 @@ if (!isMainThread) {
     if (kept.length > 100) kept.shift();
     const hash = createHash('sha256').update(new Uint8Array(memory)).update(zlib.gzipSync(kept[0]));
     console.log(number, hash.digest('hex'));
-    if (++number < 60) setTimeout(() => worker.postMessage(number), 50);
+    if (++number < 60) setTimeout(() => worker.postMessage(number), 150);
     else process.exit(0);
   });
   worker.postMessage(number);
@@ -139,7 +138,7 @@ func main() {
 			sum.Write(kept[key])
 		}
 		fmt.Printf("%d %x\\n", step, sum.Sum(nil))
-		time.Sleep(50 * time.Millisecond)
+		time.Sleep(150 * time.Millisecond)
 	}
 }
 """
@@ -151,7 +150,7 @@ for (step in 0:59) {
   kept <- kept %*% kept / sqrt(sum(kept^2)) * 20 + rnorm(250000) / 100
   cat(step, format(sum(abs(kept)), digits = 15), nrow(unique(round(kept[, 1:3], 1))), "\\n")
   flush(stdout())
-  Sys.sleep(0.05)
+  Sys.sleep(0.15)
 }
 """
 
@@ -167,7 +166,7 @@ makes.resume
   puts "#{step} #{Digest::SHA256.hexdigest(Marshal.dump(kept))}"
   $stdout.flush
   GC.start if step % 10 == 0
-  sleep 0.05
+  sleep 0.15
 end
 """
 
@@ -177,7 +176,7 @@ $kept = [];
 for ($step = 0; $step < 60; $step++) {
     $kept[$step % 20] = array_map(fn($at) => str_repeat("$step-$at", 3), range(0, 2000));
     echo $step, ' ', hash('sha256', serialize($kept)), "\\n";
-    usleep(50000);
+    usleep(150000);
 }
 """
 
@@ -191,7 +190,7 @@ _LISP = """
             (digest (loop for key below (min 20 (1+ step)) collect (digest (gethash key kept)))))
     (finish-output)
     (when (zerop (mod step 10)) (gc))
-    (sleep 0.05)))
+    (sleep 0.15)))
 """
 
 _MANAGER = """
@@ -222,7 +221,7 @@ if __name__ == "__main__":
             for part in range(16): tasks.put(step * 16 + part)
             assert sorted(done.get() for _ in range(16)) == list(range(step * 16, step * 16 + 16))
             print(step, totals["sum"], hashlib.sha256(block.buf).hexdigest(), flush=True)
-            time.sleep(0.05)
+            time.sleep(0.15)
         for _ in workers: tasks.put(None)
         for one in workers: one.join()
         block.close()
@@ -261,7 +260,7 @@ for step in range(60):
     size = ask(*peers[0], "DBSIZE")
     kept = ask(*peers[1], "GET", f"key:{step * 5}")
     print(step, size, hashlib.sha256(repr((found, kept)).encode()).hexdigest(), flush=True)
-    time.sleep(0.05)
+    time.sleep(0.15)
 peers[0][0].sendall(b"SHUTDOWN NOSAVE\\r\\n")
 """
 
@@ -275,7 +274,7 @@ for step in range(60):
         print(step if connection is kept else "", answer.status, hashlib.sha256(answer.read()).hexdigest(),
               end=" " if connection is kept else "\\n", flush=True)
         if connection is not kept: connection.close()
-    time.sleep(0.05)
+    time.sleep(0.15)
 """
 
 _NGINX = """
@@ -312,7 +311,7 @@ work() {
     for step in $(seq 0 59); do
         echo "INSERT INTO kept SELECT $step * 100 + at, repeat(md5(($step * at)::text), 20) FROM generate_series(1, 100) at;"
         echo "SELECT $step, count(*), md5(string_agg(text, '' ORDER BY number)) FROM kept;"
-        sleep 0.05
+        sleep 0.15
     done
 }
 work | as psql -qtAX -h "$1" || exit 1
@@ -328,7 +327,7 @@ def _postgres(host: str) -> Software:
         'chown postgres "$home"; PATH=$(pg_config --bindir):$PATH;'
         ' setpriv --reuid=postgres --regid=postgres --clear-groups initdb -A trust -D "$home/data"',
         network=True,
-        keeps_files=True,
+        data="data",
     )
 
 
@@ -390,7 +389,7 @@ SOFTWARE = {
     "postgres-unix": _postgres('"$home"'),
     "postgres-tcp": _postgres("127.0.0.1"),
     "ffmpeg": Software(
-        "exec ffmpeg -v error -re -f lavfi -i testsrc2=size=640x360:rate=20:duration=4"
+        "exec ffmpeg -v error -re -f lavfi -i testsrc2=size=640x360:rate=10:duration=8"
         " -threads 4 -c:v mpeg4 -flush_packets 1 -f framemd5 -",
         ("ffmpeg",),
         lines=90,
