@@ -41,6 +41,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
+    "icecore/host/criu/shared.c",
 ]
 RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",

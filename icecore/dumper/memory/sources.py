@@ -40,6 +40,7 @@ class FileSource:
     """
 
     process = None
+    file = None
 
     def __init__(self, descriptor: int, size: int, name: str, first: int = 0) -> None:
         self._descriptor = descriptor
@@ -90,6 +91,7 @@ class PagesImage:
     """
 
     process = None
+    file = None
 
     def __init__(self, path: str, extents: npt.NDArray[np.void]) -> None:
         self.path = path
@@ -111,6 +113,17 @@ class PagesImage:
             offset = int(self._offset[entry]) + address - int(self._start[entry])
             read_fully(self._descriptor, buffer.view(at, at + length), offset, self.path)
             at += length
+
+
+def read_some(descriptor: int, iovecs: int, count: int, buffer: Buffer) -> None:
+    """Read the runs of a file that may be shorter now: what is missing reads as zeros."""
+    at = 0
+    for offset, length in _runs(iovecs, count):
+        view, done = buffer.view(at, at + length), 0
+        while done < length and (got := os.preadv(descriptor, [view[done:]], offset + done)):
+            done += got
+        view[done:] = bytes(length - done)
+        at += length
 
 
 def read_fully(descriptor: int, out: memoryview, offset: int, name: str) -> None:

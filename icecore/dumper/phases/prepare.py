@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.precopy import PreCopied, pre_copy
+from icecore.dumper.memory.shared import SharedMemory, open_shared
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
@@ -26,6 +27,7 @@ from icecore.dumper.preflight.prediction import predict
 from icecore.dumper.storing import Storing
 from icecore.errors import DumpFailed
 from icecore.events import Event, phase
+from icecore.host.criu.hidden import hides
 from icecore.host.criu.log import RESTLESS
 from icecore.host.criu.program import explain
 from icecore.host.kernel import limits, oom, procfs
@@ -66,6 +68,8 @@ class Ready:
         devices: The tree's GPU processes; None: it has none.
         storing: Where cells go.
         copied: What pre-copy learnt, by image id.
+        shared: Shared memory that is read in place.
+        hiding: Whether CRIU is kept from seeing memory that is read in place.
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
     """
@@ -75,6 +79,8 @@ class Ready:
     devices: Devices | None
     storing: Storing
     copied: Mapping[int, PreCopied]
+    shared: SharedMemory
+    hiding: bool
     claim: Claim
     window: Window
 
@@ -115,15 +121,18 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
-    copied = _pre_copy(request, found, storing)
-    _reserve(found, storing, copied, threads)
+    # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
+    hiding = options.memory != "streamed" and hides(request.criu)
+    shared = open_shared(found.processes, stack) if hiding else SharedMemory()
+    copied = _pre_copy(request, found, storing, shared)
+    _reserve(found, storing, [*copied.values(), *shared.copied.values()], shared.used, threads)
     claim = _claim(request, found)
     stack.callback(claim.release)
     if devices is not None:
         _prepare_devices(request, found, devices, storing)
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
-    return Ready(images, guard, devices, storing, copied, claim, window)
+    return Ready(images, guard, devices, storing, copied, shared, hiding, claim, window)
 
 
 def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) -> Window:
@@ -228,14 +237,17 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
         )
 
 
-def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int, PreCopied]:
-    """Pre-copy every process that is large enough.
+def _pre_copy(
+    request: Request, found: Inspection, storing: Storing, shared: SharedMemory
+) -> dict[int, PreCopied]:
+    """Pre-copy every process that is large enough, and shared memory.
 
     Returns:
         What was learnt, by pid in the tree's own namespace (the image id).
     """
     mode = request.options.pre_copy
-    if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
+    size = found.private_bytes + shared.used
+    if mode == "off" or (mode == "auto" and size < _PRE_COPY_BYTES):
         return {}
     out = {}
     parent, context = storing.parent, storing.context
@@ -243,7 +255,7 @@ def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int
         phase(request.emit, "dump.precopy") as running,
         context.staging.limited(_PRE_COPY_STAGING),
     ):
-        advance = running.counter(found.private_bytes)
+        advance = running.counter(size)
         for number, process in enumerate(found.processes):
             if process.status.zombie or process.private_bytes < (1 << 20):
                 continue
@@ -255,26 +267,32 @@ def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int
             if learnt is not None:
                 out[image] = learnt
                 running.bytes += learnt.scanned
+        shared.pre_copy(len(found.processes), parent, context, advance)
+        running.bytes += sum(c.scanned for c in shared.copied.values())
+        learned = [*out.values(), *shared.copied.values()]
         running.fields |= {
-            "changed": sum(c.changed for c in out.values()),
-            "stored": sum(c.stored for c in out.values()),
+            "changed": sum(c.changed for c in learned),
+            "stored": sum(c.stored for c in learned),
         }
     return out
 
 
 def _reserve(
-    found: Inspection, storing: Storing, copied: Mapping[int, PreCopied], threads: int
+    found: Inspection, storing: Storing, copied: Sequence[PreCopied], shared: int, threads: int
 ) -> None:
     """Prefault as much staging as the window will probably fill, judged by what changed since the
-    parent. Without pre-copy nothing is known, so all of the private memory counts.
+    parent. Without pre-copy nothing is known, so all memory that is read in place counts.
+
+    Args:
+        shared: Bytes of shared memory that is read in place.
     """
     if copied and storing.parent_id:
-        guess = sum(c.changed for c in copied.values())
+        guess = sum(c.changed for c in copied)
     elif copied:
-        left = sum(c.left for c in copied.values())
-        guess = left + int(max(0, found.private_bytes - left) * _GUESS)
+        left = sum(c.left for c in copied)
+        guess = left + int(max(0, found.private_bytes + shared - left) * _GUESS)
     else:
-        guess = found.private_bytes
+        guess = found.private_bytes + shared
     if found.gpus is not None:
         # Pre-copy does not see device memory: assume that as much changes as did in the parent.
         parent = storing.parent

@@ -70,7 +70,10 @@ def build_tree(
     # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
     held = (
         tree.hold_script(undo.stack)
-        if options.mode == "full" or prepared.put_back or prepared.expected is not None
+        if options.mode == "full"
+        or prepared.put_back
+        or prepared.expected is not None
+        or prepared.memory.placed
         else None
     )
     own, prefix, descriptors = (

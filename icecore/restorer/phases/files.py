@@ -15,6 +15,7 @@ from pathlib import Path
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import bound_limits, forget_sizes
+from icecore.host.criu.shared_images import Reach, can_fill_shared, writable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
@@ -130,6 +131,7 @@ def prepare_files(
             plan.criu.version,
             lazily=True,
             temporary=resources.memory.temporary,
+            reached=_reached(plan, folder),
         )
         device_file = None
         if memory.filed:
@@ -318,6 +320,13 @@ def _start_device_file(
             }
 
     return FilledFile(made, pool.submit(fill))
+
+
+def _reached(plan: Plan, folder: Path) -> dict[int, Reach]:
+    """Return the shared memory that can be filled once CRIU has made it."""
+    if not can_fill_shared():
+        return {}
+    return writable_shared(folder, [process.image_id for process in plan.manifest.processes])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from icecore.events import phase
+from icecore.restorer.fill.shared import fill_shared
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.building import Built
 from icecore.restorer.phases.files import Prepared
@@ -29,6 +30,22 @@ def load_memory(attempt: Attempt, plan: Plan, tree: Tree) -> None:
             "redone": spent.redone,
             **spent.thread_seconds(),
         }
+
+
+def load_shared(attempt: Attempt, plan: Plan, prepared: Prepared, built: Built) -> None:
+    """Fill the shared memory of the tree, which is held."""
+    if not prepared.memory.placed:
+        return
+    with phase(attempt.emit, "restore.shared", objects=len(prepared.memory.placed)) as running:
+        running.bytes = fill_shared(
+            built.tree.root(),
+            prepared.memory.placed,
+            attempt.repository.backend,
+            plan.reader,
+            plan.limits,
+            attempt.loop,
+            running.progress,
+        )
 
 
 def bring_devices_back(
