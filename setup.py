@@ -46,6 +46,7 @@ CRIU_SOURCES = [
 RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",
     "icecore/host/criu/join.c",
+    "icecore/host/criu/placed.c",
     "icecore/host/criu/reserve.c",
 ]
 PRELOAD_SOURCES = [

@@ -106,7 +106,7 @@ def _run(attempt: Attempt) -> Restored:
         resources = start_resources(attempt, undo, workspace, plan)
         prepared = prepare_files(attempt, undo, workspace, plan, resources)
         built = build_tree(attempt, undo, workspace, plan, resources, prepared)
-        load_shared(attempt, plan, prepared, built)
+        load_shared(attempt, prepared, built)
         if attempt.options.mode == "lazy":
             return run_while_loading(attempt, undo, workspace, plan, resources, prepared, built)
         load_all(attempt, plan, resources, prepared, built)

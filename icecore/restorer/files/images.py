@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,6 @@ from icecore.host.criu.pagemap_image import (
     load_pagemap,
     write_pagemap,
 )
-from icecore.host.criu.shared_images import Reach
 from icecore.host.cuda.populate import SMALLEST
 from icecore.restorer.files.filewriter import FileTarget
 from icecore.restorer.plan.cells import (
@@ -122,12 +121,10 @@ class PlacedMemory:
     Attributes:
         number: CRIU's number of the object.
         cells: Its cells.
-        reach: Where a process reaches it.
     """
 
     number: int
     cells: SpaceCells
-    reach: Reach
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class Memory:
         lazy: What comes through userfaultfd, by process.
         filed: What CRIU maps from the file `FILE_NAME`.
         size: Bytes of that file.
-        placed: Shared memory to be filled while CRIU holds the tree.
+        placed: Shared memory to be filled once CRIU has made it.
     """
 
     page_images: list[FileTarget]
@@ -225,7 +222,7 @@ def plan_memory(
     *,
     lazily: bool,
     temporary: Mapping[int, Sequence[tuple[int, int]]] | None = None,
-    reached: Mapping[int, Reach] | None = None,
+    fillable: Container[int] = (),
 ) -> Memory:
     """Divide the snapshot's memory among page images, userfaultfd, a file and shared memory, and
     rewrite the pagemaps accordingly.
@@ -238,8 +235,8 @@ def plan_memory(
         temporary: Image id of a process → where its device memory lies, (start, end) in address
             order, which the driver unmaps again. Large mappings of it come from a file; the mm
             images are changed accordingly.
-        reached: CRIU's number of a shared memory object → where a process reaches it. These are not
-            in the page images.
+        fillable: CRIU's numbers of shared memory objects. These are not in the page images, and
+            their pagemaps get other names (icecore/host/criu/placed.c).
 
     Raises:
         Damaged: A pagemap is missing or names pages that the snapshot does not hold.
@@ -264,11 +261,11 @@ def plan_memory(
             raise Damaged("manifest", "of the snapshot", f"there is no {name}") from None
         _check_order(entries, name)
         check_complete(cells, _extents(entries), f"of {space.kind} {space.key}")
-        if space.kind == "shared" and reached and (reach := reached.get(int(space.key))):
-            placed.append(PlacedMemory(int(space.key), cells, reach))
+        if space.kind == "shared" and int(space.key) in fillable:
+            placed.append(PlacedMemory(int(space.key), cells))
             entries = entries[:0]
             os.unlink(path)
-            write_pagemap(path, pages_id, entries, version)
+            write_pagemap(folder / f"placed-shmem-{space.key}.img", pages_id, entries, version)
         ranges: list[tuple[int, int]] = []
         vmas: Vmas | None = None
         if space.kind == "process" and temporary and (given := temporary.get(int(space.key))):

@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from icecore.events import phase
-from icecore.restorer.fill.shared import fill_shared
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.building import Built
 from icecore.restorer.phases.files import Prepared
@@ -32,20 +31,13 @@ def load_memory(attempt: Attempt, plan: Plan, tree: Tree) -> None:
         }
 
 
-def load_shared(attempt: Attempt, plan: Plan, prepared: Prepared, built: Built) -> None:
-    """Fill the shared memory of the tree, which is held."""
+def load_shared(attempt: Attempt, prepared: Prepared, built: Built) -> None:
+    """Wait until the shared memory of the tree, which is held, is complete."""
     if not prepared.memory.placed:
         return
     with phase(attempt.emit, "restore.shared", objects=len(prepared.memory.placed)) as running:
-        running.bytes = fill_shared(
-            built.tree.root(),
-            prepared.memory.placed,
-            attempt.repository.backend,
-            plan.reader,
-            plan.limits,
-            attempt.loop,
-            running.progress,
-        )
+        running.bytes = built.shared.wait(running.progress)
+    built.shared.close()
 
 
 def bring_devices_back(
