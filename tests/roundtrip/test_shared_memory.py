@@ -238,7 +238,9 @@ def test_every_kind_comes_back(puppet: Puppet, store: Store) -> None:
     _, hidden, _ = dumped(puppet.pid, store)
     assert hidden >= 20 * MIB
     for change in ("a", "mm", "fm"):
-        puppet.do(f"{change}[MIB : MIB + 5] = b'again'; {change}[4 * MIB + 8 : 4 * MIB + 20] = bytes(12)")
+        puppet.do(
+            f"{change}[MIB : MIB + 5] = b'again'; {change}[4 * MIB + 8 : 4 * MIB + 20] = bytes(12)"
+        )
     puppet.do("tell()")
     before = digests(puppet)
     assert set(before) == set(KINDS)
@@ -253,7 +255,127 @@ def test_every_kind_comes_back(puppet: Puppet, store: Store) -> None:
             assert objects == len(KINDS) - LEFT - 1  # the file is none
             tell(puppet, "tell()")
             assert digests(puppet) == before, mode
-            tell(puppet, "for f in (sf, wf):\n try: os.pwrite(f, b'x', 0)\n except PermissionError: pass\n else: 1 / 0")
-            tell(puppet, "wm[5:6] = b'x'; a[2 * MIB + 5 : 2 * MIB + 6] = b'x'; os.pwrite(rm and mf, b'y', 9)")
+            tell(
+                puppet,
+                "for f in (sf, wf):\n try: os.pwrite(f, b'x', 0)\n except PermissionError: pass\n else: 1 / 0",
+            )
+            tell(
+                puppet,
+                "wm[5:6] = b'x'; a[2 * MIB + 5 : 2 * MIB + 6] = b'x'; os.pwrite(rm and mf, b'y', 9)",
+            )
             _, hidden, _ = dumped(tree.pid, store)
             assert hidden >= 20 * MIB
+
+
+def test_processes_still_share_it(puppet: Puppet, store: Store) -> None:
+    """One process maps all of it, one a part of it, one may only read it, and one alone has a second
+    object that its parent has left.
+    """
+    puppet.do(
+        "m = mmap.mmap(-1, 4 * MIB); m[:] = os.urandom(4 * MIB); all = at(m)\n"
+        "f = memfd('left', 3 * MIB); left = libc.mmap(0, 3 * MIB, 3, 1, f, 0)\n"
+        "put(left, os.urandom(3 * MIB)); open('left', 'wb').write(ctypes.string_at(left, 3 * MIB))\n"
+        "parts = os.fork()\n"
+        "if parts == 0:\n"
+        "    os.close(f); libc.munmap(left, 3 * MIB); libc.munmap(all, 2 * MIB)\n"
+        "    count = ctypes.c_uint.from_address(all + 3 * MIB)\n"
+        "    while True: count.value += 1; time.sleep(0.01)\n"
+        "reads = os.fork()\n"
+        "if reads == 0:\n"
+        "    os.close(f); libc.munmap(left, 3 * MIB); libc.mprotect(all, 4 * MIB, 1)\n"
+        "    while True:\n"
+        "        if m[100:105] == b'hello' and not os.path.exists('seen'): open('seen', 'w').close()\n"
+        "        time.sleep(0.01)\n"
+        "keeps = os.fork()\n"
+        "if keeps == 0:\n"
+        "    os.close(f); libc.munmap(all, 4 * MIB); seen = ctypes.string_at(left, 3 * MIB)\n"
+        "    while not os.path.exists('tell'): time.sleep(0.01)\n"
+        "    open('.told', 'wb').write(ctypes.string_at(left, 3 * MIB)); os.rename('.told', 'told')\n"
+        "    time.sleep(1000)\n"
+        "os.close(f); libc.munmap(left, 3 * MIB)"
+    )
+    snapshot, hidden, _ = dumped(puppet.pid, store)
+    assert hidden >= 7 * MIB
+    assert len(store.read(snapshot).keys("shared")) == 2
+    puppet.end()
+    with restored(store, snapshot, "full") as (_, objects):
+        assert objects == 2
+        tell(
+            puppet,
+            "m[100:105] = b'hello'; first = m[3 * MIB : 3 * MIB + 4]; end = time.monotonic() + 10\n"
+            "open('tell', 'w').close()\n"
+            "while m[3 * MIB : 3 * MIB + 4] == first or not os.path.exists('seen') or "
+            "not os.path.exists('told'):\n"
+            "    assert time.monotonic() < end; time.sleep(0.01)",
+        )
+        assert (puppet.folder / "told").read_bytes() == (puppet.folder / "left").read_bytes()
+
+
+def test_objects_that_change_between_pre_copy_and_window(puppet: Puppet, store: Store) -> None:
+    """One shrinks, one grows, one loses a part, one is replaced, one is made."""
+    names = ("shrinks", "grows", "punched", "goes")
+    puppet.do(
+        "files = {}\n"
+        f"for name in {names!r}:\n"
+        "    files[name] = f = memfd(name, 0); os.write(f, os.urandom(4 * MIB))\n"
+        "    kinds[name] = lambda f=f: opened(f)"
+    )
+    code = (
+        "os.ftruncate(files['shrinks'], MIB + 5); os.pwrite(files['grows'], b'more', 6 * MIB)\n"
+        "libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]\n"
+        "assert libc.fallocate(files['punched'], 3, MIB + 4096, MIB) == 0\n"
+        "os.close(files.pop('goes')); new = memfd('new', 3 * MIB); os.write(new, os.urandom(MIB))\n"
+        "kinds['goes'] = lambda: opened(new); tell()"
+    )
+    events = Events({("dump.criu", "begin"): lambda _: puppet.do(code)})
+    snapshot, hidden, _ = dumped(puppet.pid, store, events=events)
+    assert hidden >= 8 * MIB
+    before = digests(puppet)
+    puppet.end()
+    with restored(store, snapshot, "lazy") as (_, objects):
+        assert objects == 4
+        tell(puppet, "tell()")
+        assert digests(puppet) == before
+
+
+def test_a_process_that_truncates_all_the_time(puppet: Puppet, store: Store) -> None:
+    puppet.do(
+        "f = memfd('restless', 0); g = memfd('calm', 2 * MIB); os.pwrite(g, os.urandom(2 * MIB), 0)\n"
+        "if os.fork() == 0:\n"
+        "    data = os.urandom(2 * MIB)\n"
+        "    while True: os.ftruncate(f, 0); os.pwrite(f, data, 0); os.ftruncate(f, MIB + 3)\n"
+        "kinds['calm'] = lambda: opened(g)"
+    )
+    puppet.do("tell()")
+    before = digests(puppet)
+    for _ in range(3):
+        snapshot, _, _ = dumped(puppet.pid, store)
+    puppet.end()
+    with restored(store, snapshot, "full"):
+        tell(puppet, "tell()")
+        assert digests(puppet) == before
+
+
+def test_memory_on_huge_pages_is_left_to_criu(puppet: Puppet, store: Store) -> None:
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text(str(int(before) + 6))
+        if int(setting.read_text()) < int(before) + 6:
+            pytest.skip("this machine has no room for huge pages")
+        puppet.do(
+            "h = memfd('h', 4 * MIB, 4); hm = mmap.mmap(h, 4 * MIB); hm[5 : MIB + 5] = os.urandom(MIB)\n"
+            "ha = libc.mmap(0, 2 * MIB, 3, 0x40021, -1, 0); put(ha, b'h' * MIB)\n"
+            "kinds['memfd'] = lambda: seen(hm); kinds['a'] = lambda: ctypes.string_at(ha, MIB).decode()\n"
+            "n = mmap.mmap(-1, 2 * MIB); n[:] = os.urandom(2 * MIB); kinds['n'] = lambda: seen(n); tell()"
+        )
+        expected = digests(puppet)
+        snapshot, _, _ = dumped(puppet.pid, store)
+        puppet.end()
+        with restored(store, snapshot, "full") as (_, objects):
+            assert objects == 1
+            tell(puppet, "tell()")
+            assert digests(puppet) == expected
+    finally:
+        puppet.end()
+        setting.write_text(before)

@@ -61,17 +61,20 @@ class FileSource:
             at += length
 
     def extents(self) -> npt.NDArray[np.void]:
-        """Return the pages of a whole file that hold data, without holes, as EXTENT records."""
+        """Return the pages of a whole file that hold data, without holes, as EXTENT records. The file
+        may change meanwhile.
+        """
         found: list[tuple[int, int]] = []
         position = 0
         while position < self._size:
             try:
                 low = os.lseek(self._descriptor, position, os.SEEK_DATA)
+                high = min(os.lseek(self._descriptor, low, os.SEEK_HOLE), self._size)
             except OSError:
-                break  # ENXIO: only a hole up to the end
-            high = min(os.lseek(self._descriptor, low, os.SEEK_HOLE), self._size)
-            if high <= low:
-                break
+                break  # ENXIO: only a hole up to the end, or it ends before that now
+            if high <= low:  # a hole now, or beyond the size
+                position = low + PAGE
+                continue
             low, high = low // PAGE * PAGE, -(-high // PAGE) * PAGE
             if found and found[-1][0] + found[-1][1] * PAGE >= low:
                 found[-1] = (found[-1][0], (high - found[-1][0]) // PAGE)

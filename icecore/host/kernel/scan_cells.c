@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #define CELL ((size_t)1 << 20) /* bytes; so much room has a slot */
+#define PAGE ((uint64_t)4096)
 #define BITMAP ((size_t)32)
 #define FINGERPRINT ((size_t)16)
 
@@ -71,7 +72,7 @@ static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
 }
 
 /* Where the data of a file begins and ends, from `at` on: up to `room` pairs are written to `found`.
- * Returns how many, or -1 if the file cannot tell. */
+ * Returns how many, or -1 if the file cannot tell. The file may change meanwhile. */
 __attribute__((visibility("default"))) int64_t find_data(
     int64_t file, uint64_t at, uint64_t end, uint64_t *found, int64_t room)
 {
@@ -84,8 +85,12 @@ __attribute__((visibility("default"))) int64_t find_data(
 		if ((uint64_t)low >= end)
 			break;
 		off64_t high = lseek64((int)file, low, SEEK_HOLE);
-		if (high <= low)
-			return -1;
+		if (high < 0)
+			return errno == ENXIO ? count : -1; /* it ends before that now */
+		if (high <= low) { /* a hole now */
+			at = (uint64_t)low + PAGE;
+			continue;
+		}
 		found[2 * count] = (uint64_t)low;
 		found[2 * count++ + 1] = at = (uint64_t)high < end ? (uint64_t)high : end;
 	}
