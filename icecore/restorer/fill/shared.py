@@ -26,10 +26,10 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.filewriter import FileTarget, FileWriter
 from icecore.restorer.files.images import PlacedMemory
+from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import data_pages
 from icecore.store.runtime.loop import LoopThread
-from icecore.sizes import PAGE
 
 #: Its name in the image directory.
 _SOCKET = "shared.socket"
