@@ -243,7 +243,7 @@ class Capture:
         parent = self._parent.space("process", key) if self._parent else None
         copied = self._copied.get(pagemap.number)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
-        regions = grid(pagemap.regions, device, reader, parent, copied)
+        regions = grid(pagemap.regions, pagemap.extents, device, reader, parent, copied)
         seen = copied.seen if copied else None
         return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number), seen)
 

@@ -87,7 +87,8 @@ static inline void __attribute__((format(printf, 1, 2))) violation(const char *f
     va_end(arguments);
 }
 
-static inline void report_replace(uint64_t counter, bool finished, const char *facts)
+/* Returns false if the new file vanished before it was renamed. */
+static inline bool report_put(uint64_t counter, bool finished, const char *facts)
 {
     FILE *f = fopen(report.temporary, "we");
     if (!f) {
@@ -106,8 +107,20 @@ static inline void report_replace(uint64_t counter, bool finished, const char *f
                 report.regions[i].name, (unsigned long long)report.regions[i].address,
                 (unsigned long long)report.regions[i].bytes, (int)report.owner);
     fprintf(f, "], \"facts\": {%s}}", facts ? facts : "");
-    if (fclose(f) || rename(report.temporary, report.state)) {
-        perror(report.state);
+    if (!fclose(f) && !rename(report.temporary, report.state))
+        return true;
+    if (errno == ENOENT)
+        return false;
+    perror(report.state);
+    exit(2);
+}
+
+/* A snapshot may lie between the file's end and its rename. The first instance that is restored renames the file; a later
+   one has to write it again. */
+static inline void report_replace(uint64_t counter, bool finished, const char *facts)
+{
+    if (!report_put(counter, finished, facts) && !report_put(counter, finished, facts)) {
+        fprintf(stderr, "%s vanished twice\n", report.temporary);
         exit(2);
     }
 }

@@ -88,8 +88,16 @@ class Report:
             "regions": self.regions,
             "facts": facts,
         }
+        try:
+            self._replace(json.dumps(state))
+        except FileNotFoundError:
+            # A snapshot may lie between the file's end and its rename. The first instance that is
+            # restored renames the file; a later one has to write it again.
+            self._replace(json.dumps(state))
+
+    def _replace(self, text: str) -> None:
         temporary = self.state_dir / f".{STATE}.new"
-        temporary.write_text(json.dumps(state))
+        temporary.write_text(text)
         temporary.replace(self.state_dir / STATE)
 
     def finish_asked(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -381,10 +382,19 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
                 if not any(pid in others for others in below.values())
             ]
 
+        def send(number: int, pids: list[int]) -> None:
+            for pid in pids:
+                with suppress(ProcessLookupError):  # the host's may have ended meanwhile
+                    os.kill(pid, number)
+
         until(lambda: firsts() and all(len(group) == 4 for group in firsts()))
-        for group in firsts():
-            with suppress(ProcessLookupError):  # the host's may have ended meanwhile
-                os.kill(group[-1 if who == "one" else 0], signal.SIGKILL)  # all end with the first
+        for first, *others, last in firsts():
+            if who == "one":  # the others leave work to it
+                send(signal.SIGSTOP, others)
+                send(signal.SIGKILL, [last])
+                threading.Timer(1.0, send, (signal.SIGCONT, others)).start()
+            else:
+                send(signal.SIGKILL, [first])  # all end with it
 
     events = Events({("restore.resident.memory", "begin"): kill})
     bring_back(store, snapshot, events, placers=3)

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from icecore.errors import DumpFailed
 from icecore.host.kernel.procfs import PROT_READ
@@ -40,12 +41,16 @@ class Reader(Protocol):
         """Return ``length`` bytes at ``start``."""
 
 
-def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
+def allocations(
+    reader: Reader, regions: Sequence[Region], extents: npt.NDArray[np.void]
+) -> list[int]:
     """Return the addresses right behind the header pages of allocations of at least a cell,
     ascending.
 
     Args:
         regions: Sorted and disjoint; only readable private anonymous ones are searched.
+        extents: EXTENT records of the pages that hold something, ascending. Others have no header,
+            and reading them would fill a process's page tables.
 
     Raises:
         NotFound: The process has ended.
@@ -55,29 +60,37 @@ def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
         for r in regions
         if r.lazy and r.protection & PROT_READ and r.kind in ("anonymous", "heap")
     ]
-    starts = np.array([r.start for r in wanted], np.uint64)
-    ends = np.array([r.start + r.length for r in wanted], np.uint64)
+    readable = np.array([(r.start, r.start + r.length) for r in wanted], np.uint64).reshape(-1, 2)
+    ends = extents["address"] + extents["pages"] * np.uint64(PAGE)
+    touched = np.stack([extents["address"], ends], axis=1)
+    starts = [region.start for region in wanted if region.length >= CELL_BYTES]
+    # If MADV_HUGEPAGE split the header off, it lies before the region.
+    first = np.array(starts + [start - PAGE for start in starts], np.uint64)
     found: set[int] = set()
     seen: set[int] = set()
-    left: list[int] = []
-    for region in wanted:
-        if region.length >= CELL_BYTES:
-            left += (
-                region.start,
-                region.start - PAGE,
-            )  # if MADV_HUGEPAGE split the header off, it lies before the region
+    left = first[_within(first, readable) & _within(first, touched)].tolist()
     while left and len(seen) < _MOST_READS:
         address = left.pop()
-        row = int(np.searchsorted(ends, address, side="right"))
-        if address in seen or row == len(starts) or address < starts[row]:
+        if address in seen:
             continue
         seen.add(address)
         size = _chunk_size(reader, address)
         if size >= CELL_BYTES:
             found.add(address + PAGE)
-        if size:
+        after = np.array([address + size], np.uint64)
+        if size and _within(after, readable)[0] and _within(after, touched)[0]:
             left.append(address + size)
     return sorted(found)
+
+
+def _within(
+    addresses: npt.NDArray[np.uint64], bounds: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Return for each address whether it lies in one of ``bounds``, ascending and disjoint."""
+    row = np.searchsorted(bounds[:, 1], addresses, side="right")
+    inside = row < len(bounds)
+    inside[inside] = bounds[row[inside], 0] <= addresses[inside]
+    return inside
 
 
 def _chunk_size(reader: Reader, address: int) -> int:

@@ -4,9 +4,11 @@ scan thread can simply walk. Pure numpy.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -213,18 +215,17 @@ def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list
     """
     if not parent:
         return list(regions)
-    starts = np.array([r.start for r in parent], np.uint64)
-    ends = np.array([r.start + r.length for r in parent], np.uint64)
+    starts = [before.start for before in parent]
+    ends = [before.start + before.length for before in parent]
     out = []
     for region in regions:
         low, high = region.start, region.start + region.length
-        first = int(np.searchsorted(ends, low, side="right"))
-        after = int(np.searchsorted(starts, high, side="left"))
-        if first >= after:
+        over = range(bisect_right(ends, low), bisect_left(starts, high))
+        if not over:
             out.append(region)
             continue
-        overlaps = np.minimum(ends[first:after], high) - np.maximum(starts[first:after], low)
-        origin = parent[first + int(np.argmax(overlaps))].origin
+        most = max(over, key=lambda at: min(ends[at], high) - max(starts[at], low))
+        origin = parent[most].origin
         if origin > low:
             origin -= -((low - origin) // _NODE_BYTES) * _NODE_BYTES
         else:
@@ -232,16 +233,5 @@ def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list
         if origin == region.origin or origin < 0:
             out.append(region)
         else:
-            out.append(
-                Region(
-                    region.start,
-                    region.length,
-                    origin,
-                    region.protection,
-                    region.flags,
-                    region.kind,
-                    region.name,
-                    region.lazy,
-                )
-            )
+            out.append(msgspec.structs.replace(region, origin=origin))
     return out

@@ -214,7 +214,7 @@ class EarlyScan:
         known = copied.known if copied else parent.known if parent else KnownCells.none()
         context = self._context
         with RemoteReader(pid) as reader:
-            wanted = grid(regions, self._device.get(pid, ()), reader, parent, copied)
+            wanted = grid(regions, extents, self._device.get(pid, ()), reader, parent, copied)
             plan = plan_cells(wanted, extents)
             sink = context.pipeline.space(stream, plan, wanted, known)
             result = scan(

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from icecore.dumper.memory.allocations import Reader, allocations, cut
 from icecore.dumper.memory.cells import inherit_origins
@@ -17,6 +19,7 @@ from icecore.store.format.manifest import Region
 
 def grid(
     regions: list[Region],
+    extents: npt.NDArray[np.void],
     device: Sequence[tuple[int, int]],
     reader: Reader,
     parent: ParentSpace | None,
@@ -26,6 +29,7 @@ def grid(
 
     Args:
         regions: The process's VMAs in address order.
+        extents: EXTENT records of the pages that hold something, ascending.
         device: Where device memory lies in them, (start, end), ascending.
         reader: Reads the process.
         parent: The parent's space.
@@ -34,7 +38,7 @@ def grid(
     regions = device_regions(regions, device)
     before = parent.space.regions if parent else []
     if copied is None:
-        return inherit_origins(cut(regions, allocations(reader, regions)), before)
+        return inherit_origins(cut(regions, allocations(reader, regions, extents)), before)
     # Pre-copy has already found the allocations.
     regions = cut(regions, [region.start for region in copied.regions])
     return inherit_origins(inherit_origins(regions, before), copied.regions)

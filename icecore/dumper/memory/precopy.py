@@ -140,10 +140,11 @@ def pre_copy(
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
-            regions = inherit_origins(
-                cut(regions, allocations(reader, regions)), before.space.regions if before else []
-            )
             extents = present_extents(pid, ranges_of(regions), context.threads)
+            regions = inherit_origins(
+                cut(regions, allocations(reader, regions, extents)),
+                before.space.regions if before else [],
+            )
             source, busy = RunningReader(reader), _is_busy(pid, clock)
             return copy_space(stream, regions, extents, source, before, context, advance, busy)
     except NotFound:

@@ -54,7 +54,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
     found: dict[tuple[int, int], FoundFile] = {}
     for pid in pids:
         try:
-            descriptors, mappings = procfs.descriptors(pid), procfs.read_maps(pid)
+            descriptors, mappings = procfs.descriptors(pid), procfs.file_mappings(pid)
         except NotFound:
             continue  # it has ended, which happens only before the window
         for descriptor in descriptors:
@@ -70,7 +70,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 options,
             )
         for mapping in mappings:
-            if mapping.inode == 0 or not mapping.path.startswith("/"):
+            if not mapping.path.startswith("/"):
                 continue
             shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(
                 mapping.protection & procfs.PROT_WRITE

@@ -274,8 +274,12 @@ def tree(pid: int, *, attempts: int = 50) -> list[int]:
     )
 
 
-_MAPS_LINE = re.compile(
-    rb"([0-9a-f]+)-([0-9a-f]+) ([r-])([w-])([x-])([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *([^\n]*)"
+_MAPS_LINE, _FILE_LINE = (
+    re.compile(
+        rb"([0-9a-f]+)-([0-9a-f]+) ([r-])([w-])([x-])([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (%b) *([^\n]*)"
+        % inode
+    )
+    for inode in (rb"\d+", rb"[1-9]\d*")
 )
 
 
@@ -338,6 +342,15 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
                 sets[words] = frozenset(words.decode().split())
             found.append(_mapping(head.groups(), sets[words]))
     return [_exact(pid, mapping) for mapping in found if mapping.path != "[vsyscall]"]
+
+
+def file_mappings(pid: int) -> list[Mapping]:
+    """Return the mappings of a process that have an inode (files and shared memory), in address
+    order. A process may have a hundred thousand others.
+    """
+    with _process(pid), open(f"/proc/{pid}/maps", "rb") as file:
+        lines = _FILE_LINE.findall(file.read())
+    return [_exact(pid, _mapping(fields, frozenset())) for fields in lines]
 
 
 def parse_maps(text: bytes) -> list[Mapping]:
