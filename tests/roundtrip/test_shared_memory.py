@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,11 +17,17 @@ from pathlib import Path
 import pytest
 
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import RestoreFailed
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.criu.program import find_criu
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.restorer.fill import shared as shared_fill
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.phases import files as restored_files
 from icecore.restorer.restore import restore
 from icecore.restorer.restored import Restored
 from icecore.store.runtime.loop import LoopThread
@@ -379,3 +386,98 @@ def test_memory_on_huge_pages_is_left_to_criu(puppet: Puppet, store: Store) -> N
     finally:
         puppet.end()
         setting.write_text(before)
+
+
+#: Prints the digest of everything that it holds, again and again.
+PRINTS = """
+import ctypes, hashlib, mmap, os, sys, time
+libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p; size = 2 << 20
+f = os.memfd_create('f'); os.ftruncate(f, size)
+segment = libc.shmat(libc.shmget(5, size, 0o1600), None, 0)
+held = [mmap.mmap(-1, size), mmap.mmap(f, size), (ctypes.c_char * size).from_address(segment)]
+for one in held: one[:] = os.urandom(size)
+while True:
+    print(hashlib.sha256(b"".join(one[:] for one in held)).hexdigest(), flush=True)
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_a_job_with_a_root_of_its_own(mode: str, store: Store, tmp_path: Path) -> None:
+    """No path of the restorer's exists where CRIU makes the objects."""
+    registry = Registry(tmp_path / "jobs")
+    isolation = Isolation(network=True, root=True)
+    job = registry.start([sys.executable, "-S", "-c", PRINTS], name="job", isolation=isolation)
+    jobs = [job]
+
+    def printed(more_than: int) -> list[str]:
+        end = time.monotonic() + 20
+        while len(lines := jobs[-1].log_path("stdout").read_text().split()) <= more_than:
+            assert time.monotonic() < end, jobs[-1].log_path("stderr").read_text()
+            time.sleep(0.01)
+        return lines
+
+    try:
+        printed(2)
+        target = Target(job.pid, job.name, record=job.record())
+        snapshot = store.dump(target, DumpOptions(pre_copy="on")).snapshot
+        before = printed(0)
+        options = RestoreOptions(mode=mode, workdir=str(store.workdir))  # type: ignore[arg-type]
+        tree = restore(store.repository, store.loop, snapshot, options, registry=registry)
+        assert tree.job is not None
+        jobs.append(tree.job)
+        tree.wait_resident(60)
+        lines = printed(len(before) + 3)
+        assert set(lines) == {before[0]}
+    finally:
+        for one in jobs:
+            if one.alive:
+                one.kill(9)
+                one.wait(10)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_criu_reads_it_from_images_where_nothing_can_fill_it(
+    streamed: bool, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does the reverse: what CRIU wrote into its images is filled."""
+    for kind in ("anonymous", "memfd", "segment"):
+        hold(puppet, kind, KINDS[kind])
+    puppet.do("tell()")
+    before = digests(puppet)
+    if streamed:
+        result = store.dump(puppet.pid, DumpOptions(memory="streamed"))
+        snapshot = result.snapshot
+    else:
+        snapshot, _, _ = dumped(puppet.pid, store)
+        monkeypatch.setattr(restored_files, "can_fill_shared", lambda: False)
+    puppet.end()
+    with restored(store, snapshot, "full") as (_, objects):
+        assert objects == (3 if streamed else 0)
+        tell(puppet, "tell()")
+        assert digests(puppet) == before
+
+
+@pytest.mark.parametrize("broken", ["open", "fill"])
+def test_nothing_runs_if_it_cannot_be_filled(
+    broken: str, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puppet.do(KINDS["anonymous"].replace("[k]", "['a']"))
+    snapshot, _, _ = dumped(puppet.pid, store)
+    pid = puppet.pid
+    puppet.end()
+
+    def fail(*_: object) -> int:
+        raise RestoreFailed("as planned")
+
+    if broken == "open":
+        monkeypatch.setattr(shared_fill, "_open_mapped", fail)
+    else:
+        monkeypatch.setattr(shared_fill.FileWriter, "place", fail)
+    with (
+        pytest.raises(RestoreFailed, match="as planned"),
+        restored(store, snapshot, "full"),
+    ):
+        pass
+    assert not Path(f"/proc/{pid}").exists()
+    assert not any(store.workdir.glob("icecore-restore-*"))

@@ -136,7 +136,7 @@ def pre_copy(
         What the window can rely on; None if the process has ended or cannot be read (the window
         reports why, if it matters).
     """
-    clock = _CpuClock.of(pid)
+    clock = CpuClock.of(pid)
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
@@ -145,7 +145,7 @@ def pre_copy(
                 cut(regions, allocations(reader, regions, extents)),
                 before.space.regions if before else [],
             )
-            source, busy = RunningReader(reader), _is_busy(pid, clock)
+            source, busy = RunningReader(reader), is_busy(pid, clock)
             return copy_space(stream, regions, extents, source, before, context, advance, busy)
     except NotFound:
         return None
@@ -222,14 +222,14 @@ def _held(plan: CellPlan, before: ParentSpace | None, busy: bool) -> npt.NDArray
 
 
 @dataclass(frozen=True)
-class _CpuClock:
+class CpuClock:
     """The CPU time of a process, all threads together, and when it was read; in seconds."""
 
     used: float
     at: float
 
     @classmethod
-    def of(cls, pid: int) -> _CpuClock:
+    def of(cls, pid: int) -> CpuClock:
         """Read it (clock_getcpuclockid(3)); a process that has ended used no time."""
         try:
             used = time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
@@ -238,10 +238,10 @@ class _CpuClock:
         return cls(used, time.monotonic())
 
 
-def _is_busy(pid: int, since: _CpuClock) -> bool:
+def is_busy(pid: int, since: CpuClock) -> bool:
     """Return whether a process has run for a noticeable share of the time since."""
     time.sleep(max(0.0, since.at + _BUSY_SECONDS - time.monotonic()))
-    now = _CpuClock.of(pid)
+    now = CpuClock.of(pid)
     return now.used - since.used > _BUSY_SHARE * (now.at - since.at)
 
 

@@ -123,16 +123,22 @@ class SharedMemory:
         parent: Parent | None,
         context: ScanContext,
         advance: Advance = unwatched,
+        busy: bool = False,
     ) -> None:
         """Store what the parent snapshot does not have, while the job writes
         (`icecore.dumper.memory.precopy`).
+
+        Args:
+            busy: Whether any process of the tree runs all the time.
         """
         for number, (key, one) in enumerate(self.objects.items()):
             before = parent.space("shared", key) if parent else None
             extents = one.extents(context.threads)
             stream = (first_stream + number) % context.streams
             regions = shared_regions(key, extents)
-            self.copied[key] = copy_space(stream, regions, extents, one, before, context, advance)
+            self.copied[key] = copy_space(
+                stream, regions, extents, one, before, context, advance, busy
+            )
 
     def scan_early(
         self, key: str, extents: Extents, parent: Parent | None, stream: int, context: ScanContext

@@ -18,7 +18,7 @@ from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
-from icecore.dumper.memory.precopy import PreCopied, pre_copy
+from icecore.dumper.memory.precopy import CpuClock, PreCopied, is_busy, pre_copy
 from icecore.dumper.memory.shared import SharedMemory, open_shared
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.preflight import Accepted
@@ -251,6 +251,8 @@ def _pre_copy(
         return {}
     out = {}
     parent, context = storing.parent, storing.context
+    pids = [process.pid for process in found.processes] if shared.objects else []
+    clocks = {pid: CpuClock.of(pid) for pid in pids}
     with (
         phase(request.emit, "dump.precopy") as running,
         context.staging.limited(_PRE_COPY_STAGING),
@@ -267,7 +269,8 @@ def _pre_copy(
             if learnt is not None:
                 out[image] = learnt
                 running.bytes += learnt.scanned
-        shared.pre_copy(len(found.processes), parent, context, advance)
+        busy = any(is_busy(pid, clock) for pid, clock in clocks.items())
+        shared.pre_copy(len(found.processes), parent, context, advance, busy)
         running.bytes += sum(c.scanned for c in shared.copied.values())
         learned = [*out.values(), *shared.copied.values()]
         running.fields |= {
