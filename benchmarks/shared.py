@@ -32,6 +32,15 @@ KINDS = {
     "private": "m = mmap.mmap(-1, size, flags=0x22)",
     "shared anonymous": "m = mmap.mmap(-1, size)",
     "memfd": "f = os.memfd_create('x'); os.ftruncate(f, size); m = mmap.mmap(f, size)",
+    "segment": (
+        "assert libc.unshare(0x08000000) == 0; libc.shmat.restype = ctypes.c_void_p\n"
+        "at = libc.shmat(libc.shmget(7, size, 0o1600), None, 0)\n"
+        "m = (ctypes.c_char * size).from_address(at)"
+    ),
+    "file on tmpfs": (
+        "import tempfile; file = tempfile.NamedTemporaryFile(dir='/dev/shm'); f = file.fileno()\n"
+        "os.ftruncate(f, size); m = mmap.mmap(f, size)"
+    ),
 }
 _FILL = "for at in range(0, size, MIB): m[at : at + MIB] = os.urandom(MIB)"
 _CHANGE = "for at in range(0, size, 10 * MIB): m[at : at + MIB] = os.urandom(MIB)"

@@ -37,13 +37,17 @@ class FileSource:
         descriptor: Open for reading; the caller keeps it.
         size: Bytes at the time of the snapshot. A file that is longer now is read up to there.
         first: Where in the file the content begins.
+
+    Attributes:
+        file: See `icecore.dumper.memory.scan.Source`. What is read so of the last page, behind the
+            size, is of a file that grows, and belongs to no content.
     """
 
     process = None
-    file = None
 
     def __init__(self, descriptor: int, size: int, name: str, first: int = 0) -> None:
         self._descriptor = descriptor
+        self.file = None if first else descriptor
         self._first = first
         self._size = size
         self._name = name
