@@ -97,6 +97,7 @@ class Capture:
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
         shared: Shared memory that CRIU may have been kept from seeing.
+        mapped: Files in memory that the tree had mapped writable.
         is_own: Whether the instance has something of its own at a path of the tree.
     """
 
@@ -108,6 +109,7 @@ class Capture:
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         shared: SharedMemory,
+        mapped: SharedMemory,
         context: ScanContext,
         emit: Sink,
         is_own: Callable[[str], bool] = lambda path: False,
@@ -119,6 +121,7 @@ class Capture:
         self._parent = parent
         self._copied = copied
         self._shared = shared
+        self._mapped = mapped
         self._context = context
         self._emit = emit
 
@@ -283,6 +286,9 @@ class Capture:
                 else []
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
+            if (copied := self._mapped.copied.get(about.path)) is not None:
+                # Cells are known by their content, so another file of this name does no harm.
+                capture.known, capture.seen = copied.known, copied.seen
             captured.spaces.append(capture)
             read = capture.scan(source, source.extents(), self._context) if about.size else 0
             if os.fstat(descriptor).st_size < about.size:

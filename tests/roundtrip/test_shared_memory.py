@@ -4,6 +4,7 @@ and comes back with its content, its sharers and its holes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -140,7 +141,7 @@ KINDS = {
         "fcntl.fcntl(wf, SEALS, 16); kinds[k] = lambda: opened(wf)"
     ),
     "segment": (
-        "n = libc.shmget(77, 5 * MIB, 0o1600); sa = libc.shmat(n, None, 0); assert sa != -1\n"
+        "n1 = libc.shmget(77, 5 * MIB, 0o1600); sa = libc.shmat(n1, None, 0); assert sa != -1\n"
         "fill((ctypes.c_char * (5 * MIB)).from_address(sa)); kinds[k] = lambda: through(sa)"
     ),
     "segment, not attached": (
@@ -151,6 +152,10 @@ KINDS = {
         "    try: return through(a)\n"
         "    finally: libc.shmdt(ctypes.c_void_p(a))\n"
         "kinds[k] = unattached"
+    ),
+    "file on tmpfs": (
+        "n = os.open(place + '/file', os.O_RDWR | os.O_CREAT); os.ftruncate(n, 5 * MIB)\n"
+        "nm = mmap.mmap(n, 5 * MIB); fill(nm); kinds[k] = lambda: content(n)"
     ),
     "deleted file on tmpfs": (
         "df = tempfile.TemporaryFile(dir='/dev/shm'); d = df.fileno()\n"
@@ -240,26 +245,30 @@ def hold(puppet: Puppet, kind: str, code: str) -> None:
 
 
 def test_every_kind_comes_back(puppet: Puppet, store: Store) -> None:
+    puppet.do(f"place = {str(store.workdir)!r}")
     for kind, code in KINDS.items():
         hold(puppet, kind, code)
     _, hidden, _ = dumped(puppet.pid, store)
     assert hidden >= 20 * MIB
-    for change in ("a", "mm", "fm"):
+    for change in ("a", "mm", "fm", "nm"):
         puppet.do(
             f"{change}[MIB : MIB + 5] = b'again'; {change}[4 * MIB + 8 : 4 * MIB + 20] = bytes(12)"
         )
     puppet.do("tell()")
     before = digests(puppet)
     assert set(before) == set(KINDS)
+    step = puppet._step
     snapshot, again, stored = dumped(puppet.pid, store, "off")
     assert again >= 20 * MIB
     assert stored < 8 * MIB  # most of the parent's cells are still true
+    recorded = store.read(snapshot).content("file", f"{store.workdir}/file")
+    assert [5 * MIB, hashlib.sha256(recorded).hexdigest()] == before["file on tmpfs"]
+    puppet.do("nm[7:12] = b'later'")
     puppet.end()
-    step = puppet._step
     for mode in ("full", "lazy"):
         rewind(puppet, step)
         with restored(store, snapshot, mode) as (tree, objects):
-            assert objects == len(KINDS) - LEFT - 1  # the file is none
+            assert objects == len(KINDS) - LEFT - 2  # the files are none
             tell(puppet, "tell()")
             assert digests(puppet) == before, mode
             tell(
@@ -481,3 +490,15 @@ def test_nothing_runs_if_it_cannot_be_filled(
         pass
     assert not Path(f"/proc/{pid}").exists()
     assert not any(store.workdir.glob("icecore-restore-*"))
+
+
+def test_a_mapped_file_in_memory_is_stored_before_the_window(puppet: Puppet, store: Store) -> None:
+    puppet.do(f"place = {str(store.workdir)!r}; k = 'file'\n{KINDS['file on tmpfs']}")
+    events = Events()
+    result = store.dump(puppet.pid, DumpOptions(pre_copy="on"), events=events)
+    (pre,) = [e for e in events.named("dump.precopy") if e.fields["state"] == "end"]
+    assert int(str(pre.fields["stored"])) >= 3 * MIB
+    assert result.pre_copied >= 3 * MIB
+    recorded = store.read(result.snapshot)
+    content = recorded.content("file", f"{store.workdir}/file")
+    assert content[: 5 * MIB] == (store.workdir / "file").read_bytes()

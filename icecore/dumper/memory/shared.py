@@ -1,5 +1,6 @@
-"""Shared memory that is no file: shared anonymous memory, memfds, System V segments. Each object is
-found once, whoever maps it, and read in place through a descriptor of this process.
+"""Shared memory: shared anonymous memory, memfds, System V segments, and files in memory that are
+mapped writable. Each object is found once, whoever maps it, and read in place through a descriptor
+of this process.
 
 The descriptor keeps the object alive, so its inode number stays its own.
 """
@@ -23,13 +24,15 @@ from icecore.dumper.memory.scan import scan
 from icecore.dumper.memory.sources import FileSource, read_some
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.memory.staging import Slot
+from icecore.dumper.observe.files import FoundFile
 from icecore.dumper.observe.inspection import SHARED_MEMORY, ProcessInspection
 from icecore.events import Advance, unwatched
 from icecore.host.criu.hidden import SHARED
+from icecore.host.kernel.libc import in_memory
 from icecore.host.kernel.memory import shared_memory_device
 from icecore.host.kernel.scanning import data_ranges
 from icecore.sizes import PAGE
-from icecore.store.format.manifest import Region
+from icecore.store.format.manifest import Region, SpaceKind
 
 Extents = npt.NDArray[np.void]
 
@@ -46,6 +49,7 @@ class SharedObject:
     """A shared memory object that is open for reading.
 
     Attributes:
+        key: The key of its space: the number that CRIU gives it, or a file's path.
         size: Bytes when it was opened.
         used: Bytes of memory that it had then.
         system_v: Whether it is a System V segment. Then ``inode`` is its identifier, which an
@@ -53,6 +57,7 @@ class SharedObject:
     """
 
     descriptor: int
+    key: str
     device: int
     inode: int
     system_v: bool
@@ -65,11 +70,6 @@ class SharedObject:
     def file(self) -> int:
         """The descriptor: its offsets are the addresses."""
         return self.descriptor
-
-    @property
-    def key(self) -> str:
-        """The key of its space: the number that CRIU gives it."""
-        return str(self.inode)
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         """See `icecore.dumper.memory.scan.Source`. What lies behind the end reads as zeros."""
@@ -102,10 +102,12 @@ class SharedMemory:
     Attributes:
         objects: By key.
         copied: What pre-copy learnt, by key.
+        kind: Of the objects' spaces: shared, or file.
     """
 
     objects: Mapping[str, SharedObject] = field(default_factory=dict)
     copied: dict[str, PreCopied] = field(default_factory=dict)
+    kind: SpaceKind = "shared"
 
     @property
     def used(self) -> int:
@@ -132,10 +134,12 @@ class SharedMemory:
             busy: Whether any process of the tree runs all the time.
         """
         for number, (key, one) in enumerate(self.objects.items()):
-            before = parent.space("shared", key) if parent else None
+            before = parent.space(self.kind, key) if parent else None
             extents = one.extents(context.threads)
             stream = (first_stream + number) % context.streams
-            regions = shared_regions(key, extents)
+            regions = inherit_origins(
+                shared_regions(key, extents, self.kind), before.space.regions if before else []
+            )
             self.copied[key] = copy_space(
                 stream, regions, extents, one, before, context, advance, busy
             )
@@ -145,9 +149,9 @@ class SharedMemory:
     ) -> Scanned:
         """Scan an object whose processes stand still."""
         known = self.known(key, parent)
-        before = parent.space("shared", key) if parent else None
+        before = parent.space(self.kind, key) if parent else None
         regions = inherit_origins(
-            shared_regions(key, extents), before.space.regions if before else []
+            shared_regions(key, extents, self.kind), before.space.regions if before else []
         )
         plan = plan_cells(regions, extents)
         sink = context.pipeline.space(stream, plan, regions, known)
@@ -169,16 +173,50 @@ class SharedMemory:
         """Return what is known of an object's cells."""
         if key in self.copied:
             return self.copied[key].known
-        before = parent.space("shared", key) if parent else None
+        before = parent.space(self.kind, key) if parent else None
         return before.known if before else KnownCells.none()
 
 
-def shared_regions(key: str, extents: Extents) -> list[Region]:
+def shared_regions(key: str, extents: Extents, kind: SpaceKind = "shared") -> list[Region]:
     """Return the region of an object: from its beginning to its last page."""
     if not len(extents):
         return []
     end = int(extents["address"][-1]) + int(extents["pages"][-1]) * PAGE
-    return [Region(0, end, 0, kind="shared", name=key)]
+    return [Region(0, end, 0, kind=kind, name=key)]
+
+
+def open_mapped(files: Iterable[FoundFile], stack: ExitStack) -> SharedMemory:
+    """Open the files in memory that a tree has mapped writable. Those that cannot be opened now are
+    read in the window alone.
+
+    Args:
+        files: The files that the tree has open or mapped.
+        stack: Closes the descriptors.
+    """
+    opened: dict[str, SharedObject] = {}
+    for file in files:
+        about = file.about
+        if not file.mapped_writable or about.policy != "content" or about.size < LEAST_BYTES:
+            continue
+        try:
+            if len(opened) == _MOST or not in_memory(file.reach):
+                continue
+            descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue  # unmapped since, or this process may not
+        stack.callback(os.close, descriptor)
+        now = os.fstat(descriptor)
+        if (now.st_dev, now.st_ino) == (about.device, about.inode):
+            opened[about.path] = SharedObject(
+                descriptor,
+                about.path,
+                now.st_dev,
+                now.st_ino,
+                False,
+                now.st_size,
+                now.st_blocks * 512,
+            )
+    return SharedMemory(opened, kind="file")
 
 
 def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> SharedMemory:
@@ -238,7 +276,8 @@ def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | 
     if not same or about.st_blocks * 512 < LEAST_BYTES:
         os.close(descriptor)
         return None
-    return SharedObject(descriptor, device, inode, system_v, about.st_size, about.st_blocks * 512)
+    used = about.st_blocks * 512
+    return SharedObject(descriptor, str(inode), device, inode, system_v, about.st_size, used)
 
 
 def _merged(ranges: npt.NDArray[np.uint64]) -> Extents:

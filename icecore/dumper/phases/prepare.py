@@ -19,7 +19,7 @@ from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.precopy import CpuClock, PreCopied, is_busy, pre_copy
-from icecore.dumper.memory.shared import SharedMemory, open_shared
+from icecore.dumper.memory.shared import SharedMemory, open_mapped, open_shared
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
@@ -69,6 +69,7 @@ class Ready:
         storing: Where cells go.
         copied: What pre-copy learnt, by image id.
         shared: Shared memory that is read in place.
+        mapped: Files in memory that the tree has mapped writable.
         hiding: Whether CRIU is kept from seeing memory that is read in place.
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
@@ -80,6 +81,7 @@ class Ready:
     storing: Storing
     copied: Mapping[int, PreCopied]
     shared: SharedMemory
+    mapped: SharedMemory
     hiding: bool
     claim: Claim
     window: Window
@@ -124,15 +126,17 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
     hiding = options.memory != "streamed" and hides(request.criu)
     shared = open_shared(found.processes, stack) if hiding else SharedMemory()
-    copied = _pre_copy(request, found, storing, shared)
-    _reserve(found, storing, [*copied.values(), *shared.copied.values()], shared.used, threads)
+    mapped = open_mapped(found.files, stack)
+    copied = _pre_copy(request, found, storing, (shared, mapped))
+    learnt = [*copied.values(), *shared.copied.values(), *mapped.copied.values()]
+    _reserve(found, storing, learnt, shared.used + mapped.used, threads)
     claim = _claim(request, found)
     stack.callback(claim.release)
     if devices is not None:
         _prepare_devices(request, found, devices, storing)
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
-    return Ready(images, guard, devices, storing, copied, shared, hiding, claim, window)
+    return Ready(images, guard, devices, storing, copied, shared, mapped, hiding, claim, window)
 
 
 def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) -> Window:
@@ -238,7 +242,7 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
 
 
 def _pre_copy(
-    request: Request, found: Inspection, storing: Storing, shared: SharedMemory
+    request: Request, found: Inspection, storing: Storing, shared: Sequence[SharedMemory]
 ) -> dict[int, PreCopied]:
     """Pre-copy every process that is large enough, and shared memory.
 
@@ -246,12 +250,12 @@ def _pre_copy(
         What was learnt, by pid in the tree's own namespace (the image id).
     """
     mode = request.options.pre_copy
-    size = found.private_bytes + shared.used
+    size = found.private_bytes + sum(memory.used for memory in shared)
     if mode == "off" or (mode == "auto" and size < _PRE_COPY_BYTES):
         return {}
     out = {}
     parent, context = storing.parent, storing.context
-    pids = [process.pid for process in found.processes] if shared.objects else []
+    pids = [process.pid for process in found.processes] if any(m.objects for m in shared) else []
     clocks = {pid: CpuClock.of(pid) for pid in pids}
     with (
         phase(request.emit, "dump.precopy") as running,
@@ -270,9 +274,11 @@ def _pre_copy(
                 out[image] = learnt
                 running.bytes += learnt.scanned
         busy = any(is_busy(pid, clock) for pid, clock in clocks.items())
-        shared.pre_copy(len(found.processes), parent, context, advance, busy)
-        running.bytes += sum(c.scanned for c in shared.copied.values())
-        learned = [*out.values(), *shared.copied.values()]
+        learned = [*out.values()]
+        for memory in shared:
+            memory.pre_copy(len(found.processes), parent, context, advance, busy)
+            running.bytes += sum(c.scanned for c in memory.copied.values())
+            learned += memory.copied.values()
         running.fields |= {
             "changed": sum(c.changed for c in learned),
             "stored": sum(c.stored for c in learned),
