@@ -25,7 +25,7 @@ _NOTHING = [*_PYTHON, "-c", "pass"]
 _BARE = [sys.executable, "-I", "-S", "-c", "pass"]
 _MODULES = (
     "icecore.api",
-    "icecore.service.watchdog",
+    "icecore.service.supervision.watchdog",
     "icecore.dumper.freeze.guard_process",
     "icecore.restorer.guard.guard_process",
     "icecore.host.gpu.helper",

@@ -321,7 +321,7 @@ class RunSettings:
 @dataclass(frozen=True)
 class ScheduleSettings:
     """[schedule]: how ``icecore run`` looks after a job with ``--every auto``, and how it meets a
-    notice. The meaning of each is in `icecore.service.supervisor.Plan`.
+    notice. The meaning of each is in `icecore.service.supervision.plan.Plan`.
     """
 
     max_overhead: float = _setting(0.01, SHARE)

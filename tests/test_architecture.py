@@ -330,7 +330,7 @@ def test_ls_loads_no_dumper_restorer_or_bucket_client(tmp_path: Path) -> None:
 
 
 def test_the_watchdog_loads_nothing_of_the_store_but_its_clock() -> None:
-    loaded = loaded_by("import icecore.service.watchdog")
+    loaded = loaded_by("import icecore.service.supervision.watchdog")
     assert {name for name in loaded if name.startswith("icecore.store.")} == {
         "icecore.store.log",
         "icecore.store.log.lease_clock",

@@ -144,7 +144,8 @@ def run(
     """
     from icecore.node.engine import RepositoryEngine
     from icecore.service.interval import Bounds
-    from icecore.service.supervisor import Plan, Supervisor
+    from icecore.service.supervision.plan import Plan
+    from icecore.service.supervision.supervisor import Supervisor
 
     require(arguments)
     own = overridden(context.config.schedule, arguments)

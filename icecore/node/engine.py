@@ -1,4 +1,4 @@
-"""What a supervisor (`icecore.service.supervisor`) needs of the public calls, for one repository."""
+"""What a supervisor (`icecore.service.supervision.supervisor`) needs of the public calls, for one repository."""
 
 from __future__ import annotations
 

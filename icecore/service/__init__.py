@@ -1,6 +1,9 @@
-"""Supervised jobs: scheduled snapshots, preemption, restarts.
+"""The service: scheduled snapshots, preemption and restarts of jobs, and what shows them.
 
-Reading order: `interval` (how often), `record` (what was measured of a job), `notice` (what says
-that a job has to leave), `supervisor` (the loop that does it), `watchdog` (what ends a job whose
-supervisor was killed).
+- `interval`: how often a job is snapshotted.
+- `record`: what is known of a job from one supervisor to the next.
+- `supervision`: runs one job.
+- `api`: the node service.
+- `facts`, `page`: what the node service's pages show.
+- `metrics`, `scrape`: what Prometheus reads.
 """

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icecore.service.interval import DAY, Bounds, Cost, FailureRate, choose, daly, losses
+from icecore.service.interval import (
+    DAY,
+    Bounds,
+    Cost,
+    FailureRate,
+    choose,
+    daly,
+    losses,
+)
 from icecore.service.record import Measured, Taken
 
 COST = Cost(window_seconds=0.62, background_seconds=0.0, commit_seconds=2.0)

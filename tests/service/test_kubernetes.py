@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from icecore.service.supervisor import _OF_NOTICE
+from icecore.service.supervision.supervisor import OF_NOTICE
 from tests.cli.conftest import Cli, until
 from tests.service import kubelet
 from tests.service.kubelet import Pod
@@ -61,7 +61,7 @@ def test_the_job_does_what_the_manual_says() -> None:
     assert rules == {("Ignore", "disruption"), ("Ignore", 85), ("FailJob", 17)}
     assert job["podReplacementPolicy"] == "Failed" and pod["restartPolicy"] == "Never"
     notice, grace = float(given["notice"].rstrip("s")), pod["terminationGracePeriodSeconds"]
-    assert _OF_NOTICE * notice < notice < grace, "a warning comes before the kubelet kills"
+    assert OF_NOTICE * notice < notice < grace, "a warning comes before the kubelet kills"
     for document in DOCUMENTS:
         spec = document.values[0].get("spec", {}).get("template", {}).get("spec")
         assert spec is None or spec["automountServiceAccountToken"] is False

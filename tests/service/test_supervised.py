@@ -23,7 +23,8 @@ from icecore.host.jobs.identity import Identity
 from icecore.host.kernel import procfs
 from icecore.node.engine import RepositoryEngine
 from icecore.repository import Repository
-from icecore.service.supervisor import Plan, Supervisor
+from icecore.service.supervision.plan import Plan
+from icecore.service.supervision.supervisor import Supervisor
 from icecore.store.log import lease
 from icecore.store.log.lease_clock import now
 from tests.cli.conftest import SECONDS, Cli, until
@@ -224,7 +225,13 @@ def test_the_watchdog_stops_and_ends_a_job_without_a_lease(cli: Cli, pid: str) -
     job_command = [sys.executable, "-c", "import time; time.sleep(600)"]
     cli.run("run", "-d", "--pid", pid, "--name", "left", "--", *job_command)
     job = cli.job("left")
-    words = [sys.executable, "-P", "-m", "icecore.service.watchdog", str(cli.folder / "state")]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "icecore.service.supervision.watchdog",
+        str(cli.folder / "state"),
+    ]
     words += [job.name, job.instance, "1.0"]
     (cli.folder / "state" / "schedules").mkdir(mode=0o700)
 

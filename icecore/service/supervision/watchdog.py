@@ -9,7 +9,7 @@ node can have the lease.
 A file lists the processes that it has stopped. Only the next watchdog of the job continues them,
 because it knows when the lease was renewed.
 
-Run as ``python -m icecore.service.watchdog STATE NAME INSTANCE SECONDS RENEWED``; standard input is
+Run as ``python -m icecore.service.supervision.watchdog STATE NAME INSTANCE SECONDS RENEWED``; standard input is
 a pipe whose other end the supervisor holds. RENEWED is the time of the last renewal, by
 `icecore.store.log.lease_clock.now`.
 """
@@ -55,7 +55,7 @@ class Watchdog:
 
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "icecore.service.watchdog"),
+                *(sys.executable, "-P", "-m", "icecore.service.supervision.watchdog"),
                 *(str(state), job.name, job.instance, str(lease.PAUSE_SECONDS), str(renewed)),
             ],
             stdin=subprocess.PIPE,

@@ -1,0 +1,13 @@
+"""Runs one job so that it survives: restored where it was, snapshotted in time, stopped in order.
+
+- `supervisor`: decides, in one thread, on the messages of all the others.
+- `plan`: what was asked for, and what it needs of the rest of icecore.
+- `messages`: what the deciding thread hears.
+- `instances`: takes over, restores or starts an instance of the job.
+- `output`: shows what an instance writes.
+- `snapshots`: takes one snapshot at a time, in a thread of its own.
+- `timetable`: when the next snapshot is due.
+- `notice`: asks whether the machine is about to go.
+- `hold`: the lease of the job's name.
+- `watchdog`: stops the job while nobody can be sure of its lease.
+"""

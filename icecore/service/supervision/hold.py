@@ -1,0 +1,119 @@
+"""Holds the lease of a job's name, with a watchdog beside the instance that runs under it."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import Future, wait
+from contextlib import suppress
+
+from icecore.errors import IcecoreError
+from icecore.host.jobs.job import Job
+from icecore.service.record import Record
+from icecore.service.supervision.instances import Tell
+from icecore.service.supervision.messages import Messages, Signalled
+from icecore.service.supervision.plan import Engine, Plan
+from icecore.service.supervision.watchdog import Watchdog
+from icecore.store.format.state import SessionRecord
+from icecore.store.log.lease import Lease, take
+from icecore.text import host_name
+
+_POLL_SECONDS = 0.25
+
+
+class Asked(Exception):
+    """A signal came before there was a job."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Hold:
+    """The lease of one job's name.
+
+    Args:
+        messages: A signal in it ends the wait for the lease.
+        record: Remembers which instance is watched.
+    """
+
+    def __init__(
+        self, plan: Plan, engine: Engine, messages: Messages, record: Record, tell: Tell
+    ) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._messages = messages
+        self._record = record
+        self._tell = tell
+        self._lease: Lease | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def lease(self) -> Lease:
+        """The lease; only once it is taken."""
+        assert self._lease is not None
+        return self._lease
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a watchdog lives."""
+        return self._watchdog is not None and self._watchdog.alive
+
+    def take(self) -> None:
+        """Wait until nobody else holds the lease, and take it.
+
+        Raises:
+            Asked: A signal came meanwhile.
+        """
+
+        def waits(held: SessionRecord) -> None:
+            self._tell("run.lease", host=held.host, since=held.created_ns / 1e9)
+
+        where = f"{host_name()}:{self._engine.registry.state}"
+        taking = self._engine.loop.submit(
+            take(
+                self._engine.core,
+                self._plan.name,
+                user=self._engine.user,
+                where=where,
+                told=waits,
+            )
+        )
+        while not taking.done():
+            self._heed(taking)
+        self._lease = taking.result()
+        self._lease.renewed = self._renewed
+
+    def _heed(self, taking: Future[Lease]) -> None:
+        wait([taking], _POLL_SECONDS)
+        with suppress(queue.Empty):
+            message = self._messages.get_nowait()
+            assert isinstance(message, Signalled), "there is no job yet"
+            taking.cancel()
+            raise Asked(message.number)
+
+    def _renewed(self) -> None:
+        """The lease was renewed; called in the repository's event loop."""
+        if self._watchdog is not None:
+            self._watchdog.renewed(self.lease.renewed_at)
+
+    def watch_over(self, job: Job) -> None:
+        """Have a watchdog beside an instance."""
+        before = self._watchdog
+        self._watchdog = Watchdog(self._engine.registry.state, job, self.lease.renewed_at)
+        self._record.watches(job.instance)
+        if before is not None:
+            before.disarm()
+
+    def let_go(self, job: Job | None) -> None:
+        """Release the lease, unless the job lives: the lease must not end before it."""
+        if job is not None and job.alive:
+            if self._watchdog is not None:
+                self._watchdog.leave()
+            return
+        if self._watchdog is not None:
+            self._watchdog.disarm()
+        self.release()
+
+    def release(self) -> None:
+        """Release the lease; if that fails, it ends by itself in time."""
+        with suppress(IcecoreError):
+            self._engine.loop.run(self.lease.release())

@@ -1,0 +1,80 @@
+"""Shows what the instances of a supervised job write."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from icecore.host.jobs.job import Job, LogPiece, Stream
+from icecore.service.record import Record
+from icecore.service.supervision.instances import Begun, Tell
+
+#: Time for what an instance has written to be shown once it has ended.
+DRAIN_SECONDS = 30.0
+_RETRY_SECONDS = 0.5
+_READER_SECONDS = 0.02
+#: Nobody will ever read what is written.
+_GONE = frozenset({errno.EPIPE, errno.EBADF})
+
+
+class Output:
+    """Follows one instance after the other.
+
+    Args:
+        write: Gets the output.
+        record: Remembers how much of it was shown.
+    """
+
+    def __init__(self, write: Callable[[Job, LogPiece], None], record: Record, tell: Tell) -> None:
+        self._write = write
+        self._record = record
+        self._tell = tell
+        self._follower: threading.Thread | None = None
+        self._told = False
+
+    def follow(self, begun: Begun) -> None:
+        """Show what an instance writes from now on, in a thread."""
+        job, seen = begun
+        self._tell(
+            "run.following",
+            instance=job.instance,
+            seen={stream: seen.get(stream, 0) for stream in ("stdout", "stderr")},
+        )
+        self._follower = threading.Thread(
+            target=self._follow, args=(job, dict(seen)), name="follow", daemon=True
+        )
+        self._follower.start()
+
+    def drain(self) -> None:
+        """Wait until all that an instance has written is shown."""
+        if self._follower is not None:
+            self._follower.join(DRAIN_SECONDS)
+
+    def is_patient(self, error: OSError) -> bool:
+        """Wait before output that could not be written is tried again; False: nobody reads it."""
+        if error.errno in _GONE:
+            return False
+        if isinstance(error, BlockingIOError):  # the reader is slow
+            time.sleep(_READER_SECONDS)
+            return True
+        if not self._told:
+            self._told = True
+            self._tell("run.output_failed", error=str(error))
+        time.sleep(_RETRY_SECONDS)
+        return True
+
+    def _follow(self, job: Job, skip: dict[Stream, int]) -> None:
+        shown: dict[Stream, int] = {"stdout": 0, "stderr": 0}
+        for piece in job.logs(follow=True):
+            skipped = min(skip.get(piece.stream, 0), len(piece.data))
+            if skipped:
+                skip[piece.stream] -= skipped
+            if piece.data[skipped:]:
+                with suppress(OSError):  # nobody reads it; it is in the job's logs
+                    self._write(job, replace(piece, data=piece.data[skipped:]))
+            shown[piece.stream] += len(piece.data)
+            self._record.show(job.instance, shown)

@@ -1,0 +1,145 @@
+"""Takes the snapshots of a supervised job, one at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from icecore.errors import HookFailed, IcecoreError
+from icecore.events import Event, Sink
+from icecore.host.jobs.job import Job
+from icecore.service.record import FOLDER, Taken
+from icecore.service.supervision.instances import Tell
+from icecore.service.supervision.messages import Dumped, Messages
+from icecore.service.supervision.plan import Engine, Plan
+
+_POLL_SECONDS = 0.1
+
+
+class Snapshots:
+    """Takes a snapshot in a thread of its own, and reports it as a message.
+
+    Args:
+        messages: Gets the outcome.
+        session: Returns the session that must still be held when a snapshot is committed.
+        needless: Returns whether a periodic snapshot that waits for its turn is needed no more.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        messages: Messages,
+        tell: Tell,
+        emit: Sink,
+        *,
+        session: Callable[[], str],
+        needless: Callable[[], bool],
+    ) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._messages = messages
+        self._tell = tell
+        self._emit = emit
+        self._session = session
+        self._needless = needless
+
+    def begin(self, job: Job, *, stop: bool) -> None:
+        """Begin to take a snapshot of an instance, which ends with it if ``stop``."""
+        threading.Thread(target=self._take, args=(job, stop), name="snapshot", daemon=True).start()
+
+    def _take(self, job: Job, stop: bool) -> None:
+        stopwatch = _Stopwatch()
+
+        def heard(event: Event) -> None:
+            stopwatch.hear(event)
+            self._emit(event)
+
+        taken: Taken | None = None
+        failed: IcecoreError | None = None
+        try:
+            with self._turn(stop) as mine:
+                if mine:
+                    done = self._engine.dump(
+                        job.instance, stop=stop, under=self._session(), emit=heard
+                    )
+                    taken = stopwatch.taken(done.snapshot, done.window_seconds, done.sizes.stored)
+                    if not stop:
+                        self._forget()
+        except HookFailed as error:  # the snapshot is committed
+            newest = self._engine.snapshots(self._plan.name)[-1]
+            taken = stopwatch.taken(newest.snapshot, newest.window_seconds, newest.stored)
+            self._tell("run.snapshot_failed", error=str(error), next_seconds=0.0)
+        except IcecoreError as error:
+            failed = error
+        except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
+            failed = IcecoreError(f"{type(error).__name__}: {error}")
+        self._messages.put(Dumped(stop, taken, failed))
+
+    @contextmanager
+    def _turn(self, stop: bool) -> Iterator[bool]:
+        """Let the jobs of a node take their periodic snapshots one after the other; False: there is
+        no need any more.
+        """
+        path = self._engine.registry.state / FOLDER / ".turn"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not stop:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if self._needless():
+                        yield False
+                        return
+                    time.sleep(_POLL_SECONDS)
+            yield True
+        finally:
+            os.close(descriptor)
+
+    def _forget(self) -> None:
+        """Apply the retention policy to this job's snapshots."""
+        if self._plan.keep is None:
+            return
+        try:
+            self._engine.forget(self._plan.keep, self._plan.name)
+        except (IcecoreError, OSError) as error:
+            self._tell("run.forget_failed", error=str(error))
+
+
+class _Stopwatch:
+    """Times one snapshot by its events."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._window_ended = 0.0
+        self._phases: dict[str, float] = {}
+
+    def hear(self, event: Event) -> None:
+        """Take note of a phase that ended."""
+        if event.fields.get("state") != "end":
+            return
+        if event.name == "dump.window":
+            self._window_ended = time.monotonic()
+        for name, key in ((event.name, "seconds"), ("freeze", "freeze_seconds")):
+            value = event.fields.get(key)
+            if isinstance(value, int | float):
+                self._phases[name] = float(value)
+
+    def taken(self, snapshot: str, window: float, stored: int) -> Taken:
+        """Return what the snapshot cost that was committed now."""
+        ended = time.monotonic()
+        committing = ended - self._window_ended if self._window_ended else 0.0
+        return Taken(
+            time.time(),
+            window,
+            ended - self._began,
+            committing,
+            stored,
+            snapshot,
+            self._phases.copy(),
+        )

@@ -1,0 +1,424 @@
+"""The thread that decides: `Supervisor.run` takes messages from a queue (signals, the job's end, the
+outcome of a snapshot) and acts on them one by one. All other threads only wait and report.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from icecore.config import without_secrets
+from icecore.errors import JobHeld, NotFound, StoreError
+from icecore.events import Event, Sink, Value
+from icecore.host.jobs.job import ExitStatus, Job, LogPiece
+from icecore.host.jobs.shell import run_shell
+from icecore.service.metrics.tally import WAIT_SECONDS, Tally
+from icecore.service.record import Record, Taken
+from icecore.service.supervision.hold import Asked, Hold
+from icecore.service.supervision.instances import Begun, Instances, lineage_of
+from icecore.service.supervision.messages import (
+    Dumped,
+    Ended,
+    Messages,
+    Noticed,
+    Signalled,
+    signals,
+)
+from icecore.service.supervision.notice import Notices
+from icecore.service.supervision.output import DRAIN_SECONDS, Output
+from icecore.service.supervision.plan import Engine, Plan
+from icecore.service.supervision.snapshots import Snapshots
+from icecore.service.supervision.timetable import Timetable
+from icecore.service.supervision.watchdog import end
+
+#: Snapshots take part of the notice; the rest is for what was not measured.
+OF_NOTICE = 0.7
+_TICK_SECONDS = 1.0
+_BACK_OFF_SECONDS = (1.0, 60.0)
+_MOST_DOUBLINGS = 10
+#: A job that has to leave does not wait longer until it tries to take its snapshot again.
+_STOP_RETRY_SECONDS = 2.0
+#: A job that fails twice without a new snapshot in between is brought back from an older one.
+_SAME_SNAPSHOT = 2
+_REQUEUE_SECONDS = 60.0
+#: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
+_REPEATED_SECONDS = 2.0
+
+
+class Supervisor:
+    """Supervises one job; use `run` once.
+
+    Args:
+        plan: What was asked for.
+        engine: Takes and restores its snapshots.
+        write: Gets the job's output.
+        emit: Gets the events (docs/reference/events.md).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        *,
+        write: Callable[[Job, LogPiece], None],
+        emit: Sink,
+    ) -> None:
+        self._plan = plan
+        self._sink = emit
+        self._registry = engine.registry
+        self._record = Record(self._registry.state, plan.name)
+        self._tally = Tally(self._registry.state)
+        self._messages: Messages = queue.SimpleQueue()
+        self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
+        self._timetable = Timetable(plan, self._record)
+        self._output = Output(write, self._record, self._tell)
+        self._hold = Hold(plan, engine, self._messages, self._record, self._tell)
+        self._snapshots = Snapshots(
+            plan,
+            engine,
+            self._messages,
+            self._tell,
+            self._emit,
+            session=lambda: self._hold.lease.session,
+            needless=lambda: bool(self._stopping) or self._ended is not None,
+        )
+        self._job: Job | None = None
+        self._dumping = False
+        self._stopping = ""
+        self._asked = 0
+        self._asked_at = 0.0
+        self._passed = 0
+        self._stopped: Taken | None = None
+        self._ended: ExitStatus | None = None
+        self._paused = False
+        self._began = 0.0
+        self._retries = 0
+        self._since_snapshot = 0
+
+    def run(self) -> int:
+        """Run the job until it ends, or until it has to leave; return the exit status.
+
+        Raises:
+            JobHeld: Another process runs the job of this name.
+            ResumeFailed: No snapshot could be restored.
+            IcecoreError: The job could not be started.
+        """
+        if not self._record.lock():
+            raise JobHeld(
+                f"job {self._plan.name} is supervised by another process of this node",
+                cure=f"'icecore attach {self._plan.name}' follows it",
+            )
+        try:
+            with signals(self._messages), self._holding():
+                self._begin(self._instances.first())
+                with self._notices():
+                    return self._watch()
+        except Asked as asked:
+            return 128 + asked.number
+        finally:
+            self._tally.flush(WAIT_SECONDS)
+            self._record.close()
+
+    def is_patient(self, error: OSError) -> bool:
+        """Wait before output that could not be written is tried again; False: nobody reads it."""
+        return self._output.is_patient(error)
+
+    def _emit(self, event: Event) -> None:
+        """Pass an event on. What shows it may be gone (a terminal, a pipe); the job is not."""
+        with suppress(Exception):
+            self._sink(event)
+
+    def _tell(self, name: str, **fields: Value) -> None:
+        event = Event(name, {"job": self._plan.name, **fields})
+        self._tally.event(event)
+        self._emit(event)
+
+    # -- what is held meanwhile
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold the lease of the job's name."""
+        self._hold.take()
+        try:
+            yield
+        except BaseException:
+            self._end_job()  # nobody looks after it any more
+            raise
+        finally:
+            self._hold.let_go(self._found())
+
+    def _require_lease(self) -> None:
+        """End the job if another process has its name.
+
+        Raises:
+            JobHeld: Another process has.
+        """
+        if not self._hold.lease.lost:
+            return
+        self._tell("run.lease_lost", error=self._hold.lease.lost)
+        self._end_job()
+        raise JobHeld(
+            f"job {self._plan.name}: {self._hold.lease.lost}; it was ended here",
+            cure="another instance runs; 'icecore ls' lists its snapshots",
+        )
+
+    @contextmanager
+    def _notices(self) -> Iterator[None]:
+        asking = Notices(
+            self._plan.notice_command,
+            self._plan.notice_url,
+            without_secrets(os.environ),
+            lambda why: self._messages.put(Noticed(why)),
+        )
+        try:
+            yield
+        finally:
+            asking.close()
+
+    # -- while it runs
+
+    def _begin(self, begun: Begun) -> None:
+        """Look after an instance that runs now."""
+        self._job = job = begun[0]
+        self._ended = None
+        self._began = time.monotonic()
+        self._timetable.schedule(self._timetable.first_delay())
+        self._paused = False
+        self._hold.watch_over(job)
+        self._output.follow(begun)
+        threading.Thread(target=self._await_end, args=(job,), name="wait", daemon=True).start()
+        self._instances.tidy()
+
+    def _await_end(self, job: Job) -> None:
+        self._messages.put(Ended(job.instance, job.wait()))
+
+    def _watch(self) -> int:
+        """Act on messages until there is an exit status."""
+        while True:
+            self._tick()
+            try:
+                message = self._messages.get(timeout=_TICK_SECONDS)
+            except queue.Empty:
+                continue
+            status = None
+            match message:
+                case Signalled(number, at):
+                    status = self._on_signal(number, at)
+                case Noticed(why):
+                    self._stop(why)
+                case Ended(instance, ended) if self._job and instance == self._job.instance:
+                    self._ended = ended
+                case Dumped():
+                    self._on_dumped(message)
+            if status is None and self._ended is not None and not self._dumping:
+                status = self._on_end(self._ended)
+            if status is not None:
+                return status
+
+    def _tick(self) -> None:
+        """Do what is due by time."""
+        self._require_lease()
+        if self._hold.lease.certain == self._paused:  # the watchdog stops and continues it
+            self._paused = not self._paused
+            self._tell("run.paused" if self._paused else "run.unpaused")
+        if self._job is not None and self._ended is None:
+            if not self._job.alive:
+                self._messages.put(Ended(self._job.instance, self._job.wait()))
+            elif not self._hold.is_watched:
+                self._hold.watch_over(self._job)
+        idle = not (self._dumping or self._stopping or self._paused)
+        if self._timetable.due and idle and self._ended is None:
+            self._dump(stop=False)
+
+    def _on_signal(self, number: int, at: float) -> int | None:
+        """Return the exit status if the supervisor has to leave at once."""
+        if self._plan.on_term == "pass":
+            self._passed = number
+            if self._job is not None:
+                with suppress(NotFound):
+                    self._job.kill(number)
+            return None
+        if self._asked and at - self._asked_at < _REPEATED_SECONDS:
+            return None  # one cause may send several signals
+        self._asked += 1
+        self._asked_at = at
+        if self._asked > 1:
+            self._end_job()
+            return 128 + number
+        self._stop(signal.Signals(number).name)
+        return None
+
+    def _stop(self, why: str) -> None:
+        if self._stopping or self._ended is not None:
+            return
+        self._stopping = why
+        self._tell("run.stopping", why=why)
+        if not self._dumping:
+            self._dump(stop=True)
+
+    # -- snapshots
+
+    def _dump(self, *, stop: bool) -> None:
+        assert self._job is not None
+        self._dumping = True
+        self._snapshots.begin(self._job, stop=stop)
+
+    def _on_dumped(self, done: Dumped) -> None:
+        self._dumping = False
+        taken = done.taken
+        if taken is None:
+            self._on_failed_snapshot(done)
+            return
+        self._since_snapshot = self._retries = 0
+        self._record.save(self._record.measured.after(taken))
+        if done.stop:
+            self._stopped = taken
+            return
+        delay = self._timetable.delay()
+        self._timetable.schedule(delay)
+        needed = self._record.measured.stop_seconds
+        self._tell(
+            "run.snapshot",
+            snapshot=taken.snapshot,
+            window_seconds=taken.window,
+            seconds=taken.seconds,
+            next_seconds=delay,
+            stop_seconds=needed,
+        )
+        if self._plan.notice and needed > OF_NOTICE * self._plan.notice:
+            self._tell("run.notice_short", stop_seconds=needed, notice_seconds=self._plan.notice)
+        if self._stopping:
+            self._dump(stop=True)
+
+    def _on_failed_snapshot(self, done: Dumped) -> None:
+        """Try again, later and later; a job that has to leave, soon."""
+        pause = _back_off(self._retries)
+        self._retries += 1
+        if self._ended is not None:
+            return  # it ended meanwhile
+        if done.error is not None:
+            self._tell("run.snapshot_failed", error=str(done.error), next_seconds=pause)
+        if self._stopping:
+            time.sleep(min(pause, _STOP_RETRY_SECONDS))
+            self._dump(stop=True)
+        else:
+            self._timetable.schedule(pause)
+
+    # -- the job ends
+
+    def _on_end(self, status: ExitStatus) -> int | None:
+        """Return the exit status, or None once the job was brought back."""
+        self._output.drain()
+        over = self._stopped is not None or self._stopping or self._passed
+        failed = not over and status.exit_code != 0
+        self._count(time.monotonic() - self._began, failed=failed)
+        if self._stopped is not None:
+            return self._leave(self._stopped)
+        if not failed:
+            return status.exit_code
+        self._since_snapshot += 1
+        self._tell(
+            "run.failed",
+            how=str(status),
+            exit_code=status.exit_code,
+            failures=self._record.measured.failures,
+        )
+        if self._plan.restarts >= 0 and self._since_snapshot > self._plan.restarts:
+            return status.exit_code
+        return self._bring_back(status)
+
+    def _bring_back(self, status: ExitStatus) -> int | None:
+        """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
+        exit status if that is given up, or if the job has to leave.
+        """
+        assert self._job is not None
+        lineage = lineage_of(self._job)
+        pause = _back_off(self._since_snapshot - 1)
+        while True:
+            asked = self._wait(pause)
+            if asked:
+                return 128 + asked
+            try:
+                candidates = self._instances.candidates(lineage) if lineage else []
+                back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
+                if candidates and back >= len(candidates):
+                    self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
+                    return status.exit_code
+                if candidates:
+                    tried = candidates[back : back + 1 + self._plan.fall_back]
+                    begun = self._instances.restore(tried)
+                else:
+                    begun = self._instances.start()
+            except StoreError as error:  # the repository cannot be reached
+                self._tell("run.resume_failed", snapshot="", error=str(error))
+                pause = _BACK_OFF_SECONDS[1]
+                continue
+            self._begin(begun)
+            return None
+
+    def _wait(self, seconds: float) -> int:
+        """Wait, and until nobody else can have the lease; return the signal that came meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until or not self._hold.lease.certain:
+            self._require_lease()
+            with suppress(queue.Empty):
+                message = self._messages.get(timeout=_TICK_SECONDS / 4)
+                if isinstance(message, Signalled):
+                    return message.number
+                if isinstance(message, Noticed):
+                    return signal.SIGTERM
+        return 0
+
+    def _count(self, ran: float, *, failed: bool) -> None:
+        """Count a run of ``ran`` seconds."""
+        known = self._record.measured
+        self._record.save(
+            msgspec.structs.replace(
+                known, ran_seconds=known.ran_seconds + ran, failures=known.failures + failed
+            )
+        )
+
+    def _leave(self, stopped: Taken) -> int:
+        """The job was stopped with a snapshot."""
+        self._tell("run.preempted", snapshot=stopped.snapshot, seconds=stopped.seconds)
+        if self._plan.requeue:
+            variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": stopped.snapshot}
+            environment = {**without_secrets(os.environ), **variables}
+            self._hold.release()  # whoever comes next need not wait
+            self._record.close()
+            try:
+                status = run_shell(
+                    self._plan.requeue, environment, seconds=_REQUEUE_SECONDS, output=2
+                )
+            except OSError as error:  # also TimeoutError
+                self._tell("run.requeue_failed", error=str(error))
+            else:
+                if status:
+                    self._tell("run.requeue_failed", error=f"it ended with status {status}")
+        return self._plan.preempted_exit
+
+    def _found(self) -> Job | None:
+        """Return the instance; also one that was started, but is not followed yet."""
+        return self._job if self._job is not None else self._instances.newest()
+
+    def _end_job(self) -> None:
+        job = self._found()
+        if job is None:
+            return
+        end(job)
+        with suppress(TimeoutError):
+            job.wait(DRAIN_SECONDS)
+        self._output.drain()
+
+
+def _back_off(retries: int) -> float:
+    """Return the seconds to wait before one more try."""
+    least, most = _BACK_OFF_SECONDS
+    return min(most, least * 2.0 ** min(retries, _MOST_DOUBLINGS))

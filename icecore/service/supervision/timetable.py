@@ -1,0 +1,71 @@
+"""When the next snapshot of a supervised job is due."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+
+from icecore.service.interval import choose
+from icecore.service.record import Record
+from icecore.service.supervision.plan import Plan
+
+#: The first snapshot of a job whose cost is not known comes soon, so that it is.
+_FIRST_SECONDS = 30.0
+_JITTER = 0.05
+
+
+class Timetable:
+    """The plan's interval, with jitter: jobs of a node differ. Times in seconds."""
+
+    def __init__(self, plan: Plan, record: Record) -> None:
+        self._plan = plan
+        self._record = record
+        self._due = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether a periodic snapshot is due."""
+        return self._plan.every is not None and time.monotonic() >= self._due
+
+    def schedule(self, delay: float) -> None:
+        """Take the next periodic snapshot in ``delay`` seconds, and let the record say so."""
+        self._due = time.monotonic() + delay
+        if self._plan.every is None:
+            interval = due = 0.0
+        else:
+            interval, due = self._interval(), time.time() + delay
+        self._record.save(
+            msgspec.structs.replace(
+                self._record.measured,
+                interval_seconds=interval,
+                due=due,
+                notice_seconds=self._plan.notice,
+            )
+        )
+
+    def first_delay(self) -> float:
+        """Return the time until the first snapshot of an instance."""
+        delay = self.delay()
+        if self._plan.every == "auto" and not self._record.measured.taken:
+            delay = min(delay, _FIRST_SECONDS)
+        return delay * random.uniform(0.5, 1.0)
+
+    def delay(self) -> float:
+        """Return the time until the next snapshot."""
+        if self._plan.every == "auto":
+            if not self._record.measured.taken:
+                return _FIRST_SECONDS
+            return self._interval() * random.uniform(1 - _JITTER, 1 + _JITTER)
+        return self._interval() * random.uniform(1 - _JITTER, 1.0)
+
+    def _interval(self) -> float:
+        """Return the time from one snapshot to the next, without jitter."""
+        if self._plan.every != "auto":
+            return self._plan.every or 0.0
+        cost = self._record.measured.cost(self._plan.slow_down)
+        if cost is None:
+            return _FIRST_SECONDS
+        rate = self._record.measured.rate(self._plan.failure_seconds)
+        return choose(cost, rate, self._plan.bounds).seconds
