@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Progress
 from icecore.host.kernel import procfs
@@ -162,6 +164,9 @@ class SharedFill:
         descriptor = _open_mapped(pid, start, number)
         size = os.fstat(descriptor).st_size
         name = f"shared memory {number}"
+        if _end(part) > -(-size // PAGE) * PAGE:
+            os.close(descriptor)
+            raise RestoreFailed(f"CRIU made {name} of {size} bytes, which is too small")
         target = FileTarget(name, size, part.cells, descriptor=descriptor, offset=0)
         with self._changed:
             self._opened.append(target)
@@ -218,6 +223,16 @@ class SharedFill:
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
+
+
+def _end(part: PlacedMemory) -> int:
+    """Return the offset behind the last page of an object."""
+    rows = np.flatnonzero(part.cells.records["data"].any(axis=1))
+    if not len(rows):
+        return 0
+    last = rows[np.argmax(part.cells.base[rows])]
+    pages = np.flatnonzero(np.unpackbits(part.cells.records["data"][last], bitorder="little"))
+    return int(part.cells.base[last]) + (int(pages[-1]) + 1) * PAGE
 
 
 def _listen(folder: Path) -> socket.socket:
