@@ -165,7 +165,7 @@ class Capture:
                 captured.scanned += self._hidden_shared(pagemap, number, early, captured)
         with phase(self._emit, "dump.files") as running:
             for file in find_files(alive, self._options):
-                running.bytes += self._file(file, captured)
+                running.bytes += self._file(file, captured, early)
         _still_there(alive)
         return captured
 
@@ -253,7 +253,7 @@ class Capture:
     def _stream(self, number: int) -> int:
         return number % self._context.streams
 
-    def _file(self, file: FoundFile, captured: Captured) -> int:
+    def _file(self, file: FoundFile, captured: Captured, early: Early | None) -> int:
         """Record an open file and read its content if its policy says so; return the bytes read."""
         about = file.about
         if file.deleted and file.links:
@@ -286,11 +286,15 @@ class Capture:
                 else []
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
-            if (copied := self._mapped.copied.get(about.path)) is not None:
-                # Cells are known by their content, so another file of this name does no harm.
-                capture.known, capture.seen = copied.known, copied.seen
+            done = None
+            one = self._mapped.objects.get(about.path)
+            if one is not None and (one.device, one.inode) == (about.device, about.inode):
+                if (copied := self._mapped.copied.get(about.path)) is not None:
+                    capture.known, capture.seen = copied.known, copied.seen
+                done = early.shared.get(about.path) if early else None
             captured.spaces.append(capture)
-            read = capture.scan(source, source.extents(), self._context) if about.size else 0
+            extents = source.extents()
+            read = capture.scan(source, extents, self._context, done[1] if done else None)
             if os.fstat(descriptor).st_size < about.size:
                 raise DumpFailed(
                     f"{about.path} shrank while it was read: something outside the job writes to it"

@@ -59,7 +59,7 @@ class Early:
         threads: The threads that were held then, by host pid.
         present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
-        shared: Key of a shared memory object → its pages (EXTENT records), and cells that were
+        shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
             read.
     """
 
@@ -86,7 +86,7 @@ class EarlyScan:
         parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
         device: Host pid → where device memory lies in the process's memory.
-        shared: The tree's shared memory.
+        shared: The tree's shared memory, and its files in memory.
         emit: Gets the phase ``dump.early``.
     """
 
@@ -97,7 +97,7 @@ class EarlyScan:
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         device: Mapping[int, Sequence[tuple[int, int]]],
-        shared: SharedMemory,
+        shared: Sequence[SharedMemory],
         context: ScanContext,
         emit: Sink,
     ) -> None:
@@ -190,13 +190,11 @@ class EarlyScan:
                         pid, image, regions, extents, order[image] % self._context.streams
                     )
                     running.bytes += found[image].plan.bytes
-            if not rings:
-                for number, (key, one) in enumerate(self._shared.objects.items(), len(held)):
+            for memory in () if rings else self._shared:
+                for number, (key, one) in enumerate(memory.objects.items(), len(held)):
                     extents = one.extents(self._context.threads)
                     stream = number % self._context.streams
-                    scanned = self._shared.scan_early(
-                        key, extents, self._parent, stream, self._context
-                    )
+                    scanned = memory.scan_early(key, extents, self._parent, stream, self._context)
                     shared[key] = extents, scanned
                     running.bytes += scanned.plan.bytes
         return Early(held, present, found, shared)

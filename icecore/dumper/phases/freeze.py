@@ -98,7 +98,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         ready.storing.parent,
         ready.copied,
         device,
-        ready.shared,
+        (ready.shared, ready.mapped),
         ready.storing.context,
         request.emit,
     ) as early:
