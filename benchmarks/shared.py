@@ -34,11 +34,11 @@ KINDS = {
     "memfd": "f = os.memfd_create('x'); os.ftruncate(f, size); m = mmap.mmap(f, size)",
     "segment": (
         "assert libc.unshare(0x08000000) == 0; libc.shmat.restype = ctypes.c_void_p\n"
-        "at = libc.shmat(libc.shmget(7, size, 0o1600), None, 0)\n"
+        "at = libc.shmat(libc.shmget(7, ctypes.c_size_t(size), 0o1600), None, 0)\n"
         "m = (ctypes.c_char * size).from_address(at)"
     ),
     "file on tmpfs": (
-        "import tempfile; file = tempfile.NamedTemporaryFile(dir='/dev/shm'); f = file.fileno()\n"
+        "import tempfile; kept = tempfile.NamedTemporaryFile(dir='/dev/shm'); f = kept.fileno()\n"
         "os.ftruncate(f, size); m = mmap.mmap(f, size)"
     ),
 }
