@@ -227,6 +227,16 @@ def tell(puppet: Puppet, code: str) -> None:
     assert said.read_text() == "done", said.read_text()
 
 
+def end_tree(puppet: Puppet) -> None:
+    """End the puppet and its children, and wait until their pids are free."""
+    pids = procfs.tree(puppet.pid)
+    puppet.end()
+    end = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < end, f"processes {pids} do not end"
+        time.sleep(0.01)
+
+
 def rewind(puppet: Puppet, step: int) -> None:
     """Forget what the puppet was told since a snapshot: its restored process would be told again."""
     for number in range(step, puppet._step):
@@ -313,7 +323,7 @@ def test_processes_still_share_it(puppet: Puppet, store: Store) -> None:
     snapshot, hidden, _ = dumped(puppet.pid, store)
     assert hidden >= 7 * MIB
     assert len(store.read(snapshot).keys("shared")) == 2
-    puppet.end()
+    end_tree(puppet)
     with restored(store, snapshot, "full") as (_, objects):
         assert objects == 2
         tell(
@@ -366,7 +376,7 @@ def test_a_process_that_truncates_all_the_time(puppet: Puppet, store: Store) -> 
     before = digests(puppet)
     for _ in range(3):
         snapshot, _, _ = dumped(puppet.pid, store)
-    puppet.end()
+    end_tree(puppet)
     with restored(store, snapshot, "full"):
         tell(puppet, "tell()")
         assert digests(puppet) == before
