@@ -41,10 +41,12 @@ CRIU_SOURCES = [
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
+    "icecore/host/criu/shared.c",
 ]
 RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",
     "icecore/host/criu/join.c",
+    "icecore/host/criu/placed.c",
     "icecore/host/criu/reserve.c",
 ]
 PRELOAD_SOURCES = [

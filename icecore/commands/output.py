@@ -53,6 +53,7 @@ TITLES: Mapping[str, str] = {
     "restore.gpu.restore": "device memory to GPUs",
     "restore.images": "writing images",
     "restore.memory": "filling memory",
+    "restore.shared": "filling shared memory",
     "stats": "counting",
     "store.commit": "committing",
 }

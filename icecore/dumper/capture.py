@@ -15,14 +15,15 @@ import msgspec
 import numpy as np
 
 from icecore.dumper.data.directories import DataDirectories
-from icecore.dumper.memory.cells import EXTENT
+from icecore.dumper.memory.cells import EXTENT, inherit_origins
 from icecore.dumper.memory.early import Early
 from icecore.dumper.memory.grid import grid
-from icecore.dumper.memory.hidden import complete, find_hidden
+from icecore.dumper.memory.hidden import complete, find_hidden, find_shared
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
+from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.facts import (
@@ -36,7 +37,7 @@ from icecore.dumper.observe.surroundings import find_surroundings
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
-from icecore.host.criu.hidden import read_hidden
+from icecore.host.criu.hidden import read_hidden, read_shared
 from icecore.host.criu.images import LINKED, load_files, load_remaps, load_rseq
 from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
@@ -84,7 +85,8 @@ class Captured:
     @property
     def hidden(self) -> int:
         """Bytes of pages that CRIU was kept from seeing."""
-        return sum(int(pagemap.hidden["pages"].sum()) for pagemap in self.images.processes) * PAGE
+        pagemaps = [*self.images.processes, *self.images.shared]
+        return sum(int(pagemap.hidden["pages"].sum()) for pagemap in pagemaps) * PAGE
 
 
 class Capture:
@@ -95,6 +97,8 @@ class Capture:
         version: Of the CRIU that writes there.
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
+        shared: Shared memory that CRIU may have been kept from seeing.
+        mapped: Files in memory that the tree had mapped writable.
         is_own: Whether the instance has something of its own at a path of the tree.
         data: The job's data directories; None: it has none.
     """
@@ -106,6 +110,8 @@ class Capture:
         version: tuple[int, ...],
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
+        shared: SharedMemory,
+        mapped: SharedMemory,
         context: ScanContext,
         emit: Sink,
         is_own: Callable[[str], bool] = lambda path: False,
@@ -118,6 +124,8 @@ class Capture:
         self._version = version
         self._parent = parent
         self._copied = copied
+        self._shared = shared
+        self._mapped = mapped
         self._context = context
         self._emit = emit
 
@@ -156,10 +164,13 @@ class Capture:
                 captured.scanned += capture.scan(
                     reader, pagemap.extents, self._context, done, touched
                 )
+        for number, pagemap in enumerate(images.shared, len(images.processes)):
+            if len(pagemap.hidden):
+                captured.scanned += self._hidden_shared(pagemap, number, early, captured)
         with phase(self._emit, "dump.files") as running:
             files = find_files(alive, self._options)
             for file in files:
-                running.bytes += self._file(file, captured)
+                running.bytes += self._file(file, captured, early)
             if self._data is not None:
                 running.bytes += self._data.in_window(files)
         _still_there(alive)
@@ -183,7 +194,57 @@ class Capture:
                     find_hidden(pid, pagemap.regions, hidden[pid], present, self._context.threads)
                 )
             processes.append(pagemap)
-        return ImageSet(processes, images.shared)
+        return ImageSet(processes, self._with_shared(images.shared, early))
+
+    def _with_shared(self, pagemaps: list[Pagemap], early: Early | None) -> list[Pagemap]:
+        """Add the pages of shared memory that CRIU was kept from seeing."""
+        hidden = read_shared(self._images / HIDDEN_FILE)
+        found = []
+        for pagemap in pagemaps:
+            size = hidden.pop(pagemap.number, None)
+            if size is not None:
+                key = str(pagemap.number)
+                known = early.shared.get(key) if early else None
+                pagemap = find_shared(
+                    pagemap,
+                    self._shared.objects[key],
+                    size,
+                    known[0] if known else None,
+                    self._context.threads,
+                )
+            found.append(pagemap)
+        if hidden:
+            raise DumpFailed(
+                f"CRIU wrote no images of shared memory that was hidden from it: {sorted(hidden)}"
+            )
+        return found
+
+    def _hidden_shared(
+        self, pagemap: Pagemap, number: int, early: Early | None, captured: Captured
+    ) -> int:
+        """Read shared memory that CRIU did not see; return the bytes read."""
+        key = str(pagemap.number)
+        parent = self._parent.space("shared", key) if self._parent else None
+        regions = inherit_origins(pagemap.regions, parent.space.regions if parent else [])
+        copied = self._shared.copied.get(key)
+        capture = SpaceCapture(
+            "shared",
+            key,
+            0,
+            regions,
+            self._shared.known(key, self._parent),
+            parent,
+            self._stream(number),
+            copied.seen if copied else None,
+        )
+        captured.spaces.append(capture)
+        known = early.shared.get(key) if early else None
+        return capture.scan(
+            self._shared.objects[key],
+            pagemap.extents,
+            self._context,
+            known[1] if known else None,
+        )
 
     def _process(
         self, pagemap: Pagemap, number: int, reader: RemoteReader, device: Sequence[tuple[int, int]]
@@ -199,7 +260,7 @@ class Capture:
     def _stream(self, number: int) -> int:
         return number % self._context.streams
 
-    def _file(self, file: FoundFile, captured: Captured) -> int:
+    def _file(self, file: FoundFile, captured: Captured, early: Early | None) -> int:
         """Record an open file and read its content if its policy says so; return the bytes read."""
         about = file.about
         if file.deleted and file.links:
@@ -232,8 +293,15 @@ class Capture:
                 else []
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
+            done = None
+            one = self._mapped.objects.get(about.path)
+            if one is not None and (one.device, one.inode) == (about.device, about.inode):
+                if (copied := self._mapped.copied.get(about.path)) is not None:
+                    capture.known, capture.seen = copied.known, copied.seen
+                done = early.shared.get(about.path) if early else None
             captured.spaces.append(capture)
-            read = capture.scan(source, source.extents(), self._context) if about.size else 0
+            extents = source.extents()
+            read = capture.scan(source, extents, self._context, done[1] if done else None)
             if os.fstat(descriptor).st_size < about.size:
                 raise DumpFailed(
                     f"{about.path} shrank while it was read: something outside the job writes to it"
@@ -243,8 +311,9 @@ class Capture:
             os.close(descriptor)
 
     def after_window(self, captured: Captured) -> None:
-        """Read everything that CRIU has written: shared memory and its image files."""
-        complete(self._images, captured.images.processes, self._version)
+        """Read everything that CRIU has written: shared memory that it saw, and its image files."""
+        images = captured.images
+        complete(self._images, [*images.processes, *images.shared], self._version)
         close_outside(self._images)
         if captured.lost:
             _rename(captured, _linked(self._images))
@@ -256,7 +325,9 @@ class Capture:
             read_surroundings(self._parent.manifest) if self._parent else None,
             self._is_own,
         )
-        for pagemap in captured.images.shared:
+        for pagemap in images.shared:
+            if len(pagemap.hidden):
+                continue  # it was read in the window
             key = str(pagemap.number)
             parent = self._parent.space("shared", key) if self._parent else None
             capture = SpaceCapture.make("shared", key, 0, pagemap.regions, parent)

@@ -19,6 +19,7 @@ import numpy as np
 
 from icecore.errors import Damaged, MissingTool, NotFound, RestoreRefused
 from icecore.host.criu.program import Criu
+from icecore.host.criu.shared_images import can_fill_shared
 from icecore.host.gpu.backend import find_backend
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import RunRecord
@@ -528,11 +529,12 @@ def _data_bytes(space: Space, records: Maps | None) -> int:
 
 def _in_images(space: Space) -> list[bool]:
     """Return for each region of a space whether its pages go into CRIU's page images
-    (`icecore.restorer.files.images`).
+    (`icecore.restorer.files.images`). Sealed shared memory does, too, but the manifest does not tell
+    which is sealed; the restore compares its pages with the room before it starts CRIU.
     """
     if space.kind == "process":
         return [not region.lazy and region.kind != "device" for region in space.regions]
-    return [space.kind == "shared"] * len(space.regions)
+    return [space.kind == "shared" and not can_fill_shared()] * len(space.regions)
 
 
 def _most_pages(space: Space) -> int:

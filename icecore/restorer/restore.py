@@ -16,7 +16,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.attempt import DEFAULT_WORKDIR, Attempt
 from icecore.restorer.phases.building import build_tree
 from icecore.restorer.phases.files import prepare_files
-from icecore.restorer.phases.loading import load_all
+from icecore.restorer.phases.loading import load_all, load_shared
 from icecore.restorer.phases.planning import (
     compare,
     make_workspace,
@@ -106,6 +106,7 @@ def _run(attempt: Attempt) -> Restored:
         resources = start_resources(attempt, undo, workspace, plan)
         prepared = prepare_files(attempt, undo, workspace, plan, resources)
         built = build_tree(attempt, undo, workspace, plan, resources, prepared)
+        load_shared(attempt, prepared, built)
         if attempt.options.mode == "lazy":
             return run_while_loading(attempt, undo, workspace, plan, resources, prepared, built)
         load_all(attempt, plan, resources, prepared, built)

@@ -137,6 +137,10 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         {"Path.mkdir", "Path.unlink", "shutil.rmtree"},
         "the directory that the user named; open files in it go through jobfiles.py",
     ),
+    "fill/shared.py": (
+        {"os.open"},
+        "shared memory of the restored processes: a regular file of the kernel's own tmpfs, seen with O_PATH first",
+    ),
     "phases/planning.py": (
         {"Path.mkdir", "shutil.rmtree"},
         "icecore's work directory, made by icecore.host.workdir",

@@ -89,7 +89,7 @@ class _Files:
     differ.
     """
 
-    process = None
+    process = file = None
 
     def __init__(self, opened: Sequence[tuple[int, int, int]]) -> None:
         self._opened = opened  # (location, descriptor, size), ascending

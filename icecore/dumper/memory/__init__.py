@@ -3,6 +3,7 @@
 Which cells there are:
 
 - `present`: a process's private memory and the pages that hold something.
+- `shared`: shared memory that is no file.
 - `images`: what CRIU wrote about memory.
 - `hidden`: pages that CRIU was kept from seeing.
 - `allocations`, `cells`, `grid`: how memory is cut into cells.

@@ -9,8 +9,8 @@ the first process. What it does to a process touches code (a system call is writ
 for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the
 number of its processor (rseq; CRIU notes where they are, and those cells are read again). Private
 anonymous memory that is not executable can therefore be read as soon as that image exists and every
-thread is seen to be held. Asynchronous I/O in flight writes into memory without any thread, so
-processes with a ring for it are left for later.
+thread is seen to be held, and so can shared memory. Asynchronous I/O in flight writes into memory
+without any thread, so processes with a ring for it are left for later, and shared memory with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +32,7 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of
 from icecore.dumper.memory.scan import scan
+from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.files import tree_pids
 from icecore.errors import NotFound
@@ -58,11 +59,14 @@ class Early:
         threads: The threads that were held then, by host pid.
         present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
+        shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
+            read.
     """
 
     threads: Mapping[int, Sequence[int]]
     present: Mapping[int, Present]
     processes: Mapping[int, Scanned]
+    shared: Mapping[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
 
     def holds(self) -> bool:
         """Return whether the tree still has exactly the same threads. Call it once CRIU is done."""
@@ -82,6 +86,7 @@ class EarlyScan:
         parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
         device: Host pid → where device memory lies in the process's memory.
+        shared: The tree's shared memory, and its files in memory.
         emit: Gets the phase ``dump.early``.
     """
 
@@ -92,6 +97,7 @@ class EarlyScan:
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         device: Mapping[int, Sequence[tuple[int, int]]],
+        shared: Sequence[SharedMemory],
         context: ScanContext,
         emit: Sink,
     ) -> None:
@@ -100,6 +106,7 @@ class EarlyScan:
         self._parent = parent
         self._copied = copied
         self._device = device
+        self._shared = shared
         self._context = context
         self._emit = emit
         self._over = threading.Event()
@@ -161,12 +168,15 @@ class EarlyScan:
         found: dict[int, Scanned] = {}
         present: dict[int, Present] = {}
         images = tree_pids(self._root)
+        shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = {}
+        rings = False
         order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
         with phase(self._emit, "dump.early") as running:
             for pid in held:
                 image = images[pid]
                 mappings = procfs.read_maps(pid)
                 if any(mapping.path.startswith(_RING) for mapping in mappings):
+                    rings = True
                     continue
                 regions = [
                     region
@@ -180,7 +190,14 @@ class EarlyScan:
                         pid, image, regions, extents, order[image] % self._context.streams
                     )
                     running.bytes += found[image].plan.bytes
-        return Early(held, present, found)
+            for memory in () if rings else self._shared:
+                for number, (key, one) in enumerate(memory.objects.items(), len(held)):
+                    extents = one.extents(self._context.threads)
+                    stream = number % self._context.streams
+                    scanned = memory.scan_early(key, extents, self._parent, stream, self._context)
+                    shared[key] = extents, scanned
+                    running.bytes += scanned.plan.bytes
+        return Early(held, present, found, shared)
 
     def _process(
         self,

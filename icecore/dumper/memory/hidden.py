@@ -1,11 +1,12 @@
-"""Pages that CRIU was kept from seeing: find them in the frozen process and write them into CRIU's
-pagemap, where a restore looks for them.
+"""Pages that CRIU was kept from seeing: find them in the frozen process or shared memory and write
+them into CRIU's pagemap, where a restore looks for them.
 
 Either all pages of every hidden range are found, or the snapshot fails.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import numpy.typing as npt
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.images import Pagemap
 from icecore.dumper.memory.present import Present, present_extents
+from icecore.dumper.memory.shared import SharedObject, shared_regions
 from icecore.errors import DumpFailed
-from icecore.host.criu.hidden import Ranges
+from icecore.host.criu.hidden import RANGE, Ranges
 from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, load_pagemap, write_pagemap
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
@@ -59,12 +61,33 @@ def find_hidden(
     return found[np.argsort(found["address"], kind="stable")]
 
 
+def find_shared(
+    pagemap: Pagemap, one: SharedObject, size: int, known: Extents | None, threads: int
+) -> Pagemap:
+    """Add the pages of shared memory that CRIU was kept from seeing to its empty pagemap.
+
+    Args:
+        size: Bytes that CRIU would have written.
+        known: Its pages, where they were looked up since the tree stands still.
+
+    Raises:
+        DumpFailed: CRIU has seen some of it.
+    """
+    if len(pagemap.extents):
+        raise DumpFailed(f"CRIU saw shared memory {pagemap.number}, which was hidden from it")
+    end = -(-size // PAGE) * PAGE
+    found = one.extents(threads, end) if known is None else known
+    within = np.array([(0, end)], RANGE)
+    found = clip(found, within)
+    return replace(pagemap, regions=shared_regions(one.key, found), extents=found, hidden=found)
+
+
 def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...]) -> None:
     """Write the hidden pages into the pagemap images, once CRIU no longer writes."""
     for pagemap in pagemaps:
         if not len(pagemap.hidden):
             continue
-        path = directory / f"pagemap-{pagemap.number}.img"
+        path = directory / pagemap.image
         number, written = load_pagemap(path)
         lazy = np.array([region.lazy for region in pagemap.regions], np.bool_)
         own = np.empty(len(pagemap.hidden), ENTRY)

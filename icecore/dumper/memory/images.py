@@ -49,6 +49,7 @@ class Pagemap:
     """The memory of one process or shared object.
 
     Attributes:
+        image: Name of the pagemap image.
         number: Image id of the process, or shmem id.
         pages: The N of the ``pages-N.img`` that holds the written pages.
         regions: VMAs in address order; for shared memory one region that starts at 0.
@@ -58,6 +59,7 @@ class Pagemap:
             pagemap yet.
     """
 
+    image: str
     number: int
     pages: int
     regions: list[Region]
@@ -125,7 +127,7 @@ def _pagemap(path: Path, number: int, regions: list[Region] | None) -> Pagemap:
             else 0
         )
         regions = [Region(0, end, 0, kind="shared", name=str(number))] if end else []
-    return Pagemap(number, pages, regions, _merged(everything), _extents(written))
+    return Pagemap(path.name, number, pages, regions, _merged(everything), _extents(written))
 
 
 def _extents(entries: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

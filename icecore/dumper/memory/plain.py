@@ -34,6 +34,7 @@ class CompactPages:
     """
 
     process = None
+    file = None
 
     def __init__(
         self, path: Path, extents: npt.NDArray[np.void], part: tuple[int, int] | None = None

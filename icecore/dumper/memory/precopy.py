@@ -1,5 +1,5 @@
-"""Pre-copy: scan and store the running job's private memory before the window, so that only what
-changes meanwhile is left for it.
+"""Pre-copy: scan and store the running job's memory before the window, so that only what changes
+meanwhile is left for it.
 
 Torn reads are harmless, because a chunk is named by what was read, and the window checks every cell
 again.
@@ -50,10 +50,11 @@ _CPUCLOCK_SCHED = 2
 
 @dataclass(frozen=True)
 class PreCopied:
-    """What pre-copy learnt of one process.
+    """What pre-copy learnt of one process or shared object.
 
     Attributes:
-        regions: Its private anonymous memory then, with the cell grid that the window reuses.
+        regions: Its memory then (of a process, the private anonymous memory), with the cell grid
+            that the window reuses.
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
@@ -73,7 +74,7 @@ class PreCopied:
 
 @dataclass(frozen=True)
 class _Scanner:
-    """How one process is scanned."""
+    """How one space is scanned."""
 
     stream: int
     regions: list[Region]
@@ -135,8 +136,7 @@ def pre_copy(
         What the window can rely on; None if the process has ended or cannot be read (the window
         reports why, if it matters).
     """
-    known = before.known if before else KnownCells.none()
-    clock = _CpuClock.of(pid)
+    clock = CpuClock.of(pid)
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
@@ -145,41 +145,65 @@ def pre_copy(
                 cut(regions, allocations(reader, regions, extents)),
                 before.space.regions if before else [],
             )
-            plan = plan_cells(regions, extents)
-            scanner = _Scanner(
-                stream,
-                regions,
-                RunningReader(reader),
-                context.pipeline,
-                context.staging,
-                context.seed,
-                context.threads,
-                context.stop,
-            )
-            held = _held(plan, before, _is_busy(pid, clock))
-            sink = scanner.sink(plan, known)
-            began = time.monotonic()
-            result = scanner.scan(
-                plan,
-                known,
-                lambda row, slot: scanner.drop(row, slot) if held[row] else sink.keep(row, slot),
-                advance,
-            )
-            context.pipeline.drain()
-            changed = result.changed
-            calm = changed[~held[changed]]
-            stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
-            kept = int(plan.length[calm].sum())
-            size, left = int(plan.length[changed].sum()), 0
-            doubtful = changed[held[changed]]
-            if len(doubtful):
-                cells = plan.take(doubtful)
-                late = _Rounds(scanner, cells, result.fingerprint[doubtful], known, began)
-                stored = late.run(stored)
-                kept += late.stored
-                left = size - kept + late.stored - late.true
+            source, busy = RunningReader(reader), is_busy(pid, clock)
+            return copy_space(stream, regions, extents, source, before, context, advance, busy)
     except NotFound:
         return None
+
+
+def copy_space(
+    stream: int,
+    regions: list[Region],
+    extents: npt.NDArray[np.void],
+    source: Source,
+    before: ParentSpace | None,
+    context: ScanContext,
+    advance: Advance = unwatched,
+    busy: bool = False,
+) -> PreCopied:
+    """Scan a space whose content may change meanwhile, as `pre_copy` does.
+
+    Args:
+        regions: With the grids that they take over.
+        extents: EXTENT records of its pages.
+        source: Reads it; what is not there any more reads as zeros.
+        busy: Whether something writes to it all the time, so that no cell is stored before it was
+            seen not to change.
+    """
+    known = before.known if before else KnownCells.none()
+    plan = plan_cells(regions, extents)
+    scanner = _Scanner(
+        stream,
+        regions,
+        source,
+        context.pipeline,
+        context.staging,
+        context.seed,
+        context.threads,
+        context.stop,
+    )
+    held = _held(plan, before, busy)
+    sink = scanner.sink(plan, known)
+    began = time.monotonic()
+    result = scanner.scan(
+        plan,
+        known,
+        lambda row, slot: scanner.drop(row, slot) if held[row] else sink.keep(row, slot),
+        advance,
+    )
+    context.pipeline.drain()
+    changed = result.changed
+    calm = changed[~held[changed]]
+    stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
+    kept = int(plan.length[calm].sum())
+    size, left = int(plan.length[changed].sum()), 0
+    doubtful = changed[held[changed]]
+    if len(doubtful):
+        cells = plan.take(doubtful)
+        late = _Rounds(scanner, cells, result.fingerprint[doubtful], known, began)
+        stored = late.run(stored)
+        kept += late.stored
+        left = size - kept + late.stored - late.true
     order = np.argsort(plan.key, kind="stable")
     seen = KnownCells(plan.key[order], result.fingerprint[order], np.zeros(len(plan), CELL))
     return PreCopied(regions, stored, seen, size, kept, left, plan.bytes)
@@ -198,14 +222,14 @@ def _held(plan: CellPlan, before: ParentSpace | None, busy: bool) -> npt.NDArray
 
 
 @dataclass(frozen=True)
-class _CpuClock:
+class CpuClock:
     """The CPU time of a process, all threads together, and when it was read; in seconds."""
 
     used: float
     at: float
 
     @classmethod
-    def of(cls, pid: int) -> _CpuClock:
+    def of(cls, pid: int) -> CpuClock:
         """Read it (clock_getcpuclockid(3)); a process that has ended used no time."""
         try:
             used = time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
@@ -214,10 +238,10 @@ class _CpuClock:
         return cls(used, time.monotonic())
 
 
-def _is_busy(pid: int, since: _CpuClock) -> bool:
+def is_busy(pid: int, since: CpuClock) -> bool:
     """Return whether a process has run for a noticeable share of the time since."""
     time.sleep(max(0.0, since.at + _BUSY_SECONDS - time.monotonic()))
-    now = _CpuClock.of(pid)
+    now = CpuClock.of(pid)
     return now.used - since.used > _BUSY_SHARE * (now.at - since.at)
 
 
@@ -334,6 +358,7 @@ class RunningReader:
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
         self.process = reader.process
+        self.file = None
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         try:

@@ -32,10 +32,14 @@ class Source(Protocol):
 
     Attributes:
         process: Pid of the process whose memory it is; None: not a process.
+        file: Descriptor of a file whose offsets are the addresses; None: it cannot be read so.
     """
 
     @property
     def process(self) -> int | None: ...
+
+    @property
+    def file(self) -> int | None: ...
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the
@@ -148,7 +152,7 @@ def scan(
         np.full(len(plan), -1, np.int64),
     )
     native = None
-    if source.process is not None and not native_scan_lacks():
+    if (source.process is not None or source.file is not None) and not native_scan_lacks():
         columns = Columns(
             plan.runs,
             plan.first_run,
@@ -159,7 +163,7 @@ def scan(
             fingerprint,
             row,
         )
-        native = NativeScan(source.process, columns, seed)
+        native = NativeScan(source.process, columns, seed, file=source.file)
     shared = _Shared(
         plan,
         known,

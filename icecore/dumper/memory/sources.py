@@ -37,12 +37,17 @@ class FileSource:
         descriptor: Open for reading; the caller keeps it.
         size: Bytes at the time of the snapshot. A file that is longer now is read up to there.
         first: Where in the file the content begins.
+
+    Attributes:
+        file: See `icecore.dumper.memory.scan.Source`. What is read so of the last page, behind the
+            size, is of a file that grows, and belongs to no content.
     """
 
     process = None
 
     def __init__(self, descriptor: int, size: int, name: str, first: int = 0) -> None:
         self._descriptor = descriptor
+        self.file = None if first else descriptor
         self._first = first
         self._size = size
         self._name = name
@@ -60,17 +65,20 @@ class FileSource:
             at += length
 
     def extents(self) -> npt.NDArray[np.void]:
-        """Return the pages of a whole file that hold data, without holes, as EXTENT records."""
+        """Return the pages of a whole file that hold data, without holes, as EXTENT records. The file
+        may change meanwhile.
+        """
         found: list[tuple[int, int]] = []
         position = 0
         while position < self._size:
             try:
                 low = os.lseek(self._descriptor, position, os.SEEK_DATA)
+                high = min(os.lseek(self._descriptor, low, os.SEEK_HOLE), self._size)
             except OSError:
-                break  # ENXIO: only a hole up to the end
-            high = min(os.lseek(self._descriptor, low, os.SEEK_HOLE), self._size)
-            if high <= low:
-                break
+                break  # ENXIO: only a hole up to the end, or it ends before that now
+            if high <= low:  # a hole now, or beyond the size
+                position = low + PAGE
+                continue
             low, high = low // PAGE * PAGE, -(-high // PAGE) * PAGE
             if found and found[-1][0] + found[-1][1] * PAGE >= low:
                 found[-1] = (found[-1][0], (high - found[-1][0]) // PAGE)
@@ -90,6 +98,7 @@ class PagesImage:
     """
 
     process = None
+    file = None
 
     def __init__(self, path: str, extents: npt.NDArray[np.void]) -> None:
         self.path = path
@@ -111,6 +120,17 @@ class PagesImage:
             offset = int(self._offset[entry]) + address - int(self._start[entry])
             read_fully(self._descriptor, buffer.view(at, at + length), offset, self.path)
             at += length
+
+
+def read_some(descriptor: int, iovecs: int, count: int, buffer: Buffer) -> None:
+    """Read the runs of a file that may be shorter now: what is missing reads as zeros."""
+    at = 0
+    for offset, length in _runs(iovecs, count):
+        view, done = buffer.view(at, at + length), 0
+        while done < length and (got := os.preadv(descriptor, [view[done:]], offset + done)):
+            done += got
+        view[done:] = bytes(length - done)
+        at += length
 
 
 def read_fully(descriptor: int, out: memoryview, offset: int, name: str) -> None:

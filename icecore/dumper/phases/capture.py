@@ -44,6 +44,8 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         request.criu.version,
         ready.storing.parent,
         ready.copied,
+        ready.shared,
+        ready.mapped,
         ready.storing.context,
         request.emit,
         request.target.record.is_own if request.target.record else lambda path: False,

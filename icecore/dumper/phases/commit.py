@@ -69,9 +69,12 @@ def commit(
         ready.window.kill(list(result.tree.pids))
         if devices is not None:
             devices.gone(keep_resident=options.keep_resident)
-    pre_copied = sum(c.stored for c in ready.copied.values()) + (
-        devices.pre_copied if devices is not None else 0
-    )
+    copied = [
+        *ready.copied.values(),
+        *ready.shared.copied.values(),
+        *ready.mapped.copied.values(),
+    ]
+    pre_copied = sum(c.stored for c in copied) + (devices.pre_copied if devices is not None else 0)
     return Committed(snapshot, manifest, pre_copied, ready.storing.pipeline.spilled)
 
 

@@ -22,7 +22,7 @@ from icecore.dumper.phases.prepare import Ready
 from icecore.dumper.phases.request import Request
 from icecore.errors import DumpFailed
 from icecore.events import Event, Phase, phase
-from icecore.host.criu.hidden import hides
+from icecore.host.criu.hidden import list_shared
 from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.criu.program import (
     SOCKETS_PLUGIN,
@@ -62,12 +62,11 @@ def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
     with phase(request.emit, "dump.criu"):
         hidden = ready.images / HIDDEN_FILE
         hidden.touch()
-        # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
-        hiding = request.options.memory != "streamed" and hides(request.criu)
+        list_shared(hidden, ready.shared.rows())
         group = _group(request, ready.guard.pid)
         command = _criu_command(request, accepted, ready, group)
         with ready.devices.holder() if ready.devices is not None else nullcontext() as holder:
-            ready.window.prepare(command, hidden if hiding else None, holder, group)
+            ready.window.prepare(command, hidden if ready.hiding else None, holder, group)
 
 
 def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -> Frozen:
@@ -99,6 +98,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         ready.storing.parent,
         ready.copied,
         device,
+        (ready.shared, ready.mapped),
         ready.storing.context,
         request.emit,
     ) as early:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
-from icecore.dumper.memory.precopy import PreCopied, pre_copy
+from icecore.dumper.memory.precopy import CpuClock, PreCopied, is_busy, pre_copy
+from icecore.dumper.memory.shared import SharedMemory, open_mapped, open_shared
 from icecore.dumper.observe.files import FoundFile, find_files, tree_pids
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.preflight import Accepted
@@ -28,6 +29,7 @@ from icecore.dumper.preflight.prediction import predict
 from icecore.dumper.storing import Storing
 from icecore.errors import DumpFailed
 from icecore.events import Event, phase
+from icecore.host.criu.hidden import hides
 from icecore.host.criu.log import RESTLESS
 from icecore.host.criu.program import explain
 from icecore.host.kernel import limits, oom, procfs
@@ -68,6 +70,9 @@ class Ready:
         devices: The tree's GPU processes; None: it has none.
         storing: Where cells go.
         copied: What pre-copy learnt, by image id.
+        shared: Shared memory that is read in place.
+        mapped: Files in memory that the tree has mapped writable.
+        hiding: Whether CRIU is kept from seeing memory that is read in place.
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
         data: The job's data directories; None: it has none.
@@ -78,6 +83,9 @@ class Ready:
     devices: Devices | None
     storing: Storing
     copied: Mapping[int, PreCopied]
+    shared: SharedMemory
+    mapped: SharedMemory
+    hiding: bool
     claim: Claim
     window: Window
     data: DataDirectories | None = None
@@ -120,8 +128,13 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
     data = _data(request, storing, stack)
-    copied = _pre_copy(request, found, storing)
-    _reserve(found, storing, copied, threads)
+    # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
+    hiding = options.memory != "streamed" and hides(request.criu)
+    shared = open_shared(found.processes, stack) if hiding else SharedMemory()
+    mapped = open_mapped(found.files, stack)
+    copied = _pre_copy(request, found, storing, (shared, mapped))
+    learnt = [*copied.values(), *shared.copied.values(), *mapped.copied.values()]
+    _reserve(found, storing, learnt, shared.used + mapped.used, threads)
     claim = _claim(request, found)
     stack.callback(claim.release)
     if devices is not None:
@@ -131,7 +144,9 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
             data.look_ahead(lambda: _open_files(request), once=True)
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
-    return Ready(images, guard, devices, storing, copied, claim, window, data)
+    return Ready(
+        images, guard, devices, storing, copied, shared, mapped, hiding, claim, window, data
+    )
 
 
 def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectories | None:
@@ -264,22 +279,27 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
         )
 
 
-def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int, PreCopied]:
-    """Pre-copy every process that is large enough.
+def _pre_copy(
+    request: Request, found: Inspection, storing: Storing, shared: Sequence[SharedMemory]
+) -> dict[int, PreCopied]:
+    """Pre-copy every process that is large enough, and shared memory.
 
     Returns:
         What was learnt, by pid in the tree's own namespace (the image id).
     """
     mode = request.options.pre_copy
-    if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
+    size = found.private_bytes + sum(memory.used for memory in shared)
+    if mode == "off" or (mode == "auto" and size < _PRE_COPY_BYTES):
         return {}
     out = {}
     parent, context = storing.parent, storing.context
+    pids = [process.pid for process in found.processes] if any(m.objects for m in shared) else []
+    clocks = {pid: CpuClock.of(pid) for pid in pids}
     with (
         phase(request.emit, "dump.precopy") as running,
         context.staging.limited(_PRE_COPY_STAGING),
     ):
-        advance = running.counter(found.private_bytes)
+        advance = running.counter(size)
         for number, process in enumerate(found.processes):
             if process.status.zombie or process.private_bytes < (1 << 20):
                 continue
@@ -291,26 +311,35 @@ def _pre_copy(request: Request, found: Inspection, storing: Storing) -> dict[int
             if learnt is not None:
                 out[image] = learnt
                 running.bytes += learnt.scanned
+        busy = any(is_busy(pid, clock) for pid, clock in clocks.items())
+        learned = [*out.values()]
+        for memory in shared:
+            memory.pre_copy(len(found.processes), parent, context, advance, busy)
+            running.bytes += sum(c.scanned for c in memory.copied.values())
+            learned += memory.copied.values()
         running.fields |= {
-            "changed": sum(c.changed for c in out.values()),
-            "stored": sum(c.stored for c in out.values()),
+            "changed": sum(c.changed for c in learned),
+            "stored": sum(c.stored for c in learned),
         }
     return out
 
 
 def _reserve(
-    found: Inspection, storing: Storing, copied: Mapping[int, PreCopied], threads: int
+    found: Inspection, storing: Storing, copied: Sequence[PreCopied], shared: int, threads: int
 ) -> None:
     """Prefault as much staging as the window will probably fill, judged by what changed since the
-    parent. Without pre-copy nothing is known, so all of the private memory counts.
+    parent. Without pre-copy nothing is known, so all memory that is read in place counts.
+
+    Args:
+        shared: Bytes of shared memory that is read in place.
     """
     if copied and storing.parent_id:
-        guess = sum(c.changed for c in copied.values())
+        guess = sum(c.changed for c in copied)
     elif copied:
-        left = sum(c.left for c in copied.values())
-        guess = left + int(max(0, found.private_bytes - left) * _GUESS)
+        left = sum(c.left for c in copied)
+        guess = left + int(max(0, found.private_bytes + shared - left) * _GUESS)
     else:
-        guess = found.private_bytes
+        guess = found.private_bytes + shared
     if found.gpus is not None:
         # Pre-copy does not see device memory: assume that as much changes as did in the parent.
         parent = storing.parent

@@ -1,5 +1,5 @@
-"""Memory that CRIU does not see in a lazy dump (icecore/host/criu/pages.c). What is hidden is
-recorded, and whoever reads the memory in place adds it again.
+"""Memory that CRIU does not see in a lazy dump (icecore/host/criu/pages.c and shared.c). What is
+hidden is recorded, and whoever reads the memory in place adds it again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ LEAST_BYTES = HUGE_PAGE + PAGE
 
 #: A range of addresses.
 RANGE = np.dtype([("start", "<u8"), ("end", "<u8")])
+#: A shared memory object that CRIU is to be kept from seeing (struct object in
+#: icecore/host/criu/shared.c). ``size`` is 0 until CRIU has asked for its content; then it is the
+#: bytes that CRIU would have written.
+SHARED = np.dtype([("device", "<u8"), ("inode", "<u8"), ("system_v", "<u8"), ("size", "<u8")])
 _ENTRY = np.dtype([("pid", "<u8"), ("range", RANGE)])
 
 Ranges = npt.NDArray[np.void]
@@ -50,6 +54,32 @@ def read_hidden(path: Path) -> dict[int, Ranges]:
         pid: _ascending(entries["range"][entries["pid"] == pid])
         for pid in set(entries["pid"].tolist())
     }
+
+
+def list_shared(path: Path, rows: npt.NDArray[np.void]) -> None:
+    """Write the list of shared memory (SHARED records) that belongs to a file of hidden ranges."""
+    _shared_list(path).write_bytes(rows.tobytes())
+
+
+def read_shared(path: Path) -> dict[int, int]:
+    """Return which shared memory CRIU was kept from seeing.
+
+    Args:
+        path: The file of hidden ranges to which the list belongs.
+
+    Returns:
+        Inode → the bytes that CRIU would have written.
+    """
+    listed = _shared_list(path)
+    if not listed.exists():
+        return {}
+    rows = np.frombuffer(listed.read_bytes(), SHARED)
+    rows = rows[rows["size"] > 0]
+    return dict(zip(rows["inode"].tolist(), rows["size"].tolist(), strict=True))
+
+
+def _shared_list(path: Path) -> Path:
+    return path.with_name(f"{path.name}.shared.log")
 
 
 def _ascending(ranges: Ranges) -> Ranges:

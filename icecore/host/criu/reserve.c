@@ -6,6 +6,8 @@
  * it costs what is used of it, as it did in the job.
  */
 #define _GNU_SOURCE
+#include "placed.h"
+
 #include <errno.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -30,6 +32,7 @@ void *mmap(void *at, size_t size, int protection, int flags, int file, off_t off
 	if (start == MAP_FAILED && errno == ENOMEM && (flags & WANTED) == WANTED &&
 	    protection & PROT_WRITE && !(flags & MAP_NORESERVE))
 		start = map(at, size, protection, flags | MAP_NORESERVE, file, offset);
+	note_mapping(start, protection, flags);
 	return start;
 }
 

@@ -30,6 +30,17 @@ def address_of(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
+def shared_memory_device() -> int:
+    """Return the device of the kernel's own tmpfs, on which shared anonymous memory, memfds and
+    System V segments lie.
+    """
+    descriptor = os.memfd_create("icecore", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
+
+
 class HugeBuffer:
     """Anonymous memory on huge pages, faulted in once and then reused: the first touch of small
     pages is eight times slower.
@@ -113,6 +124,8 @@ class RemoteReader:
         self.pid = pid
         #: Whose memory it is, for who reads it by process_vm_readv himself.
         self.process = pid
+        #: It is no file.
+        self.file = None
         self._memory: int | None = None
         self._opening = threading.Lock()
 

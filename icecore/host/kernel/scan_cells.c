@@ -1,17 +1,21 @@
-/* Reads cells of another process's memory and fingerprints them, one after the other. The slot
- * always contains the cell that was hashed last.
+/* Reads cells of another process's memory, or of a file, and fingerprints them, one after the other.
+ * The slot always contains the cell that was hashed last.
  *
  * icecore/dumper/memory/scan.py could do the same, but in Python each cell costs two calls, after
  * each of which the thread waits for the interpreter's lock. The hash is XXH3
  * (XXH3_128bits_withSeed of xxhash.h), whose address the caller passes.
  */
 #define _GNU_SOURCE
+#include <errno.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #define CELL ((size_t)1 << 20) /* bytes; so much room has a slot */
+#define PAGE ((uint64_t)4096)
 #define BITMAP ((size_t)32)
 #define FINGERPRINT ((size_t)16)
 
@@ -33,7 +37,8 @@ struct cells {
 	int64_t *row; /* n; the candidate where it is */
 	struct hash (*hash)(const void *data, size_t size, uint64_t seed);
 	uint64_t seed;
-	int64_t pid;
+	int64_t pid; /* of the process; -1: a file is read */
+	int64_t file; /* the file's descriptor; addresses are offsets in it */
 };
 
 /* Whether the caller means the same by it. */
@@ -49,6 +54,49 @@ static void put(uint8_t *target, struct hash hash)
 	memcpy(target, words, FINGERPRINT);
 }
 
+/* The whole cell in as few calls as possible. */
+static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
+{
+	const struct iovec *runs = cells->runs + cells->first_run[i];
+	size_t count = cells->first_run[i + 1] - cells->first_run[i];
+	struct iovec here = {slot, cells->length[i]};
+
+	if (cells->pid >= 0)
+		return process_vm_readv((pid_t)cells->pid, &here, 1, runs, count, 0) ==
+		    (ssize_t)cells->length[i];
+	for (size_t run = 0; run < count; slot += runs[run++].iov_len)
+		if (pread64((int)cells->file, slot, runs[run].iov_len,
+			(off64_t)(uintptr_t)runs[run].iov_base) != (ssize_t)runs[run].iov_len)
+			return false;
+	return true;
+}
+
+/* Where the data of a file begins and ends, from `at` on: up to `room` pairs are written to `found`.
+ * Returns how many, or -1 if the file cannot tell. The file may change meanwhile. */
+__attribute__((visibility("default"))) int64_t find_data(
+    int64_t file, uint64_t at, uint64_t end, uint64_t *found, int64_t room)
+{
+	int64_t count = 0;
+
+	while (count < room && at < end) {
+		off64_t low = lseek64((int)file, (off64_t)at, SEEK_DATA);
+		if (low < 0)
+			return errno == ENXIO ? count : -1;
+		if ((uint64_t)low >= end)
+			break;
+		off64_t high = lseek64((int)file, low, SEEK_HOLE);
+		if (high < 0)
+			return errno == ENXIO ? count : -1; /* it ends before that now */
+		if (high <= low) { /* a hole now */
+			at = (uint64_t)low + PAGE;
+			continue;
+		}
+		found[2 * count] = (uint64_t)low;
+		found[2 * count++ + 1] = at = (uint64_t)high < end ? (uint64_t)high : end;
+	}
+	return count;
+}
+
 /* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its
  * number, and why; else `stop`. `slot` has room for a cell, and before it for its bitmap. */
 __attribute__((visibility("default"))) int64_t scan_cells(
@@ -56,8 +104,6 @@ __attribute__((visibility("default"))) int64_t scan_cells(
 {
 	for (int64_t i = start; i < stop; i++) {
 		size_t length = cells->length[i];
-		const struct iovec *runs = cells->runs + cells->first_run[i];
-		struct iovec here = {slot, length};
 		uint8_t *fingerprint = cells->fingerprint + FINGERPRINT * (size_t)i;
 
 		if (length > CELL) {
@@ -65,8 +111,7 @@ __attribute__((visibility("default"))) int64_t scan_cells(
 			return i;
 		}
 		memcpy(slot - BITMAP, cells->bitmap + BITMAP * (size_t)i, BITMAP);
-		if (process_vm_readv((pid_t)cells->pid, &here, 1, runs,
-			cells->first_run[i + 1] - cells->first_run[i], 0) != (ssize_t)length) {
+		if (!read_cell(cells, i, slot)) {
 			*why = NOT_READ;
 			return i;
 		}

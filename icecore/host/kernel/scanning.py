@@ -1,10 +1,11 @@
-"""Read and fingerprint cells of a process in C (scan_cells.c), without the interpreter. It is used
+"""Read and fingerprint cells of a process or a file in C (scan_cells.c), without the interpreter. It is used
 only if its fingerprints are those of xxhash.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import importlib.util
 from contextlib import suppress
@@ -23,6 +24,8 @@ ALL_KNOWN, CHANGED, NOT_READ = range(3)
 #: XXH3's 128-bit hash with a seed: one that chooses the processor's instructions first.
 _NAMES = ("XXH3_128bits_withSeed_dispatch", "XXH3_128bits_withSeed")
 _PROBE = bytes(range(256)) * 5
+#: Ranges that one call finds.
+_RANGES = 4096
 
 
 class _Hash(ctypes.Structure):
@@ -75,18 +78,22 @@ class _Cells(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (*Columns._fields, "hash")),
         ("seed", ctypes.c_uint64),
         ("pid", ctypes.c_int64),
+        ("file", ctypes.c_int64),
     ]
 
 
 class NativeScan:
-    """One scan of one process. Several threads may use it at once.
+    """One scan of one process or file. Several threads may use it at once.
 
     Args:
-        pid: The process.
+        pid: The process; None: ``file`` is read.
         seed: Of the fingerprints, 64 bits.
+        file: A descriptor that is open for reading, whose offsets are the addresses.
     """
 
-    def __init__(self, pid: int, columns: Columns, seed: int) -> None:
+    def __init__(
+        self, pid: int | None, columns: Columns, seed: int, *, file: int | None = None
+    ) -> None:
         lacks = native_scan_lacks()
         if lacks:
             raise RuntimeError(lacks)
@@ -96,7 +103,8 @@ class NativeScan:
             *(getattr(columns, name).ctypes.data for name in Columns._fields),
             _hash_address(),
             seed,
-            pid,
+            -1 if pid is None else pid,
+            -1 if file is None else file,
         )
         self._address = ctypes.addressof(self._cells)
         self._call = _library().scan_cells
@@ -114,6 +122,37 @@ class NativeScan:
         """
         why = ctypes.c_int64()
         return self._call(self._address, start, stop, slot, ctypes.addressof(why)), why.value
+
+
+def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | None:
+    """Return where a file has data between two offsets, by SEEK_DATA and SEEK_HOLE.
+
+    Args:
+        file: Descriptor whose position nothing else uses.
+
+    Returns:
+        u8[n, 2], begin and end of each run of data, ascending; None: the native library was not
+        built.
+
+    Raises:
+        OSError: The file cannot tell.
+    """
+    if native_scan_lacks():
+        return None
+    # Not in `_library`, which also loads those of other versions, to tell them apart.
+    word = ctypes.c_uint64
+    call = ctypes.CFUNCTYPE(
+        ctypes.c_int64, ctypes.c_int64, word, word, ctypes.c_void_p, ctypes.c_int64
+    )(("find_data", _library()))
+    found, out = [], np.empty((_RANGES, 2), np.uint64)
+    while True:
+        count = call(file, start, end, out.ctypes.data, len(out))
+        if count < 0:
+            raise OSError(errno.EINVAL, "cannot find the holes of a file")
+        found.append(out[:count].copy())
+        if count < len(out):
+            return np.concatenate(found)
+        start = int(out[-1, 1])
 
 
 @functools.cache

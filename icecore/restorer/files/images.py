@@ -1,8 +1,9 @@
 """Rebuilds CRIU's image directory from a snapshot: the image files as they were, the page images
 from memory cells.
 
-Every page of every pagemap is in exactly one of three places: in a page image, from which CRIU
-copies it, behind userfaultfd, or in a file that CRIU maps.
+Every page of every pagemap is in exactly one of four places: in a page image, from which CRIU
+copies it, behind userfaultfd, in a file that CRIU maps, or in shared memory that is filled once CRIU
+has made it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,19 @@ class FiledMemory:
 
 
 @dataclass(frozen=True)
+class PlacedMemory:
+    """Shared memory that CRIU makes empty.
+
+    Attributes:
+        number: CRIU's number of the object.
+        cells: Its cells.
+    """
+
+    number: int
+    cells: SpaceCells
+
+
+@dataclass(frozen=True)
 class Memory:
     """How the snapshot's memory comes back.
 
@@ -122,12 +136,14 @@ class Memory:
         lazy: What comes through userfaultfd, by process.
         filed: What CRIU maps from the file `FILE_NAME`.
         size: Bytes of that file.
+        placed: Shared memory to be filled once CRIU has made it.
     """
 
     page_images: list[FileTarget]
     lazy: list[LazyMemory]
     filed: list[FiledMemory]
     size: int
+    placed: list[PlacedMemory]
 
 
 def read_spaces(
@@ -206,9 +222,10 @@ def plan_memory(
     *,
     lazily: bool,
     temporary: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    fillable: Container[int] = (),
 ) -> Memory:
-    """Divide the snapshot's memory among page images, userfaultfd and a file, and rewrite the
-    pagemaps accordingly.
+    """Divide the snapshot's memory among page images, userfaultfd, a file and shared memory, and
+    rewrite the pagemaps accordingly.
 
     Args:
         folder: Holds the pagemap images; those that say something else are rewritten.
@@ -218,6 +235,8 @@ def plan_memory(
         temporary: Image id of a process → where its device memory lies, (start, end) in address
             order, which the driver unmaps again. Large mappings of it come from a file; the mm
             images are changed accordingly.
+        fillable: CRIU's numbers of shared memory objects. These are not in the page images, and
+            their pagemaps get other names (icecore/host/criu/placed.c).
 
     Raises:
         Damaged: A pagemap is missing or names pages that the snapshot does not hold.
@@ -227,6 +246,7 @@ def plan_memory(
     filed: list[FiledMemory] = []
     mapped: list[tuple[Vmas, list[tuple[int, int, int]]]] = []
     taken: set[int] = set()
+    placed: list[PlacedMemory] = []
     position = HUGE_PAGE
     for space, cells in memory:
         name = (
@@ -241,6 +261,11 @@ def plan_memory(
             raise Damaged("manifest", "of the snapshot", f"there is no {name}") from None
         _check_order(entries, name)
         check_complete(cells, _extents(entries), f"of {space.kind} {space.key}")
+        if space.kind == "shared" and int(space.key) in fillable:
+            placed.append(PlacedMemory(int(space.key), cells))
+            entries = entries[:0]
+            os.unlink(path)
+            write_pagemap(folder / f"placed-shmem-{space.key}.img", pages_id, entries, version)
         ranges: list[tuple[int, int]] = []
         vmas: Vmas | None = None
         if space.kind == "process" and temporary and (given := temporary.get(int(space.key))):
@@ -293,7 +318,7 @@ def plan_memory(
         # A file entry for each process: if two processes map one file at the same address, CRIU
         # lets the child inherit the parent's mapping, whatever part of the file it maps.
         map_file(folder, part.process, vmas, pieces, add_file(folder, FILE_NAME))
-    return Memory(images, lazy, filed, position)
+    return Memory(images, lazy, filed, position, placed)
 
 
 def device_ranges(space: Space) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from icecore.errors import RestoreFailed
 from icecore.events import Event, phase
 from icecore.host.criu.libraries import restore_environment
 from icecore.host.criu.program import plugin_folder
@@ -15,6 +16,7 @@ from icecore.host.jobs.registry import Restoring
 from icecore.host.kernel.cgroups import files_to_join
 from icecore.restorer import workingset
 from icecore.restorer.files.images import FILE_NAME
+from icecore.restorer.fill.shared import SharedFill
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.files import Prepared
@@ -31,10 +33,12 @@ class Built:
     Attributes:
         tree: Held, unless it is restored lazily and no file was changed.
         early: (process, address) of the cells that an earlier restore saw used first.
+        shared: Fills shared memory; before it is complete, the tree must not run.
     """
 
     tree: Tree
     early: list[tuple[int, int]]
+    shared: SharedFill
 
 
 def build_tree(
@@ -70,7 +74,10 @@ def build_tree(
     # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
     held = (
         tree.hold_script(undo.stack)
-        if options.mode == "full" or prepared.put_back or prepared.expected is not None
+        if options.mode == "full"
+        or prepared.put_back
+        or prepared.expected is not None
+        or prepared.memory.placed
         else None
     )
     own, prefix, descriptors = (
@@ -87,24 +94,40 @@ def build_tree(
             workingset.recall(attempt.repository, plan.manifest.lineage, attempt.snapshot)
         )
     tree.fill.listen()
+    shared = _fill_shared(attempt, undo, workspace, plan, prepared)
     with phase(attempt.emit, "restore.criu") as running:
         with devices.holder() if devices is not None else nullcontext() as holder:
             environment = _joining(attempt, plan, restoring) | plugin.restore_environment(
                 holder.fileno() if holder is not None else None, plan.criu.version
             )
             given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
-            tree.build(
-                plan.criu,
-                workspace.images,
-                arguments,
-                prefix,
-                given,
-                options.criu_seconds,
-                environment,
-                early,
-            )
+            try:
+                tree.build(
+                    plan.criu,
+                    workspace.images,
+                    arguments,
+                    prefix,
+                    given,
+                    options.criu_seconds,
+                    environment,
+                    early,
+                )
+            except RestoreFailed as error:
+                raise (shared.failure or error) from error
         running.fields["faults"] = tree.daemon.faults
-    return Built(tree, early)
+    return Built(tree, early, shared)
+
+
+def _fill_shared(
+    attempt: Attempt, undo: Undo, workspace: Workspace, plan: Plan, prepared: Prepared
+) -> SharedFill:
+    """Return what fills shared memory as soon as CRIU has made it."""
+    backend = attempt.repository.backend
+    images, memory = workspace.images, prepared.memory.placed
+    shared = SharedFill(images, memory, backend, plan.reader, plan.limits, attempt.loop)
+    undo.stack.callback(shared.close)
+    shared.listen()
+    return shared
 
 
 def _joining(attempt: Attempt, plan: Plan, restoring: Restoring | None) -> dict[str, str]:

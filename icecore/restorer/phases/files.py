@@ -15,6 +15,7 @@ from pathlib import Path
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
 from icecore.host.criu.image_changes import bound_limits, forget_sizes
+from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
@@ -131,6 +132,7 @@ def prepare_files(
             plan.criu.version,
             lazily=True,
             temporary=resources.memory.temporary,
+            fillable=_fillable(plan, folder),
         )
         device_file = None
         if memory.filed:
@@ -331,6 +333,13 @@ def _start_device_file(
             }
 
     return FilledFile(made, pool.submit(fill))
+
+
+def _fillable(plan: Plan, folder: Path) -> set[int]:
+    """Return the shared memory that is filled once CRIU has made it."""
+    if not can_fill_shared():
+        return set()
+    return fillable_shared(folder, [process.image_id for process in plan.manifest.processes])
 
 
 @contextmanager

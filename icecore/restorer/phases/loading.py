@@ -31,6 +31,15 @@ def load_memory(attempt: Attempt, plan: Plan, tree: Tree) -> None:
         }
 
 
+def load_shared(attempt: Attempt, prepared: Prepared, built: Built) -> None:
+    """Wait until the shared memory of the tree, which is held, is complete."""
+    if not prepared.memory.placed:
+        return
+    with phase(attempt.emit, "restore.shared", objects=len(prepared.memory.placed)) as running:
+        running.bytes = built.shared.wait(running.progress)
+    built.shared.close()
+
+
 def bring_devices_back(
     attempt: Attempt, resources: Resources, prepared: Prepared, tree: Tree
 ) -> None:

@@ -1,0 +1,293 @@
+"""Shared memory: shared anonymous memory, memfds, System V segments, and files in memory that are
+mapped writable. Each object is found once, whoever maps it, and read in place through a descriptor
+of this process.
+
+The descriptor keeps the object alive, so its inode number stays its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.cells import EXTENT, inherit_origins, plan_cells
+from icecore.dumper.memory.known import KnownCells
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.precopy import PreCopied, copy_space
+from icecore.dumper.memory.scan import scan
+from icecore.dumper.memory.sources import FileSource, read_some
+from icecore.dumper.memory.spaces import ScanContext, Scanned
+from icecore.dumper.memory.staging import Slot
+from icecore.dumper.observe.files import FoundFile
+from icecore.dumper.observe.inspection import SHARED_MEMORY, ProcessInspection
+from icecore.events import Advance, unwatched
+from icecore.host.criu.hidden import SHARED
+from icecore.host.kernel.libc import in_memory
+from icecore.host.kernel.memory import shared_memory_device
+from icecore.host.kernel.scanning import data_ranges
+from icecore.sizes import PAGE
+from icecore.store.format.manifest import Region, SpaceKind
+
+Extents = npt.NDArray[np.void]
+
+#: Smaller objects are left to CRIU, and so are all but the largest: each takes a descriptor.
+LEAST_BYTES = 1 << 20
+_MOST = 256
+_SYSTEM_V = "/SYSV"
+#: Bytes in which one thread looks for data.
+_PIECE = 256 << 20
+
+
+@dataclass(frozen=True)
+class SharedObject:
+    """A shared memory object that is open for reading.
+
+    Attributes:
+        key: The key of its space: the number that CRIU gives it, or a file's path.
+        size: Bytes when it was opened.
+        used: Bytes of memory that it had then.
+        system_v: Whether it is a System V segment. Then ``inode`` is its identifier, which an
+            object of another kind may have, too.
+    """
+
+    descriptor: int
+    key: str
+    device: int
+    inode: int
+    system_v: bool
+    size: int
+    used: int
+
+    process = None
+
+    @property
+    def file(self) -> int:
+        """The descriptor: its offsets are the addresses."""
+        return self.descriptor
+
+    def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
+        """See `icecore.dumper.memory.scan.Source`. What lies behind the end reads as zeros."""
+        read_some(self.descriptor, iovecs, count, buffer)
+
+    def extents(self, threads: int, size: int | None = None) -> Extents:
+        """Return the pages that hold something, as EXTENT records, neighbours merged.
+
+        Args:
+            size: Up to where; None: up to the end.
+        """
+        if size is None:
+            size = os.fstat(self.descriptor).st_size
+        pieces = [(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE)]
+        if len(pieces) < 2 or threads < 2:
+            found = [data_ranges(self.descriptor, *piece) for piece in pieces]
+        else:
+            with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
+                found = list(pool.map(lambda piece: data_ranges(self.descriptor, *piece), pieces))
+        ranges = [part for part in found if part is not None]
+        if len(ranges) < len(found):
+            return FileSource(self.descriptor, size, f"shared memory {self.inode}").extents()
+        return _merged(np.concatenate(ranges)) if ranges else np.empty(0, EXTENT)
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The shared memory that is read in place.
+
+    Attributes:
+        objects: By key.
+        copied: What pre-copy learnt, by key.
+        kind: Of the objects' spaces: shared, or file.
+    """
+
+    objects: Mapping[str, SharedObject] = field(default_factory=dict)
+    copied: dict[str, PreCopied] = field(default_factory=dict)
+    kind: SpaceKind = "shared"
+
+    @property
+    def used(self) -> int:
+        """Bytes of memory that the objects had when they were opened."""
+        return sum(one.used for one in self.objects.values())
+
+    def rows(self) -> npt.NDArray[np.void]:
+        """Return the objects as SHARED records, for the library in CRIU."""
+        rows = [(one.device, one.inode, one.system_v, 0) for one in self.objects.values()]
+        return np.array(rows, SHARED)
+
+    def pre_copy(
+        self,
+        first_stream: int,
+        parent: Parent | None,
+        context: ScanContext,
+        advance: Advance = unwatched,
+        busy: bool = False,
+    ) -> None:
+        """Store what the parent snapshot does not have, while the job writes
+        (`icecore.dumper.memory.precopy`).
+
+        Args:
+            busy: Whether any process of the tree runs all the time.
+        """
+        for number, (key, one) in enumerate(self.objects.items()):
+            before = parent.space(self.kind, key) if parent else None
+            extents = one.extents(context.threads)
+            stream = (first_stream + number) % context.streams
+            regions = inherit_origins(
+                shared_regions(key, extents, self.kind), before.space.regions if before else []
+            )
+            self.copied[key] = copy_space(
+                stream, regions, extents, one, before, context, advance, busy
+            )
+
+    def scan_early(
+        self, key: str, extents: Extents, parent: Parent | None, stream: int, context: ScanContext
+    ) -> Scanned:
+        """Scan an object whose processes stand still."""
+        known = self.known(key, parent)
+        before = parent.space(self.kind, key) if parent else None
+        regions = inherit_origins(
+            shared_regions(key, extents, self.kind), before.space.regions if before else []
+        )
+        plan = plan_cells(regions, extents)
+        sink = context.pipeline.space(stream, plan, regions, known)
+        result = scan(
+            plan,
+            self.objects[key],
+            known,
+            seed=context.seed,
+            staging=context.staging,
+            threads=context.threads,
+            keep=sink.keep,
+            stop=context.stop,
+            advance=context.advance,
+        )
+        sink.unchanged(result.row)
+        return Scanned(plan, sink, result)
+
+    def known(self, key: str, parent: Parent | None) -> KnownCells:
+        """Return what is known of an object's cells."""
+        if key in self.copied:
+            return self.copied[key].known
+        before = parent.space(self.kind, key) if parent else None
+        return before.known if before else KnownCells.none()
+
+
+def shared_regions(key: str, extents: Extents, kind: SpaceKind = "shared") -> list[Region]:
+    """Return the region of an object: from its beginning to its last page."""
+    if not len(extents):
+        return []
+    end = int(extents["address"][-1]) + int(extents["pages"][-1]) * PAGE
+    return [Region(0, end, 0, kind=kind, name=key)]
+
+
+def open_mapped(files: Iterable[FoundFile], stack: ExitStack) -> SharedMemory:
+    """Open the files in memory that a tree has mapped writable. Those that cannot be opened now are
+    read in the window alone.
+
+    Args:
+        files: The files that the tree has open or mapped.
+        stack: Closes the descriptors.
+    """
+    opened: dict[str, SharedObject] = {}
+    for file in files:
+        about = file.about
+        if not file.mapped_writable or about.policy != "content" or about.size < LEAST_BYTES:
+            continue
+        try:
+            if len(opened) == _MOST or not in_memory(file.reach):
+                continue
+            descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue  # unmapped since, or this process may not
+        stack.callback(os.close, descriptor)
+        now = os.fstat(descriptor)
+        if (now.st_dev, now.st_ino) == (about.device, about.inode):
+            opened[about.path] = SharedObject(
+                descriptor,
+                about.path,
+                now.st_dev,
+                now.st_ino,
+                False,
+                now.st_size,
+                now.st_blocks * 512,
+            )
+    return SharedMemory(opened, kind="file")
+
+
+def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> SharedMemory:
+    """Open the shared memory of a tree. What cannot be opened is left to CRIU.
+
+    Args:
+        stack: Closes the descriptors.
+    """
+    device = shared_memory_device()
+    opened: dict[tuple[int, bool], SharedObject] = {}
+    spaces: dict[int, set[int]] = {}
+    for process in processes:
+        for inode, system_v, path in _reached(process, device):
+            if system_v and process.namespaces:
+                spaces.setdefault(inode, set()).add(process.namespaces.get("ipc", 0))
+            if (inode, system_v) not in opened:
+                one = _open(path, device, inode, system_v)
+                if one is not None:
+                    opened[inode, system_v] = one
+    kept: dict[str, SharedObject] = {}
+    for one in sorted(opened.values(), key=lambda one: -one.used):
+        # An identifier means another segment in another namespace, and CRIU numbers memfds with 32
+        # bits.
+        clear = (
+            one.inode >> 32 == 0
+            and len(spaces.get(one.inode, ())) < 2
+            and (one.inode, not one.system_v) not in opened
+        )
+        if clear and len(kept) < _MOST:
+            stack.callback(os.close, one.descriptor)
+            kept[one.key] = one
+        else:
+            os.close(one.descriptor)
+    return SharedMemory(kept)
+
+
+def _reached(process: ProcessInspection, device: int) -> Iterator[tuple[int, bool, str]]:
+    """Yield inode, whether it is a System V segment, and a path, for each mapping and descriptor."""
+    for mapping in process.mappings:
+        if mapping.path.startswith(SHARED_MEMORY) and os.makedev(*mapping.device) == device:
+            path = f"/proc/{process.pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+            yield mapping.inode, mapping.path.startswith(_SYSTEM_V), path
+    for descriptor in process.descriptors:
+        if descriptor.device == device:
+            yield descriptor.inode, False, f"/proc/{process.pid}/fd/{descriptor.number}"
+
+
+def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | None:
+    """Open an object if it is large enough and still the one that was seen."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None  # closed or unmapped since, or this process may not
+    about = os.fstat(descriptor)
+    name = os.readlink(f"/proc/self/fd/{descriptor}")
+    same = (about.st_dev, about.st_ino, name.startswith(_SYSTEM_V)) == (device, inode, system_v)
+    if not same or about.st_blocks * 512 < LEAST_BYTES:
+        os.close(descriptor)
+        return None
+    used = about.st_blocks * 512
+    return SharedObject(descriptor, str(inode), device, inode, system_v, about.st_size, used)
+
+
+def _merged(ranges: npt.NDArray[np.uint64]) -> Extents:
+    """Return ranges (begin, end; ascending) as EXTENT records, with neighbours joined."""
+    low = ranges[:, 0] // np.uint64(PAGE)
+    high = -(-ranges[:, 1].astype(np.int64) // PAGE).astype(np.uint64)
+    if not len(low):
+        return np.empty(0, EXTENT)
+    head = np.flatnonzero(np.concatenate(([True], low[1:] != high[:-1])))
+    out = np.empty(len(head), EXTENT)
+    out["address"] = low[head] * np.uint64(PAGE)
+    out["pages"] = high[np.append(head[1:], len(low)) - 1] - low[head]
+    return out

@@ -1,0 +1,279 @@
+"""Fills shared memory from the moment at which CRIU has made it: each object once, straight from the
+repository.
+
+CRIU waits until this process has opened the object (icecore/host/criu/placed.c), and then builds
+the rest of the tree while the object is filled. The tree must not run before `SharedFill.wait` has
+returned.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from icecore.errors import NotFound, RestoreFailed
+from icecore.events import Progress
+from icecore.host.kernel import procfs
+from icecore.host.kernel.memory import shared_memory_device
+from icecore.restorer.fetch.fetcher import Fetcher
+from icecore.restorer.fetch.limits import Limits
+from icecore.restorer.fetch.source import Decoder
+from icecore.restorer.files.filewriter import FileTarget, FileWriter
+from icecore.restorer.files.images import PlacedMemory
+from icecore.sizes import PAGE
+from icecore.store.backend.base import Backend
+from icecore.store.format.cell import data_pages
+from icecore.store.runtime.loop import LoopThread
+
+#: Its name in the image directory.
+_SOCKET = "shared.socket"
+#: What CRIU says: CRIU's number of the object, and the address at which it is mapped.
+_REQUEST = struct.Struct("<QQ")
+_CREDENTIALS = struct.Struct("iII")
+#: How long CRIU may take for its few bytes.
+_PATIENCE = 30.0
+
+
+class SharedFill:
+    """The shared memory of one restore. `listen` before CRIU starts, `close` in any case.
+
+    Args:
+        folder: CRIU's images.
+        memory: What goes into the objects.
+        backend: Holds the chunks.
+        decoder: Decodes and verifies them.
+        limits: Threads, memory, patience.
+        loop: Where the repository lives.
+
+    Attributes:
+        failure: Why an object was not opened or not filled, the first; None: nothing failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        memory: Sequence[PlacedMemory],
+        backend: Backend,
+        decoder: Decoder,
+        limits: Limits,
+        loop: LoopThread,
+    ) -> None:
+        self._folder = folder
+        self._expected = {part.number: part for part in memory}
+        self._total = sum(int(data_pages(part.cells.records).sum()) * PAGE for part in memory)
+        self._store = backend, decoder
+        self._limits = limits
+        self._loop = loop
+        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        #: Guards the rest.
+        self._changed = threading.Condition()
+        self._opened: list[FileTarget] = []
+        self._filling = self._closed = False
+        self._fetcher: Fetcher | None = None
+        self._filled = 0
+        self._progress: Progress | None = None
+        self.failure: BaseException | None = None
+
+    def listen(self) -> None:
+        """Wait for CRIU, in threads of its own."""
+        if not self._expected:
+            return
+        self._listener = _listen(self._folder)
+        for work, name in ((self._serve, "shared-memory"), (self._fill, "shared-fill")):
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def wait(self, progress: Progress | None = None) -> int:
+        """Wait until all that CRIU has made is full; CRIU makes nothing more.
+
+        Args:
+            progress: Called, now and then, with the bytes that were filled, of all.
+
+        Returns:
+            Bytes that were filled.
+
+        Raises:
+            RestoreFailed: An object could not be opened or filled.
+            Damaged, StoreError: Its content could not be read.
+        """
+        with self._changed:
+            self._progress = progress
+            self._changed.wait_for(
+                lambda: self.failure is not None or not (self._opened or self._filling)
+            )
+            if self.failure is not None:
+                raise self.failure
+            return self._filled
+
+    def close(self) -> None:
+        """End the threads, and close the objects that are open."""
+        with self._changed:
+            self._closed = True
+            fetcher = self._fetcher
+            self._changed.notify_all()
+        if fetcher is not None:
+            fetcher.fail(RestoreFailed("the restore was given up"))
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        for thread in self._threads:
+            thread.join()
+        if self._listener is not None:
+            self._listener.close()
+        for target in self._opened:
+            _close(target)
+        self._opened = []
+
+    # -- one thread opens
+
+    def _serve(self) -> None:
+        """Answer CRIU's processes until `close`."""
+        assert self._listener is not None
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with peer:
+                try:
+                    peer.settimeout(_PATIENCE)
+                    self._answer(peer)
+                except BaseException as error:  # noqa: BLE001 - raised by `wait`; CRIU fails, too
+                    self._fail(error)
+
+    def _answer(self, peer: socket.socket) -> None:
+        request = peer.recv(_REQUEST.size, socket.MSG_WAITALL)
+        if len(request) < _REQUEST.size:
+            raise RestoreFailed("CRIU ended while it made shared memory")
+        number, start = _REQUEST.unpack(request)
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(credentials)[0]
+        part = self._expected.pop(number, None)
+        if part is None:
+            raise RestoreFailed(f"CRIU made shared memory {number}, which it should not make now")
+        descriptor = _open_mapped(pid, start, number)
+        size = os.fstat(descriptor).st_size
+        name = f"shared memory {number}"
+        if _end(part) > -(-size // PAGE) * PAGE:
+            os.close(descriptor)
+            raise RestoreFailed(f"CRIU made {name} of {size} bytes, which is too small")
+        target = FileTarget(name, size, part.cells, descriptor=descriptor, offset=0)
+        with self._changed:
+            self._opened.append(target)
+            self._changed.notify_all()
+        peer.sendall(b"y")
+
+    # -- another fills
+
+    def _fill(self) -> None:
+        """Fill what is open, all at once, until `close`."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._opened)
+                if self._closed:
+                    return
+                targets, self._opened, self._filling = self._opened, [], True
+            try:
+                self._write(targets)
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                self._fail(error)
+            finally:
+                for target in targets:
+                    _close(target)
+                with self._changed:
+                    self._filling, self._fetcher = False, None
+                    self._changed.notify_all()
+
+    def _write(self, targets: Sequence[FileTarget]) -> None:
+        writer = FileWriter(targets)
+        if not len(writer.records):
+            return
+        fetcher = Fetcher(*self._store, writer.records, writer, self._limits, self._loop)
+        fetcher.progress = self._tell
+        with self._changed:
+            if self._closed:
+                return
+            self._fetcher = fetcher
+        fetcher.start(writer.order())
+        try:
+            fetcher.wait()
+        except OSError as error:
+            raise RestoreFailed(f"cannot fill {error.filename}: {error.strerror}") from error
+        finally:
+            fetcher.stop()
+        with self._changed:
+            self._filled += int(data_pages(writer.records).sum()) * PAGE
+
+    def _tell(self, done: int, total: int) -> None:
+        progress = self._progress
+        if progress is not None:
+            progress(self._filled + done, self._total)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+
+def _end(part: PlacedMemory) -> int:
+    """Return the offset behind the last page of an object."""
+    rows = np.flatnonzero(part.cells.records["data"].any(axis=1))
+    if not len(rows):
+        return 0
+    last = rows[np.argmax(part.cells.base[rows])]
+    pages = np.flatnonzero(np.unpackbits(part.cells.records["data"][last], bitorder="little"))
+    return int(part.cells.base[last]) + (int(pages[-1]) + 1) * PAGE
+
+
+def _listen(folder: Path) -> socket.socket:
+    """Listen in a directory whose path may be longer than an address can be."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            listener.bind(f"/proc/self/fd/{directory}/{_SOCKET}")
+        finally:
+            os.close(directory)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _open_mapped(pid: int, start: int, number: int) -> int:
+    """Open the shared memory that a process maps, for writing, and nothing else that forged images
+    could lead to.
+
+    Raises:
+        RestoreFailed: It cannot be opened, or something else is there.
+    """
+    try:
+        end = next(mapping.end for mapping in procfs.read_maps(pid) if mapping.start == start)
+        seen = os.open(f"/proc/{pid}/map_files/{start:x}-{end:x}", os.O_PATH | os.O_CLOEXEC)
+    except (StopIteration, NotFound) as error:
+        raise RestoreFailed(f"CRIU's process {pid} does not map shared memory {number}") from error
+    except OSError as error:
+        raise RestoreFailed(f"cannot open shared memory {number}: {error.strerror}") from error
+    try:
+        about = os.fstat(seen)
+        if not stat.S_ISREG(about.st_mode) or about.st_dev != shared_memory_device():
+            raise RestoreFailed(f"CRIU made something else in place of shared memory {number}")
+        return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(seen)
+
+
+def _close(target: FileTarget) -> None:
+    if target.descriptor is not None:
+        os.close(target.descriptor)
