@@ -107,8 +107,10 @@ def measure(mib: int, rounds: int) -> list[Result]:
         jobs = {case: stack.enter_context(reserving(case, mib)) for case in CASES}
         for turn in range(-1, rounds):  # the first round makes the parents of the others
             progress(f"reservations: round {turn + 1} of {rounds}")
-            for case, pid in jobs.items():
+            at = turn % len(CASES)  # the first of a round has the coldest memory
+            for case in [*list(CASES)[at:], *list(CASES)[:at]]:
                 with Worker() as worker:
+                    pid = jobs[case]
                     place = folder / str(pid)
                     worker.ask("open", path=str(place), create=not place.exists())
                     done = worker.ask("dump", pid=pid, job="reservations")

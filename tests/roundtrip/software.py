@@ -304,6 +304,7 @@ _POSTGRES = """
 export PATH=$(pg_config --bindir):$PATH PGHOST=$home PGDATA=$home/data PGUSER=postgres PGDATABASE=postgres
 as() { setpriv --reuid=postgres --regid=postgres --clear-groups "$@"; }
 as postgres -c listen_addresses=127.0.0.1 -c unix_socket_directories="$home" -c shared_buffers=64MB \\
+    -c dynamic_shared_memory_type=sysv \\
     -c max_parallel_workers_per_gather=2 -c fsync=off -c log_min_messages=fatal 2>"$home/data/errors" &
 until pg_isready -q; do sleep 0.1; done
 echo 'CREATE TABLE kept (number int PRIMARY KEY, text text)' | as psql -q
