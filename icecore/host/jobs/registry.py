@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Self
 from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.host.jobs.data import data_directories
 from icecore.host.jobs.job import Description, Job, boot_id, init_of
 from icecore.host.jobs.namespaces import (
     INSTANCE_MOUNT,
@@ -202,6 +201,8 @@ class Registry:
         if identity is not None:
             described = replace(described, user=identity.user, user_name=identity.name)
         if data:
+            from icecore.host.jobs.data import data_directories  # most jobs have none
+
             paths = [os.path.join(directory, path) for path in data]
             chosen = data_directories(paths, described.user, self.state)
             described = replace(described, data=chosen)
