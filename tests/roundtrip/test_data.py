@@ -439,6 +439,50 @@ def test_a_restore_for_a_user_changes_nothing_of_others(world: World) -> None:
     assert (home / "outer/file").read_text() == "root's"
 
 
+def test_what_is_roots_now_stays_when_a_user_restores(world: World) -> None:
+    """Root took a file, and narrowed a directory, after the snapshot."""
+    identity = Identity.of_user("nobody")
+    home = world.top / "home"
+    (home / "conf").mkdir(parents=True)
+    (home / "mine").mkdir()
+    world.top.chmod(0o755)
+    (home / "conf/x").write_text("theirs")
+    for path in (home, home / "mine", home / "conf/x"):
+        os.chown(path, identity.user, identity.group)
+    words = ["sh", "-c", "echo there; exec sleep 1000"]
+    job = world.registry.start(words, name="theirs", cwd="/", identity=identity, data=[home])
+    assert eventually(lambda: "there" in job.log_path("stdout").read_text())
+    snapshot = world.dump(job, stop=True).snapshot
+    job.wait(20)
+    (home / "conf").chmod(0o700)
+    before = still(home)
+    with pytest.raises(RestoreRefused, match="belongs to user 0, not to the job's user"):
+        world.restore(snapshot)
+    assert still(home) == before
+    (home / "conf").chmod(0o755)
+    (home / "conf/x").unlink()
+    (home / "conf/x").write_text("root's")
+    with pytest.raises(RestoreRefused, match="belongs to user 0, not to the job's user"):
+        world.restore(snapshot)
+    assert (home / "conf/x").read_text() == "root's"
+
+
+def test_what_was_added_is_removed_however_deep(world: World) -> None:
+    job = world.start()
+    snapshot = world.dump(job, stop=True).snapshot
+    job.wait(20)
+    there = os.open(world.one, os.O_RDONLY | os.O_DIRECTORY)
+    for _ in range(1500):
+        os.mkdir("a", dir_fd=there)
+        below = os.open("a", os.O_RDONLY | os.O_DIRECTORY, dir_fd=there)
+        os.close(there)
+        there = below
+    os.close(there)
+    world.restore(snapshot)
+    assert not (world.one / "a").exists()
+    assert not [path for path in world.one.iterdir() if ".icecore-" in path.name]
+
+
 #: Writes through a mapping, whose stores need not change the times of the file, and unmaps it.
 MAPPER = """
 import mmap, os, signal, sys, time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import msgspec
 import pytest
@@ -44,6 +45,15 @@ def test_what_is_written_is_read() -> None:
     assert decode_entries(encode_entries(GOOD), "/data", SIZE) == GOOD
 
 
+def test_a_mode_without_its_access_control_list() -> None:
+    """``group::---, user:7:rwx, mask::rwx``: the mode's bits of the group are the mask."""
+    rows = [(1, 7, -1), (2, 7, 7), (4, 0, -1), (16, 7, -1), (32, 5, -1)]
+    listed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *row) for row in rows)
+    entry = Entry("directory", b"d", 0o775, attributes={b"system.posix_acl_access": listed})
+    assert entry.mode_without_list() == 0o705
+    assert TOP.mode_without_list() == TOP.mode
+
+
 def test_later_versions_may_add_to_an_entry() -> None:
     rows = msgspec.msgpack.decode(encode_entries(GOOD))
     data = msgspec.msgpack.encode([[*row, "later"] for row in rows])
@@ -57,6 +67,10 @@ BAD = {
     "precedes its directory": [TOP, Entry("fifo", b"d/p")],
     "leads nowhere": [TOP, Entry("symlink", b"s")],
     "not in the table": [TOP, Entry("link", b"l", target=b"file")],
+    "gives rights to programs": [
+        TOP,
+        msgspec.structs.replace(FILE, attributes={b"security.capability": b"\1"}),
+    ],
     "beyond the end": [TOP, msgspec.structs.replace(FILE, location=SIZE)],
     "overlap": [
         TOP,

@@ -12,6 +12,7 @@ from icecore.host.criu.images import (
     FILES,
     MAP_HUGETLB,
     VMA_ANON_SHARED,
+    VMA_FILE_PRIVATE,
     VMA_SYSVIPC,
     load_mm,
     read_image,
@@ -40,9 +41,10 @@ def can_fill_shared() -> bool:
 def fillable_shared(folder: Path, processes: Iterable[int]) -> set[int]:
     """Return CRIU's numbers of the objects that can be filled.
 
-    CRIU itself must fill three kinds: memory on huge pages, which write(2) does not reach; memfds
-    that are sealed against writes, which must be complete when CRIU seals them; and memfds that a
-    process executes, which nobody may have open for writing meanwhile.
+    CRIU itself must fill four kinds: memory on huge pages, which write(2) does not reach; memfds
+    that are sealed against writes, which must be complete when CRIU seals them; memfds that a
+    process executes, which nobody may have open for writing meanwhile; and memfds that a process
+    maps privately, with which CRIU compares pages that a child has inherited.
 
     Args:
         folder: CRIU's images.
@@ -60,6 +62,8 @@ def fillable_shared(folder: Path, processes: Iterable[int]) -> set[int]:
         except FileNotFoundError:
             continue
         executed.add(mm.executable)
+        private = mm.vmas[mm.vmas["status"] & VMA_FILE_PRIVATE != 0]
+        executed |= set(private["shmid"].tolist())
         kind = mm.vmas["status"] & (VMA_ANON_SHARED | VMA_SYSVIPC)
         vmas = mm.vmas[kind == VMA_ANON_SHARED]
         anonymous |= set(vmas["shmid"].tolist())

@@ -373,8 +373,9 @@ def _is_unchanged(planning: _Planning, entry: Entry, now: os.stat_result) -> boo
 
 def _plan_folder(planning: _Planning, name: str, entry: Entry) -> None:
     path = planning.path(name)
-    folder = Folder(path, entry.mode, entry.user, entry.group, entry.mtime_ns)
     now = planning.listing.found.get(name)
+    mode = entry.mode if now is not None else entry.mode_without_list()
+    folder = Folder(path, mode, entry.user, entry.group, entry.mtime_ns)
     if now is None:
         planning.folders.append(folder)
         planning.change(name)
@@ -396,14 +397,23 @@ def _plan_folder(planning: _Planning, name: str, entry: Entry) -> None:
 
 
 def _require_own(planning: _Planning) -> None:
-    """Refuse that the restore of a user's job changes what belongs to others."""
-    changed = [
+    """Refuse that the restore of a user's job changes what belongs to others, in the snapshot or
+    now.
+    """
+    named = [
         (one.file.path, one.file.user)
         for one in [*planning.removals, *planning.actions, *planning.links]
     ]
-    for path, user in [*changed, *((folder.path, folder.user) for folder in planning.folders)]:
-        if user != planning.owner:
-            message = f"it, or its directory, belongs to user {user}, not to the job's user"
+    named += [(folder.path, folder.user) for folder in planning.folders]
+    changed = [(path, user, True) for path, user in named]
+    changed += [(folder.path, folder.user, False) for folder in planning.settled]
+    for path, user, in_its_directory in changed:
+        name = "" if path == planning.about.path else path[len(planning.about.path) + 1 :]
+        # The owner of a directory may change every name in it.
+        now = planning.listing.found.get(os.path.dirname(name) if in_its_directory else name)
+        others = [one for one in (user, now.st_uid if now else user) if one != planning.owner]
+        if others:
+            message = f"it, or its directory, belongs to user {others[0]}, not to the job's user"
             planning.problems.append(Problem(path, message, "restore as root"))
 
 

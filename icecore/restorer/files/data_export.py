@@ -192,7 +192,9 @@ class _Writer:
             finally:
                 os.close(descriptor)
         for made, entry in reversed(self._made):
-            self._files.hand_directory(made, self._owner(entry), entry.mode, entry.mtime_ns)
+            self._files.hand_directory(
+                made, self._owner(entry), entry.mode_without_list(), entry.mtime_ns
+            )
 
     def _owner(self, entry: Entry) -> Owner:
         return Owner(entry.user, entry.group) if self._me.user == 0 else self._me

@@ -86,7 +86,7 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
         elif change.kind == "remove":
             _remove(files, located)
         elif change.kind == "settle":
-            _settle(files, located, change.then)
+            _settle(files, located, change.then, change.group)
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
@@ -126,11 +126,11 @@ def _remove(files: JobFiles, located: Located) -> None:
         )
 
 
-def _settle(files: JobFiles, located: Located, to: tuple[int, int]) -> None:
-    """Give a directory that is there a mode and a time."""
+def _settle(files: JobFiles, located: Located, to: tuple[int, int], group: int) -> None:
+    """Give a directory that is there a group, a mode and a time."""
     assert located.change.old is not None
     made = MadeDirectory(located.place, located.change.old)
-    files.settle_directory(made, located.owner, *to)
+    files.settle_directory(made, Owner(located.change.user, group), *to)
 
 
 def _put_in_steps(files: JobFiles, located: Located) -> None:
@@ -223,7 +223,7 @@ def undo(
         with _told(left, located.path):
             if located.change.kind == "settle":
                 if has(located.place) == located.change.old:
-                    _settle(files, located, located.change.was)
+                    _settle(files, located, located.change.was, located.change.was_group)
             elif located.change.kind == "remove":
                 _bring_back(files, located, left)
             elif located.change.kind == "put":

@@ -48,6 +48,7 @@ class Change(msgspec.Struct, frozen=True):
         saved: Name in the journal's directory of the old content from byte ``size`` on, for changes
             in place.
         was, then: For ``settle``: mode and mtime_ns before and after.
+        was_group: For ``settle``: the directory's group before.
         data: It is in a data directory: removing what was replaced leaves the time of the directory
             as it is.
     """
@@ -65,6 +66,7 @@ class Change(msgspec.Struct, frozen=True):
     source: bytes = b""
     was: tuple[int, int] = (0, 0)
     then: tuple[int, int] = (0, 0)
+    was_group: int = 0
     data: bool = False
 
 

@@ -71,6 +71,8 @@ def _recover(journal: FileJournal, emit: Sink) -> None:
         left.append(error.message)
     except OSError as error:
         left.append(f"{error.filename or journal.folder}: {error.strerror or error}")
+    except Exception as error:  # noqa: BLE001 - one journal must not stand in the way of all restores
+        left.append(f"{type(error).__name__}: {error}")
     if left:
         left.append(f"what was saved is in {journal.put_aside(left)}")
     else:

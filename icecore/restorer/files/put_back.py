@@ -491,6 +491,7 @@ def _settling(files: JobFiles, folder: Folder) -> Located:
             old=inode_of(about),
             was=(stat.S_IMODE(about.st_mode), about.st_mtime_ns),
             then=(folder.mode, folder.mtime_ns),
+            was_group=about.st_gid,
             data=True,
         )
         return Located(change, place)

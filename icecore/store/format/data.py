@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
@@ -35,6 +36,10 @@ MAX_ENTRIES = 1 << 22
 MAX_TABLE = 1 << 30
 #: The content of a file that is stored as an open file of the job: as the space of its path.
 OPEN = -1
+#: acl(5) as the kernel has it: after a version, entries of tag, rights and id.
+_ACCESS_LIST, _DEFAULT_LIST = b"system.posix_acl_access", b"system.posix_acl_default"
+_ACCESS_ENTRY = struct.Struct("<HHxxxx")
+_OF_GROUP = 4
 #: Most bytes of the extended attributes of one entry (Linux: 64 KiB for each value).
 MAX_ATTRIBUTES = 1 << 20
 _TOP = CELL_BYTES << 32
@@ -76,6 +81,19 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     def cells(self) -> int:
         """Cells that its content may occupy."""
         return -(-self.size // CELL_BYTES) if self.kind == "file" and self.location >= 0 else 0
+
+    def mode_without_list(self) -> int:
+        """Return the mode of a new directory that does not get the access control list: in ``mode``,
+        the bits of the group are then an upper bound for many, and here those of the group itself.
+        """
+        for tag, rights in _ACCESS_ENTRY.iter_unpack(self._access_entries()):
+            if tag == _OF_GROUP:
+                return self.mode & ~0o070 | (self.mode >> 3 & int(rights) & 7) << 3
+        return self.mode
+
+    def _access_entries(self) -> bytes:
+        listed = self.attributes.get(_ACCESS_LIST, b"")[4:]  # behind the version
+        return listed[: len(listed) // _ACCESS_ENTRY.size * _ACCESS_ENTRY.size]
 
 
 class DataDirectory(msgspec.Struct, frozen=True):
@@ -210,6 +228,9 @@ def _broken(entries: list[Entry], size: int) -> Iterator[str]:
             yield f"the symbolic link {entry.path!r} leads nowhere"
         if sum(len(name) + len(value) for name, value in entry.attributes.items()) > MAX_ATTRIBUTES:
             yield f"the attributes of {entry.path!r} are too long"
+        for name in entry.attributes:
+            if not name.startswith(b"user.") and name not in (_ACCESS_LIST, _DEFAULT_LIST):
+                yield f"{entry.path!r} has an attribute {name!r}, which gives rights to programs"
     for entry in entries:
         if entry.kind == "link" and seen.get(entry.target) != "file":
             yield f"{entry.path!r} names a file that is not in the table"
