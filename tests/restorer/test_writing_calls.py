@@ -67,6 +67,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
             "os.mkfifo",
             "os.link",
             "os.unlink",
+            "os.rename",
             "os.rmdir",
             "os.setxattr",
             "os.symlink",

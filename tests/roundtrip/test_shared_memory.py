@@ -162,8 +162,8 @@ KINDS = {
         "os.write(d, os.urandom(MIB - 1)); dm = mmap.mmap(d, MIB - 1); kinds[k] = lambda: content(d)"
     ),
 }
-#: Kinds that CRIU fills.
-LEFT = 2
+#: Kinds that CRIU fills: two that are sealed against writes, and one that is mapped privately.
+LEFT = 3
 
 
 @pytest.fixture
