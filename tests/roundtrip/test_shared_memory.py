@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from icecore.dumper.memory.shared import _merged
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import RestoreFailed
@@ -31,12 +33,12 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import files as restored_files
 from icecore.restorer.restore import restore
 from icecore.restorer.restored import Restored
+from icecore.sizes import PAGE
 from icecore.store.runtime.loop import LoopThread
 from tests.dumper.puppet import Puppet
 from tests.dumper.world import Events, Store
 
 MIB = 1 << 20
-PAGE = 4096
 
 pytestmark = [
     pytest.mark.criu,
@@ -380,6 +382,12 @@ def test_a_process_that_truncates_all_the_time(puppet: Puppet, store: Store) -> 
     with restored(store, snapshot, "full"):
         tell(puppet, "tell()")
         assert digests(puppet) == before
+
+
+def test_ranges_that_share_a_page_are_joined() -> None:
+    ranges = np.array([(0, MIB + 3), (MIB + 3, 2 * MIB), (3 * MIB, 3 * MIB + 1)], np.uint64)
+    pages = [(int(row["address"]), int(row["pages"])) for row in _merged(ranges)]
+    assert pages == [(0, 2 * MIB // PAGE), (3 * MIB, 1)]
 
 
 def test_memory_on_huge_pages_is_left_to_criu(puppet: Puppet, store: Store) -> None:

@@ -281,12 +281,14 @@ def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | 
 
 
 def _merged(ranges: npt.NDArray[np.uint64]) -> Extents:
-    """Return ranges (begin, end; ascending) as EXTENT records, with neighbours joined."""
+    """Return ranges (begin, end; ascending) as EXTENT records, with neighbours joined. Two ranges
+    of a file that changed while they were looked up may have a page in common.
+    """
     low = ranges[:, 0] // np.uint64(PAGE)
     high = -(-ranges[:, 1].astype(np.int64) // PAGE).astype(np.uint64)
     if not len(low):
         return np.empty(0, EXTENT)
-    head = np.flatnonzero(np.concatenate(([True], low[1:] != high[:-1])))
+    head = np.flatnonzero(np.concatenate(([True], low[1:] > high[:-1])))
     out = np.empty(len(head), EXTENT)
     out["address"] = low[head] * np.uint64(PAGE)
     out["pages"] = high[np.append(head[1:], len(low)) - 1] - low[head]
