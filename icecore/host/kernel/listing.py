@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from icecore.host.kernel.filesystem import open_confined
 
 #: Files that a restore has made beside others, and has not removed yet
 #: (`icecore.restorer.files.put_back`): no part of a listing.
-TEMPORARY = ".icecore-"
+TEMPORARY = re.compile(r"\..*\.icecore-[0-9a-f]{12}(-old)?", re.DOTALL)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 Attributes = dict[bytes, bytes]
@@ -84,7 +85,7 @@ def _list(here: int, folder: str, out: Listing) -> list[str]:
     prefix = f"{folder}/" if folder else ""
     with os.scandir(here) as entries:
         for entry in entries:
-            if TEMPORARY in entry.name and entry.name.startswith("."):
+            if TEMPORARY.fullmatch(entry.name):
                 continue
             try:
                 about = entry.stat(follow_symlinks=False)

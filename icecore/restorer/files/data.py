@@ -21,15 +21,13 @@ from icecore.sizes import CELL_BYTES
 from icecore.store.format.data import (
     MAX_ENTRIES,
     OPEN,
+    TICK_NS,
     DataDirectory,
     Entry,
     content_key,
 )
 from icecore.store.format.manifest import Manifest, OpenFile
 from icecore.store.format.surroundings import Folder
-
-#: A file whose ctime is this close to the window may have been written in the same clock tick.
-_TICK_NS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ class _Planning:
     kept: set[str] = field(default_factory=set)
     cleared: set[str] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
+    holding: set[str] = field(default_factory=set)
 
     def path(self, name: str) -> str:
         """Return the whole path of an entry."""
@@ -226,6 +225,7 @@ def _listed(paths: JobPaths, one: DataDirectory) -> Listing | Problem:
 
 
 def _plan_directory(planning: _Planning) -> None:
+    planning.holding = _holding(planning)
     for name in planning.listing.found:
         _plan_removal(planning, name)
     for name, entry in planning.entries.items():
@@ -289,20 +289,27 @@ def _cleared_above(planning: _Planning, name: str) -> bool:
 
 def _must_stay(planning: _Planning, name: str, about: os.stat_result) -> bool:
     """Return whether something is not data: a socket, a device, a mount; or has one in it."""
-    special = (stat.S_ISSOCK, stat.S_ISCHR, stat.S_ISBLK)
-    if any(kind(about.st_mode) for kind in special) or name in planning.listing.mounts:
-        return True
-    if not stat.S_ISDIR(about.st_mode):
-        return False
-    return any(
-        inner.startswith(f"{name}/")
-        and (
-            inner in planning.listing.mounts
-            or any(kind(found.st_mode) for kind in special)
-            or planning.path(inner) in planning.taken
-        )
-        for inner, found in planning.listing.found.items()
-    )
+    return _is_special(about) or name in planning.listing.mounts or name in planning.holding
+
+
+def _is_special(about: os.stat_result) -> bool:
+    return any(kind(about.st_mode) for kind in (stat.S_ISSOCK, stat.S_ISCHR, stat.S_ISBLK))
+
+
+def _holding(planning: _Planning) -> set[str]:
+    """Return the directories that hold, however deep, what is not data or is changed elsewhere."""
+    holding: set[str] = set()
+    for name, about in planning.listing.found.items():
+        if (
+            _is_special(about)
+            or name in planning.listing.mounts
+            or planning.path(name) in planning.taken
+        ):
+            above = os.path.dirname(name)
+            while above and above not in holding:
+                holding.add(above)
+                above = os.path.dirname(above)
+    return holding
 
 
 def _plan_entry(planning: _Planning, name: str, entry: Entry, now: os.stat_result | None) -> None:
@@ -364,7 +371,7 @@ def _is_unchanged(planning: _Planning, entry: Entry, now: os.stat_result) -> boo
     mine = (entry.ctime_ns, entry.mtime_ns, entry.inode)
     if mine != (now.st_ctime_ns, now.st_mtime_ns, now.st_ino):
         return False
-    if entry.inode in planning.mapped or entry.ctime_ns >= planning.since_ns - _TICK_NS:
+    if entry.inode in planning.mapped or entry.ctime_ns >= planning.since_ns - TICK_NS:
         return False  # it may have been written to in the same clock tick
     if entry.kind == "file":
         return stat.S_ISREG(now.st_mode) and now.st_size == entry.size

@@ -78,6 +78,8 @@ class PutBack:
     ) -> None:
         self._settled = list(settled)
         self._settles: list[Located] = []
+        #: Where the files of data directories are that were prepared, by path.
+        self._new: dict[str, Place] = {}
         self._actions = list(actions)
         self._folders = {folder.path: folder for folder in folders}
         self._sockets = list(sockets)
@@ -292,6 +294,8 @@ class PutBack:
             descriptor = self._create(files, action, located)
             new = inode_of(os.fstat(descriptor))
             located = replace(located, change=msgspec.structs.replace(change, new=new))
+            if change.kind == "put":
+                self._new[path] = located.temporary
             if action.kind in ("symlink", "link"):  # it is complete
                 os.close(descriptor)
                 self._prepared.append(_Prepared(action, located))
@@ -301,19 +305,12 @@ class PutBack:
     def _link(self, files: JobFiles, action: Action, located: Located) -> int:
         """Give the file that an action names another name, the temporary one."""
         path = os.fsdecode(action.target)
-        source = next(
-            (
-                one.located.temporary if one.located.change.kind == "put" else one.located.place
-                for one in self._prepared
-                if one.action.file.path == path and one.action.kind != "remove"
-            ),
-            None,
-        )
+        source = self._new.get(path)
         if source is None:
             parent, name = os.path.split(path)
             source = Place(files.directory(parent), name)
         about = source.stat()
-        if about is None:
+        if about is None or not stat.S_ISREG(about.st_mode):
             raise RestoreFailed(f"{path} changed while it was being restored", cure="restore again")
         descriptor = files.open_path(source, inode_of(about))
         try:
