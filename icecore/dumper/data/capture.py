@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from icecore.dumper.data.layout import Layout
-from icecore.dumper.data.reading import TICK_NS, Clone, Reader, ReadFile, same
+from icecore.dumper.data.reading import Clone, Reader, ReadFile, same
 from icecore.dumper.memory.cells import EXTENT, RUN, CellPlan
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
@@ -29,6 +29,7 @@ from icecore.store.format.data import (
     MAX_ENTRIES,
     MAX_TABLE,
     OPEN,
+    TICK_NS,
     DataDirectory,
     Entry,
     content_key,

@@ -17,20 +17,17 @@ import numpy.typing as npt
 from icecore.dumper.data.layout import Layout
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
-from icecore.dumper.memory.scan import scan
 from icecore.dumper.memory.sources import Buffer, FileSource
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.errors import DumpFailed
 from icecore.host.kernel.filesystem import open_confined
 from icecore.host.kernel.listing import Attributes, attributes_of
 from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.data import TICK_NS
 from icecore.store.format.manifest import Region
 
 #: Files that are open together.
 _AT_ONCE = 256
-#: A file whose ctime is this close to when it was read may have been written in the same clock
-#: tick, without a trace.
-TICK_NS = 100_000_000
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -203,21 +200,8 @@ class Reader:
         plan = plan_cells([self.region], np.concatenate(extents))
         if not len(plan):
             return None
-        context = self.context
-        sink = context.pipeline.space(0, plan, [self.region], self.known)
-        result = scan(
-            plan,
-            _Files([one for one in files if one[2]]),
-            self.known,
-            seed=context.seed,
-            staging=context.staging,
-            threads=context.threads,
-            keep=sink.keep,
-            stop=context.stop,
-            advance=context.advance,
-        )
-        sink.unchanged(result.row)
-        return Scanned(plan, sink, result)
+        source = _Files([one for one in files if one[2]])
+        return self.context.scan(source, 0, plan, [self.region], self.known)
 
 
 def _extents(location: int, descriptor: int, size: int) -> npt.NDArray[np.void]:

@@ -31,7 +31,6 @@ from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of
-from icecore.dumper.memory.scan import scan
 from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.files import tree_pids
@@ -214,20 +213,7 @@ class EarlyScan:
         with RemoteReader(pid) as reader:
             wanted = grid(regions, extents, self._device.get(pid, ()), reader, parent, copied)
             plan = plan_cells(wanted, extents)
-            sink = context.pipeline.space(stream, plan, wanted, known)
-            result = scan(
-                plan,
-                reader,
-                known,
-                seed=context.seed,
-                staging=context.staging,
-                threads=context.threads,
-                keep=sink.keep,
-                stop=context.stop,
-                advance=context.advance,
-            )
-        sink.unchanged(result.row)
-        return Scanned(plan, sink, result)
+            return context.scan(reader, stream, plan, wanted, known)
 
 
 def held_threads(root: int) -> dict[int, list[int]]:

@@ -20,7 +20,6 @@ from icecore.dumper.memory.cells import EXTENT, inherit_origins, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied, copy_space
-from icecore.dumper.memory.scan import scan
 from icecore.dumper.memory.sources import FileSource, read_some
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.memory.staging import Slot
@@ -154,20 +153,7 @@ class SharedMemory:
             shared_regions(key, extents, self.kind), before.space.regions if before else []
         )
         plan = plan_cells(regions, extents)
-        sink = context.pipeline.space(stream, plan, regions, known)
-        result = scan(
-            plan,
-            self.objects[key],
-            known,
-            seed=context.seed,
-            staging=context.staging,
-            threads=context.threads,
-            keep=sink.keep,
-            stop=context.stop,
-            advance=context.advance,
-        )
-        sink.unchanged(result.row)
-        return Scanned(plan, sink, result)
+        return context.scan(self.objects[key], stream, plan, regions, known)
 
     def known(self, key: str, parent: Parent | None) -> KnownCells:
         """Return what is known of an object's cells."""

@@ -37,6 +37,30 @@ class ScanContext:
     stop: threading.Event
     advance: Advance = unwatched
 
+    def scan(
+        self,
+        source: Source,
+        stream: int,
+        plan: CellPlan,
+        regions: list[Region],
+        known: KnownCells,
+    ) -> Scanned:
+        """Read the cells of a plan, and hand those that are not known to the pipeline."""
+        sink = self.pipeline.space(stream, plan, regions, known)
+        result = scan(
+            plan,
+            source,
+            known,
+            seed=self.seed,
+            staging=self.staging,
+            threads=self.threads,
+            keep=sink.keep,
+            stop=self.stop,
+            advance=self.advance,
+        )
+        sink.unchanged(result.row)
+        return Scanned(plan, sink, result)
+
 
 @dataclass(frozen=True)
 class ParentSpace:
@@ -148,20 +172,7 @@ class SpaceCapture:
             plan = plan.take(np.flatnonzero(left))
         if not len(plan):
             return size
-        sink = context.pipeline.space(self.stream, plan, self.regions, self.known)
-        result = scan(
-            plan,
-            source,
-            self.known,
-            seed=context.seed,
-            staging=context.staging,
-            threads=context.threads,
-            keep=sink.keep,
-            stop=context.stop,
-            advance=context.advance,
-        )
-        sink.unchanged(result.row)
-        self._parts.append(_Part(plan, sink, result))
+        self.add(context.scan(source, self.stream, plan, self.regions, self.known))
         return size
 
     def add(self, part: Scanned, rows: npt.NDArray[np.int64] | None = None) -> None:

@@ -36,6 +36,9 @@ MAX_ENTRIES = 1 << 22
 MAX_TABLE = 1 << 30
 #: The content of a file that is stored as an open file of the job: as the space of its path.
 OPEN = -1
+#: ns: a file whose times are this close to the moment of a look may have been written again in the
+#: same tick of the kernel's clock.
+TICK_NS = 100_000_000
 #: acl(5) as the kernel has it: after a version, entries of tag, rights and id.
 _ACCESS_LIST, _DEFAULT_LIST = b"system.posix_acl_access", b"system.posix_acl_default"
 _ACCESS_ENTRY = struct.Struct("<HHxxxx")
