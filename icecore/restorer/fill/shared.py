@@ -113,6 +113,8 @@ class SharedFill:
             )
             if self.failure is not None:
                 raise self.failure
+            if self._expected:
+                raise RestoreFailed(f"CRIU did not make shared memory {min(self._expected)}")
             return self._filled
 
     def close(self) -> None:
