@@ -42,6 +42,7 @@ _HOLD = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
 while :; do
     read -r answer < '{fifo}' && [ "$answer" = go ] && exit 0
+    sleep 1
 done
 """
 
