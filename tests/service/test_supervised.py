@@ -367,7 +367,9 @@ def test_a_job_of_another_user_is_neither_taken_over_nor_ended(cli: Cli) -> None
     cli.run("init")
     cli.run("run", "-d", "--name", "train", "--", "/bin/sleep", "600")
     config = Config(state=str(cli.folder / "state"))
-    with Repository.open(cli.folder / "repository", config=config) as repository:
+    with Repository.open(
+        cli.folder / "repository", config=config, state=config.state
+    ) as repository:
         engine = RepositoryEngine(repository, config, Identity.of_user("4242"))
         supervisor = Supervisor(
             Plan("train", lambda: pytest.fail("it must not start")),
