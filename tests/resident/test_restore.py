@@ -22,6 +22,7 @@ from icecore.host.kernel import procfs
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.restorer.fetch.fetcher import PLACE_THREADS
+from icecore.restorer.gpu.resident import Resident
 from icecore.restorer.gpu.resident_fill import ResidentFill
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
@@ -239,26 +240,29 @@ def test_no_lease_ends_before_what_is_still_there_is_what_it_was(
 
 
 def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(
-    store: Store, launch: Launch, joined: Machine
+    store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = launch()
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
-    hung: list[int] = []
+    firsts: list[int] = []
+    fill_of = Resident._fill_of
+
+    def prepared(self: Resident, by_device: Any) -> ResidentFill:
+        fill = fill_of(self, by_device)
+        assert self._placers is not None
+        firsts.append(self._placers._process.pid)  # those of host memory may end meanwhile
+        return fill
 
     def stop(_: Event) -> None:
-        until(lambda: len(members(store.workdir, "icecore.restorer.place.placer_process")) >= 3)
-        hung.append(max(members(store.workdir, "icecore.restorer.place.placer_process")))
-        os.kill(hung[0], signal.SIGSTOP)
+        until(lambda: len(children(firsts[0])) == 2)
+        os.kill(children(firsts[0])[-1], signal.SIGSTOP)
 
-    with pytest.raises(RestoreFailed, match="placer process"):
-        bring_back(
-            store,
-            snapshot,
-            Events({("restore.resident.memory", "begin"): stop}),
-            placers=2,
-            stall_seconds=2.0,
-        )
+    events = Events({("restore.resident.memory", "begin"): stop})
+    with monkeypatch.context() as patched:
+        patched.setattr(Resident, "_fill_of", prepared)
+        with pytest.raises(RestoreFailed, match="placer process"):
+            bring_back(store, snapshot, events, placers=2, stall_seconds=2.0)
     ended(job)
     assert not members(store.workdir, "icecore.restorer.place.placer_process")
     bring_back(store, snapshot)
