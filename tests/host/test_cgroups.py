@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from icecore.errors import UsageError
 from icecore.host.criu.libraries import RESTORE_LIBRARY, restore_environment
 from icecore.host.jobs.launch import StepFailed, join_cgroups
-from icecore.host.kernel import cgroups
+from icecore.host.kernel import cgroups, freezer, frozen
 
 needs_library = pytest.mark.skipif(not RESTORE_LIBRARY.exists(), reason="needs a compiler")
 
@@ -111,3 +113,26 @@ def test_a_removed_group_is_refused(group: tuple[str, Path, str]) -> None:
         cgroups.files_to_join({hierarchy: f"{path}/x (deleted)"})
     with pytest.raises(UsageError, match="no cgroup"):
         cgroups.files_to_join({hierarchy: f"{path}/x"})
+
+
+def test_a_group_that_goes_while_it_is_thawed() -> None:
+    """The kernel answers ENODEV then, and its processes have ended."""
+    group = freezer.make_group(f"thawed-{os.getpid()}")
+    if group is None:
+        pytest.skip("no hierarchy of cgroups can be written to")
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            group.rmdir()
+            group.mkdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(come_and_go)
+        try:
+            for _ in range(5000):
+                frozen.thaw(group)
+        finally:
+            over.set()
+            going.result(10)
+    group.rmdir()

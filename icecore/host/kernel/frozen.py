@@ -5,6 +5,7 @@ The guard of a dump imports this module: one process for each dump, so the modul
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,10 @@ def thaw(group: Path) -> None:
     """Let the processes of the cgroup run. It may be gone already."""
     file = control(group)
     if file is not None:
-        with suppress(FileNotFoundError):
+        try:
             file.write_text(_CONTROLS[file.name])
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):  # ENODEV: it goes at this moment
+                raise
         with suppress(OSError):  # it has no mark
             os.removexattr(group, MARK)
