@@ -7,13 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from icecore.host.criu.images import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, VMA
+from icecore.host.criu.images import (
+    MAP_ANONYMOUS,
+    MAP_LOCKED,
+    MAP_PRIVATE,
+    MAP_SHARED,
+    VMA,
+    VMA_ANON_PRIVATE,
+    VMA_ANON_SHARED,
+    VMA_FILE_PRIVATE,
+    VMA_HEAP,
+    VMA_REGULAR,
+    VMA_STACK,
+)
 from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT
 from icecore.restorer.files import images
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region, Space
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def space(*regions: tuple[int, int, str]) -> Space:
@@ -79,6 +91,35 @@ def test_which_mappings_can_be_of_a_file() -> None:
         (start * _MIB, end * _MIB)
         for start, end in ((0, 64), (64, 164), (910, 990), (1100, 1200), (1200, 1300))
     ]
+
+
+def test_which_mappings_are_only_reserved() -> None:
+    own, plain = MAP_PRIVATE | MAP_ANONYMOUS, VMA_REGULAR | VMA_ANON_PRIVATE
+    rows = [
+        (0, 1, own, plain),
+        (1, 3, own, plain),  # its last page is in the snapshot
+        (3, 4, own | 0x4000, plain | VMA_HEAP),
+        (4, 6, own, plain),  # its first page is
+        (6, 7, own | MAP_LOCKED, plain),
+        (7, 8, MAP_SHARED | MAP_ANONYMOUS, VMA_REGULAR | VMA_ANON_SHARED),
+        (8, 9, MAP_PRIVATE, VMA_REGULAR | VMA_FILE_PRIVATE),
+        (9, 10, own, plain | VMA_STACK),
+        (10, 10.5, own, plain),  # small
+        (11, 15, own, plain),
+    ]
+    vmas = np.zeros(len(rows), VMA)
+    for vma, (start, end, flags, status) in zip(vmas, rows, strict=True):
+        vma["start"], vma["end"], vma["flags"], vma["status"] = (
+            start * _GIB,
+            end * _GIB,
+            flags,
+            status,
+        )
+    pages = entries(
+        ((3 * _GIB >> 12) - 1, 1, PE_PRESENT), (4 * _GIB >> 12, 5, PE_PRESENT | PE_LAZY)
+    )
+    assert images.reservations(vmas, pages) == {0, 3 * _GIB, 11 * _GIB}
+    assert images.reservations(vmas, pages[:0]) == {0, _GIB, 3 * _GIB, 4 * _GIB, 11 * _GIB}
 
 
 def test_entries_are_cut_where_a_file_begins_and_ends() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from icecore.dumper.dump import dump
+from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
@@ -45,6 +47,34 @@ for number in range(count):
 while True:
     print(hashlib.sha256(b"".join(ctypes.string_at(at, 4096) for at in places)).hexdigest(), flush=True)
     time.sleep(0.05)
+"""
+#: Reserves most of the address space, forks, and uses a page of each reservation once a file exists.
+MOST = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_size_t
+libc.mmap.argtypes = [ctypes.c_size_t] * 2 + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+def reserve(size, access):
+    start = libc.mmap(0, size, access, 0x4022, -1, 0)
+    assert start != 2**64 - 1
+    return start
+places = [reserve(size << 40, access) for size, access in ((60, 0), (20, 3), (25, 0))]
+used = reserve(1 << 40, 3)
+ctypes.memmove(used, b"used", 4)
+child = os.fork()
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+for at in places:
+    at += 7 << 40
+    assert libc.mprotect(at, 4096, 3) == 0
+    assert ctypes.string_at(at, 4096) == bytes(4096)
+    ctypes.memmove(at, b"word", 4)
+assert ctypes.string_at(used, 5) == b"used\\0"
+print("used", flush=True)
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 TIB = 1 << 40
 
@@ -96,6 +126,46 @@ def test_reserved_terabytes(
         before = len(_lines(job))
         assert eventually(lambda: len(_lines(job)) > before + 1)
         assert set(_lines(job)) == {digest}
+    finally:
+        for one in registry.instances():
+            if one.alive:
+                one.kill(signal.SIGKILL)
+                one.wait(10)
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_most_of_the_address_space(
+    trip: Trip, tmp_path: Path, mode: Literal["full", "lazy"]
+) -> None:
+    registry = Registry(tmp_path / "jobs")
+    use = tmp_path / "use"
+    job = registry.start([sys.executable, "-c", MOST, str(use)], name="most", cwd="/")
+    try:
+        assert eventually(lambda: len(_lines(job)) == 2)
+        reserved = _mappings(job)
+        made = dump(
+            trip.repository,
+            trip.loop,
+            Target(job.pid, job.name, record=job.record()),
+            DumpOptions(stop=True),
+            criu=trip.criu,
+        )
+        job.wait(10)
+        restored = restore(
+            trip.repository,
+            trip.loop,
+            made.snapshot,
+            RestoreOptions(mode=mode),
+            criu=trip.criu,
+            registry=registry,
+        )
+        restored.wait_resident(60)
+        assert restored.job is not None
+        job = restored.job
+        assert _mappings(job) == reserved
+        use.touch()
+        assert job.wait(30).code == 0, job.log_path("stderr").read_text()
+        assert _lines(job) == ["ready"] * 2 + ["used"] * 2
     finally:
         for one in registry.instances():
             if one.alive:

@@ -1,23 +1,43 @@
 """Edit CRIU's images before a restore. Fields that an edit does not name stay as they were dumped.
 
-Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), open files in files.img (fdinfo.proto,
-regfile.proto), limits in core-N.img (core.proto, rlimit.proto).
+Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), mappings in mm-N.img (mm.proto, vma.proto),
+open files in files.img (fdinfo.proto, regfile.proto), limits in core-N.img (core.proto,
+rlimit.proto).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Set
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
+import numpy as np
+
 from icecore.errors import RestoreRefused
-from icecore.host.criu.images import CORE, FILES, REGULAR_FILE, read_image, write_image
+from icecore.host.criu.images import (
+    CORE,
+    FILES,
+    MAP_ANONYMOUS,
+    MM_HEAD,
+    MM_VMA,
+    REGULAR_FILE,
+    VMA_ANON_PRIVATE,
+    VMA_FILE_PRIVATE,
+    VMA_GUARD,
+    VMA_NO_WRITE,
+    Vmas,
+    read_image,
+    write_image,
+)
+from icecore.host.criu.pagemap_image import read_whole
 from icecore.host.criu.protobuf import Message
 
 MOUNTS = 0x55563928
 
 _ID, _PARENT, _ROOT, _POINT, _SHARED, _MASTER, _KEY = 2, 4, 6, 7, 10, 11, 18
 _VARINT, _BYTES = 0, 2
+_VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
 _ENTRY_TYPE, _ENTRY_FILE = 1, 3
 _FILE_NAME, _FILE_SIZE = 6, 8
 _TASK, _TASK_LIMITS, _LIMITS, _SOFT, _HARD = 3, 8, 1, 1, 2
@@ -74,6 +94,137 @@ def _external(parent: Message, number: int, path: str, name: str) -> Message:
         (_KEY, _BYTES, name.encode()),
     ]
     return Message(sorted(fields, key=lambda one: one[0]))
+
+
+def map_in_place(folder: Path, pid: int, starts: Collection[int]) -> None:
+    """Have CRIU map private anonymous memory without pages where it belongs, once the address space
+    of the process is built.
+
+    CRIU (criu/mem.c, prepare_mappings) first makes room for all private memory in one block
+    elsewhere, and later moves each mapping to its place. A process that has reserved much of its
+    address space has no such room. Without VMA_ANON_PRIVATE a mapping is only made where it belongs
+    (criu/pie/restorer.c, restore_mapping): it gets no pages and no userfaultfd, and a child does not
+    inherit it from CRIU's copy of its parent.
+
+    Args:
+        starts: Of the mappings.
+    """
+    _change_vmas(
+        folder,
+        pid,
+        starts,
+        lambda vma: [
+            _changed(
+                vma,
+                {_VMA_STATUS: vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_NO_WRITE},
+            )
+        ],
+    )
+
+
+def map_file(
+    folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int, int]], file: int
+) -> None:
+    """Have CRIU map a file, privately, where a process had private anonymous memory.
+
+    Args:
+        vmas: Of the process (`load_mm`).
+        pieces: Start, end, and what of the file it begins with, each within one VMA; what is left
+            of that stays anonymous.
+        file: The file's id (`add_file`).
+    """
+    vmas = vmas[vmas["status"] & VMA_GUARD == 0]
+    within: dict[int, list[tuple[int, int, int]]] = {}
+    for piece in pieces:
+        at = int(np.searchsorted(vmas["start"], piece[0], side="right")) - 1
+        assert at >= 0 and piece[1] <= int(vmas["end"][at]), "a piece lies in one VMA"
+        within.setdefault(int(vmas["start"][at]), []).append(piece)
+    _change_vmas(
+        folder, pid, within, lambda vma: list(_cut(vma, within[vma.integer(_VMA_START)], file))
+    )
+
+
+def _change_vmas(
+    folder: Path, pid: int, starts: Collection[int], change: Callable[[Message], list[bytes]]
+) -> None:
+    """Put what ``change`` returns in place of the VMAs that begin there."""
+    path = folder / f"mm-{pid}.img"
+    data = read_whole(path)
+    mm = Message.decode(memoryview(data)[MM_HEAD:])
+    begins = {Message([(_VMA_START, _VARINT, start)]).encode() for start in starts}
+    lengths = {len(begin) for begin in begins}  # not each VMA of many is taken apart
+    fields: list[tuple[int, int, int | bytes]] = []
+    for field in mm.fields:
+        number, kind, value = field
+        if (
+            number == MM_VMA
+            and isinstance(value, bytes)
+            and any(value[:length] in begins for length in lengths)
+        ):
+            vma = Message.decode(value)
+            if vma.integer(_VMA_START) in starts and not vma.integer(_VMA_STATUS) & VMA_GUARD:
+                fields += [(number, kind, part) for part in change(vma)]
+                continue
+        fields.append(field)
+    body = Message(fields).encode()
+    path.unlink()
+    path.write_bytes(data[: MM_HEAD - 4] + struct.pack("<I", len(body)) + body)
+
+
+def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
+    """Yield the parts of a VMA of private anonymous memory, in address order: pieces (start, end,
+    offset) of a file, and the rest.
+    """
+    at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
+    for start, end, offset in sorted(pieces):
+        if at < start:
+            yield _changed(vma, {_VMA_START: at, _VMA_END: start})
+        yield _changed(
+            vma,
+            {
+                _VMA_START: start,
+                _VMA_END: end,
+                _VMA_OFFSET: offset,
+                _VMA_FILE: file,
+                _VMA_FLAGS: vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS,
+                _VMA_STATUS: vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_FILE_PRIVATE,
+            },
+        )
+        at = end
+    if at < last:
+        yield _changed(vma, {_VMA_START: at, _VMA_END: last})
+
+
+def _changed(message: Message, values: Mapping[int, int]) -> bytes:
+    changed = Message(list(message.fields))
+    for number, value in values.items():
+        changed.set(number, value)
+    return changed.encode()
+
+
+def add_file(folder: Path, name: str) -> int:
+    """Add a regular file of that name to files.img, which CRIU receives as a descriptor
+    (``--inherit-fd``), and return its id.
+    """
+    entries = read_image(folder / "files.img", FILES)
+    free = 1 + max((entry.integer(2) for entry in entries), default=0)
+    owner = Message([(number, 0, 0) for number in range(1, 6)])
+    file = Message(
+        [
+            (1, 0, free),
+            (2, 0, os.O_RDWR),
+            (3, 0, 0),
+            (5, 2, owner.encode()),
+            (6, 2, f"/{name}".encode()),
+        ]
+    )
+    (folder / "files.img").unlink()
+    write_image(
+        folder / "files.img",
+        [*entries, Message([(1, 0, REGULAR_FILE), (2, 0, free), (3, 2, file.encode())])],
+        FILES,
+    )
+    return free
 
 
 def forget_sizes(folder: Path, paths: Set[str]) -> None:

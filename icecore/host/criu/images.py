@@ -4,9 +4,7 @@ version from 4.0 on are understood.
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +27,7 @@ INVENTORY, PSTREE, CORE, MM, FILES, FDINFO = (
 REMAP_FPATH, GHOST_FILE, STATS = 0x59133954, 0x52583605, 0x57093306
 
 #: VmaEntry.status bits (criu/include/image.h).
+VMA_REGULAR = 1 << 0
 VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 1, 1 << 2, 1 << 3, 1 << 5
 VMA_FILE_PRIVATE, VMA_FILE_SHARED, VMA_ANON_SHARED, VMA_ANON_PRIVATE = (
     1 << 6,
@@ -44,9 +43,11 @@ VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING = (
 )
 #: No mapping: guard pages (MADV_GUARD_INSTALL) within one. They come after all others.
 VMA_GUARD = 1 << 16
+#: The mapping is made without write access, because it gets no pages.
+VMA_NO_WRITE = 1 << 29
 
 MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 0x1, 0x2, 0x20
-MAP_LOCKED, MAP_HUGETLB = 0x2000, 0x40000
+MAP_GROWSDOWN, MAP_LOCKED, MAP_HUGETLB = 0x100, 0x2000, 0x40000
 
 #: One VMA of a mm image. ``shmid`` is the file's id for file mappings, the shared memory's for
 #: shared anonymous ones.
@@ -66,8 +67,8 @@ Vmas = npt.NDArray[np.void]
 
 ALIVE, DEAD, STOPPED = 1, 2, 3
 
-_MM_HEAD, _MM_VMA = 12, 14
-_VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
+#: Of a mm image: bytes before its message, and the number of the field of a VMA.
+MM_HEAD, MM_VMA = 12, 14
 
 #: file_entry.type of a regular file (images/fdinfo.proto).
 REGULAR_FILE = 1
@@ -237,10 +238,10 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
     data = read_whole(path)
     try:
         magic, kind, size = struct.unpack_from("<III", data)
-        if (magic, kind) != (COMMON, MM) or size != len(data) - _MM_HEAD:
+        if (magic, kind) != (COMMON, MM) or size != len(data) - MM_HEAD:
             raise WireError("wrong magic or length")
         start, end, rest = [], [], bytearray()
-        at = _MM_HEAD
+        at = MM_HEAD
         while at < len(data):
             begin = at
             key, at = read_varint(data, at)
@@ -251,7 +252,7 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
                 if length > len(data) - at:
                     raise WireError("cut off")
                 at += length
-                if key >> 3 == _MM_VMA:
+                if key >> 3 == MM_VMA:
                     start.append(at - length)
                     end.append(at)
                     continue
@@ -284,102 +285,6 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
         (mm.integer(8), mm.integer(9)),
         (mm.integer(10), mm.integer(11)),
     )
-
-
-def map_file(
-    folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int, int]], file: int
-) -> None:
-    """Have CRIU map a file, privately, where a process had private anonymous memory.
-
-    Args:
-        vmas: Of the process (`load_mm`).
-        pieces: Start, end, and what of the file it begins with, each within one VMA; what is left
-            of that stays anonymous.
-        file: The file's id (`add_file`).
-    """
-    vmas = vmas[vmas["status"] & VMA_GUARD == 0]
-    within: dict[int, list[tuple[int, int, int]]] = {}
-    for piece in pieces:
-        at = int(np.searchsorted(vmas["start"], piece[0], side="right")) - 1
-        assert at >= 0 and piece[1] <= int(vmas["end"][at]), "a piece lies in one VMA"
-        within.setdefault(int(vmas["start"][at]), []).append(piece)
-    path = folder / f"mm-{pid}.img"
-    data = read_whole(path)
-    mm = Message.decode(memoryview(data)[_MM_HEAD:])
-    begins = tuple(
-        Message([(1, 0, start)]).encode() for start in within
-    )  # not each VMA of many is taken apart
-    fields: list[tuple[int, int, int | bytes]] = []
-    for field in mm.fields:
-        number, kind, value = field
-        if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
-            vma = Message.decode(value)
-            if not vma.integer(_VMA_STATUS) & VMA_GUARD:
-                fields += [
-                    (number, kind, part)
-                    for part in _cut(vma, within[vma.integer(_VMA_START)], file)
-                ]
-                continue
-        fields.append(field)
-    body = Message(fields).encode()
-    path.unlink()
-    path.write_bytes(data[: _MM_HEAD - 4] + struct.pack("<I", len(body)) + body)
-
-
-def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
-    """Yield the parts of a VMA of private anonymous memory, in address order: pieces (start, end,
-    offset) of a file, and the rest.
-    """
-    at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
-    for start, end, offset in sorted(pieces):
-        if at < start:
-            yield _changed(vma, {_VMA_START: at, _VMA_END: start})
-        yield _changed(
-            vma,
-            {
-                _VMA_START: start,
-                _VMA_END: end,
-                _VMA_OFFSET: offset,
-                _VMA_FILE: file,
-                _VMA_FLAGS: vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS,
-                _VMA_STATUS: vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_FILE_PRIVATE,
-            },
-        )
-        at = end
-    if at < last:
-        yield _changed(vma, {_VMA_START: at, _VMA_END: last})
-
-
-def _changed(message: Message, values: Mapping[int, int]) -> bytes:
-    changed = Message(list(message.fields))
-    for number, value in values.items():
-        changed.set(number, value)
-    return changed.encode()
-
-
-def add_file(folder: Path, name: str) -> int:
-    """Add a regular file of that name to files.img, which CRIU receives as a descriptor
-    (``--inherit-fd``), and return its id.
-    """
-    entries = read_image(folder / "files.img", FILES)
-    free = 1 + max((entry.integer(2) for entry in entries), default=0)
-    owner = Message([(number, 0, 0) for number in range(1, 6)])
-    file = Message(
-        [
-            (1, 0, free),
-            (2, 0, os.O_RDWR),
-            (3, 0, 0),
-            (5, 2, owner.encode()),
-            (6, 2, f"/{name}".encode()),
-        ]
-    )
-    (folder / "files.img").unlink()
-    write_image(
-        folder / "files.img",
-        [*entries, Message([(1, 0, REGULAR_FILE), (2, 0, free), (3, 2, file.encode())])],
-        FILES,
-    )
-    return free
 
 
 def load_files(folder: Path) -> list[RegularFile]:

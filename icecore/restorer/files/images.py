@@ -20,19 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged
+from icecore.host.criu.image_changes import add_file, map_file, map_in_place
 from icecore.host.criu.images import (
     MAP_ANONYMOUS,
+    MAP_GROWSDOWN,
     MAP_HUGETLB,
     MAP_LOCKED,
     MAP_PRIVATE,
     MAP_SHARED,
+    VMA_ANON_PRIVATE,
     VMA_GUARD,
     VMA_HEAP,
+    VMA_REGULAR,
     VMA_STACK,
     Vmas,
-    add_file,
     load_mm,
-    map_file,
 )
 from icecore.host.criu.pagemap_image import (
     PE_LAZY,
@@ -68,6 +70,8 @@ _MADV_WIPEONFORK = 18
 #: places of it.
 _NEAR = 1 << 30
 _TOP = 1 << 57
+#: Memory of that size without any page is a reservation. Bytes.
+_RESERVATION = 1 << 30
 #: By how much a mapping's huge pages may exceed its bytes.
 SPARE = 0.125
 #: The name under which CRIU gets the file (`Memory.filed`).
@@ -267,9 +271,11 @@ def plan_memory(
             os.unlink(path)
             write_pagemap(folder / f"placed-shmem-{space.key}.img", pages_id, entries, version)
         ranges: list[tuple[int, int]] = []
-        vmas: Vmas | None = None
-        if space.kind == "process" and temporary and (given := temporary.get(int(space.key))):
-            vmas = _vmas(folder, int(space.key))
+        vmas = _vmas(folder, int(space.key)) if space.kind == "process" else None
+        if vmas is not None:
+            if reserved := reservations(vmas, entries):
+                map_in_place(folder, int(space.key), reserved)
+            given = temporary.get(int(space.key), ()) if temporary else ()
             ranges = [bounds for bounds in mappable(vmas, given, entries) if _dense(cells, bounds)]
         if ranges and vmas is not None:
             offsets, position = lay_out(ranges, position)
@@ -308,7 +314,8 @@ def plan_memory(
             own, pages = _kept(
                 cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait]))
             )
-            wiped = wiped_ranges(_vmas(folder, int(space.key)) if vmas is None else vmas)
+            assert vmas is not None, "only memory of processes waits"
+            wiped = wiped_ranges(vmas)
             lazy.append(
                 LazyMemory(
                     int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges
@@ -450,6 +457,23 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
     """Return the VMAs of a process that its children find empty."""
     wiped = vmas[(vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) != 0]
     return list(zip(wiped["start"].tolist(), wiped["end"].tolist(), strict=True))
+
+
+def reservations(vmas: Vmas, entries: Entries) -> set[int]:
+    """Return where private anonymous memory of `_RESERVATION` bytes at least begins that has no
+    pages: address space that is only reserved.
+    """
+    kind = MAP_PRIVATE | MAP_ANONYMOUS
+    fit = vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB | MAP_GROWSDOWN) == kind
+    fit &= vmas["status"] & ~np.uint32(VMA_HEAP) == VMA_REGULAR | VMA_ANON_PRIVATE
+    fit &= vmas["end"] - vmas["start"] >= np.uint64(_RESERVATION)
+    starts, ends = vmas["start"][fit], vmas["end"][fit]
+    # Entries are in address order and do not overlap.
+    first = np.searchsorted(
+        entries["address"] + entries["pages"] * np.uint64(PAGE), starts, "right"
+    )
+    empty = first == np.searchsorted(entries["address"], ends, "left")
+    return set(starts[empty].tolist())
 
 
 def mappable(
