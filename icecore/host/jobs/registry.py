@@ -204,7 +204,7 @@ class Registry:
             from icecore.host.jobs.data import data_directories  # most jobs have none
 
             paths = [os.path.join(directory, path) for path in data]
-            chosen = data_directories(paths, described.user, self.state)
+            chosen = data_directories(paths, identity, self.state)
             described = replace(described, data=chosen)
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
