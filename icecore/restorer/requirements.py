@@ -159,7 +159,9 @@ def check_requirements(
     """
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
-    directories = read_data(manifest)
+    # What the instance has for itself is made anew, whatever becomes of other files.
+    private = run.tmp if run is not None else []
+    directories = [one for one in read_data(manifest) if one.path not in private]
     active = options.files in ("auto", "restore") and not copies.directory
     tables = _tables(manifest, directories, read) if directories and active else {}
     handled = handled_files(manifest, tables) - skip

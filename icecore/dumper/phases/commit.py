@@ -163,7 +163,11 @@ def recorded_run(record: RunRecord) -> Run:
         command=record.command,
         cwd=record.cwd,
         isolation=RunIsolation(
-            pid=isolation.pid, ipc=isolation.ipc, network=isolation.network, root=isolation.root
+            pid=isolation.pid,
+            ipc=isolation.ipc,
+            network=isolation.network,
+            root=isolation.root,
+            tmp=isolation.tmp,
         ),
         files=RunFiles(
             stdout=files["stdout.log"],

@@ -83,22 +83,26 @@ def _inspect(request: Request) -> Inspection:
 
 
 def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
-    """Refuse a job with copies of files whose processes have mount namespaces of their own.
+    """Refuse a job with copies of files or its own /tmp whose processes have mount namespaces of
+    their own.
 
     CRIU then works in the root's mount namespace, and would take any other for one of its own to
     restore.
     """
     record = request.target.record
-    if record is None or not record.copies or record.isolation.root:
+    if record is None or not record.own_view:
         return
     own = {(process.namespaces or {}).get("mnt") for process in found.living}
     if len(own) > 1:
-        cure = "snapshot it before it makes them, or restore it without --files-to"
+        what, option = (
+            ("copies of files", "--files-to") if record.copies else ("its own /tmp", "--tmp")
+        )
+        cure = f"snapshot it before it makes them, or have it without {option}"
         raise PreflightRefused(
             [
                 (
                     "namespaces",
-                    "the job has copies of files (--files-to), and processes with mount namespaces of their own",
+                    f"the job has {what} ({option}), and processes with mount namespaces of their own",
                     cure,
                 )
             ]

@@ -23,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
+from icecore.host.jobs import temporary
 from icecore.host.jobs.namespaces import Isolation, RunRecord, own_paths
 from icecore.host.kernel import freezer, procfs
 from icecore.private import create_private
@@ -374,17 +375,24 @@ class Job:
             raise TimeoutError(f"job {self.name} still runs")
         status = job.status()
         assert status is not None
-        job.remove_group()
+        job.tidy()
         return status
 
-    def remove_group(self, seconds: float = _LEAVE_SECONDS) -> None:
-        """Remove the cgroup of a job that has ended.
+    def tidy(self, seconds: float = _LEAVE_SECONDS) -> None:
+        """Remove the cgroup and the temporary directories of a job that has ended. What cannot be
+        removed stays for the next call.
 
         Args:
             seconds: How long to wait for processes that its init left, which are still ending.
         """
-        if self.description.group and self.state in ("ended", "failed"):
-            freezer.remove_group(Path(self.description.group), seconds)
+        known = self.description
+        if not (known.group or known.isolation.tmp) or self.state not in ("ended", "failed"):
+            return
+        if known.group:
+            freezer.remove_group(Path(known.group), seconds)
+        if known.isolation.tmp:
+            with suppress(OSError):
+                temporary.remove(self.directory)
 
     @property
     def group(self) -> Path | None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
+from icecore.host.jobs import temporary
 from icecore.host.jobs.job import Description, Job, boot_id, init_of
 from icecore.host.jobs.namespaces import (
     INSTANCE_MOUNT,
@@ -173,7 +174,8 @@ class Registry:
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
-                a data directory that cannot be one (`icecore.host.jobs.data`);
+                a data directory that cannot be one (`icecore.host.jobs.data`); a directory that a
+                job with a private /tmp would not see;
                 ``keep_resident`` without ``resident``; an ``identity`` that only root can take.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
@@ -196,7 +198,8 @@ class Registry:
         own.update(added)
         directory = os.path.abspath(cwd or os.getcwd())
         path = command[0] if identity is not None else _program(command[0], directory, own)
-        binds = bindable_mounts() if isolation.root else []
+        hidden = temporary.points_here() if isolation.tmp else []
+        binds = bindable_mounts(hidden) if isolation.root else []
         described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
         if identity is not None:
             described = replace(described, user=identity.user, user_name=identity.name)
@@ -206,8 +209,12 @@ class Registry:
             paths = [os.path.join(directory, path) for path in data]
             chosen = data_directories(paths, identity, self.state)
             described = replace(described, data=chosen)
+        if hidden:
+            temporary.require_visible(hidden, self.state, directory, described.data)
+            described = replace(described, data=[*described.data, *hidden])
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
+            temporary.make(job.directory, hidden, job.description.user)
             job = job.with_group(None if identity is None else identity.cgroups)
             if resident:
                 seen = (
@@ -234,6 +241,7 @@ class Registry:
             binds=binds,
             identity=identity,
             group=job.group,
+            tmp=hidden,
         )
         try:
             with Starting(wanted) as starting:
@@ -289,7 +297,8 @@ class Registry:
 
         Raises:
             UsageError: A bad name, or one that a living job has.
-            RestoreRefused: This machine lacks a mount that the job had.
+            RestoreRefused: This machine lacks a mount that the job had, or a directory that it had
+                for itself.
         """
         described = _describe(
             name or record.name,
@@ -308,11 +317,22 @@ class Registry:
             user_name=record.user_name,
             data=record.data,
         )
+        if record.tmp:
+            temporary.require_here(record.tmp, self.state)
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
+            temporary.make(job.directory, record.tmp, record.user)
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
+        except OSError as error:
+            _forget(job)
+            if record.tmp:
+                raise RestoreRefused(
+                    f"cannot give the job its own {record.tmp[0]}: {error.strerror}",
+                    cure=temporary.NO_MOUNTS.partition(", or ")[2],
+                ) from error
+            raise
         except BaseException:
-            shutil.rmtree(job.directory, ignore_errors=True)
+            _forget(job)
             raise
 
     def thaw_left(self) -> None:
@@ -392,7 +412,7 @@ class Registry:
             place = _keeper_place(job)
             if place.exists() and self._has_last(job):
                 _let_go_claimed(place, f"job {job.name} ({job.instance})")
-            job.remove_group()
+            job.tidy()
             shutil.rmtree(job.directory)
 
     def remove_damaged(self, instance: str) -> None:
@@ -413,6 +433,7 @@ class Registry:
             for place in (directory / "resident", _RESIDENT / instance):
                 if place.exists():
                     _let_go_claimed(place, f"job {instance}")
+            temporary.remove(directory)
             shutil.rmtree(directory)
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
@@ -452,7 +473,7 @@ class Registry:
         with self._lock():
             instances = self.instances()
             for ended in instances:
-                ended.remove_group(0.0)
+                ended.tidy(0.0)
             taken = {job.name for job in instances if job.state in ("running", "starting")}
             if exact and name in taken:
                 raise UsageError(
@@ -526,6 +547,8 @@ def _forget(job: Job) -> None:
     """Remove the directory and the cgroup of an instance that does not run."""
     if job.group is not None:
         freezer.remove_group(job.group)
+    with suppress(OSError):
+        temporary.remove(job.directory)
     shutil.rmtree(job.directory, ignore_errors=True)
 
 

@@ -37,7 +37,6 @@ from __future__ import annotations
 import errno
 import os
 import pwd
-import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,11 +46,11 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+from icecore.host.kernel import removal
 from icecore.host.kernel.filesystem import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     acting_as,
-    open_confined,
     rename,
 )
 from icecore.restorer.files.jobpaths import Directory, JobPaths, PathRefused, Place
@@ -60,8 +59,6 @@ from icecore.store.format.manifest import OpenFile
 Result = TypeVar("Result")
 #: Set-ID bits are never put back: the owner could write to the file before it got them.
 _MODES = 0o1777
-#: Levels of directories that are removed, and times that another process adds one meanwhile.
-_MOST_LEVELS = 1 << 16
 #: Errors of file systems without an operation.
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -529,7 +526,7 @@ class JobFiles:
                 return False
             groups = _groups(owner) if owner.user else []
             with acting_as(*owner, groups):
-                _remove(place.directory.descriptor, place.name)
+                removal.remove_tree(place.directory.descriptor, place.name)
             return True
 
         return self._do(work)
@@ -575,66 +572,6 @@ def _groups(owner: Owner) -> list[int]:
         return os.getgrouplist(pwd.getpwuid(owner.user).pw_name, owner.group)
     except (KeyError, OSError):
         return [owner.group]
-
-
-def _remove(directory: int, name: str) -> None:
-    """Remove a name in a directory, with all that is below it."""
-    if _is_removed(directory, name):
-        return
-    inner = _open_directory(directory, name)
-    try:
-        _empty(inner)
-    finally:
-        os.close(inner)
-    os.rmdir(name, dir_fd=directory)
-
-
-def _empty(top: int) -> None:
-    """Remove what is in a directory, however deep it is: each directory in it hands what it holds
-    up to it first.
-
-    Raises:
-        OSError: Something cannot be removed, or is added all the time.
-    """
-    for _ in range(_MOST_LEVELS):
-        names = os.listdir(top)
-        for name in names:
-            if _is_removed(top, name):
-                continue
-            inner = _open_directory(top, name)
-            try:
-                for below in os.listdir(inner):
-                    if not _is_removed(inner, below):
-                        own = f".icecore-{secrets.token_hex(8)}"
-                        os.rename(below, own, src_dir_fd=inner, dst_dir_fd=top)
-            finally:
-                os.close(inner)
-            os.rmdir(name, dir_fd=top)
-        if not names:
-            return
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
-def _is_removed(directory: int, name: str) -> bool:
-    """Remove a file or an empty directory; False: it is a directory that holds something."""
-    try:
-        os.unlink(name, dir_fd=directory)
-        return True
-    except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.EPERM):
-            raise
-    try:
-        os.rmdir(name, dir_fd=directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
-
-
-def _open_directory(directory: int, name: str) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    return open_confined(directory, name, flags, cross=False)
 
 
 def _give(descriptor: int, owner: Owner) -> None:
