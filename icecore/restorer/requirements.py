@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from icecore import units
 from icecore.errors import Damaged, MissingTool, NotFound, RestoreRefused
 from icecore.host.criu.program import Criu
 from icecore.host.criu.shared_images import can_fill_shared
 from icecore.host.gpu.backend import find_backend
+from icecore.host.jobs import temporary
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.host.kernel import limits, procfs, userfaultfd
@@ -75,7 +77,7 @@ class Requirement:
 
     Attributes:
         name: For programs: ``container``, ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``,
-            ``file``, ``holder`` (another process has a file open), ``memory``, ``space``,
+            ``file``, ``holder`` (another process has a file open), ``data``, ``tmp``, ``memory``, ``space``,
             ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.
@@ -222,6 +224,7 @@ def check_requirements(
         *of_gpus,
         *_names(manifest),
         *_room(manifest, workdir, records),
+        *_own_temporary(manifest, run, workdir, criu),
         *_data(directories, options, active=active, others=others),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
         *(
@@ -246,6 +249,21 @@ def _tables(
         table, content = data_spaces(manifest, one.path)
         found[one.path] = decode_entries(read(table, MAX_TABLE), one.path, content.size)
     return found
+
+
+def _own_temporary(
+    manifest: Manifest, run: RunRecord | None, workdir: str, criu: Criu
+) -> Iterator[Requirement]:
+    """Say what the job gets for itself, and check that CRIU finds its own files beside it."""
+    if run is None or not run.tmp:
+        return
+    for one in read_data(manifest):
+        if one.path in run.tmp:
+            size = f"{one.entries} entries, {units.size(one.bytes)}"
+            yield Requirement("tmp", True, f"the job gets its own {one.path}: {size}")
+    hidden = temporary.hidden_from_criu(run.tmp, workdir, criu.path) if run.own_view else None
+    if hidden is not None:
+        yield Requirement("tmp", False, *hidden)
 
 
 def _data(

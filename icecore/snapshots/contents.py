@@ -139,11 +139,21 @@ def regions(manifest: Manifest) -> Iterator[Fields]:
 
 
 def data(manifest: Manifest) -> Iterator[Fields]:
-    """Yield the data directories."""
+    """Yield the data directories. ``own``: the job has it for itself, as a private /tmp."""
+    from icecore.host.jobs.temporary import private_points
+    from icecore.store.format.contract import read_run
     from icecore.store.format.data import read_data
 
+    run = read_run(manifest)
+    own = private_points(run.data) if run is not None and run.isolation.tmp else []
     for one in read_data(manifest):
-        yield {"path": one.path, "entries": one.entries, "files": one.files, "bytes": one.bytes}
+        yield {
+            "path": one.path,
+            "entries": one.entries,
+            "files": one.files,
+            "bytes": one.bytes,
+            "own": one.path in own,
+        }
 
 
 def files(manifest: Manifest) -> Iterator[Fields]:

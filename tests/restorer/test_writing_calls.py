@@ -67,7 +67,6 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
             "os.mkfifo",
             "os.link",
             "os.unlink",
-            "os.rename",
             "os.rmdir",
             "os.setxattr",
             "os.symlink",
@@ -174,8 +173,9 @@ def writing_calls(source: str) -> set[str]:
             "ctypes",
         ):
             found |= {f"from {node.module} import {alias.name}" for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module == "icecore.host.kernel.filesystem":
-            found |= {f"filesystem.{alias.name}" for alias in node.names}
+        kernel, _, module = (getattr(node, "module", "") or "").rpartition(".")
+        if kernel == "icecore.host.kernel" and module in ("filesystem", "removal"):
+            found |= {f"{module}.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
             found |= {
                 f"import {alias.name} as {alias.asname}"
@@ -253,6 +253,7 @@ def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
         "filesystem.open_confined",
         "filesystem.RENAME_EXCHANGE",
         "filesystem.RENAME_NOREPLACE",
+        "removal.remove_tree",
     }
     if name in ("files/jobfiles.py", "files/jobpaths.py"):
         allowed = allowed | primitives

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import NotFound, RestoreRefused, UsageError
+from icecore.errors import NotFound, RestoreFailed, RestoreRefused, UsageError
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
@@ -196,12 +196,16 @@ def test_a_restore_that_fails_leaves_nothing(world: World) -> None:
     job = world.start()
     snapshot = world.dump(job, stop=True)
     before = {one.instance for one in world.registry.instances()}
-    broken = world.trip.work / "criu"
+    broken = world.registry.state / "criu"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     whole = world.trip.criu
-    world.trip.criu = type(whole)(**{**whole.__dict__, "path": broken})
-    with pytest.raises(Exception, match=r"CRIU|criu"):
+    world.trip.criu = replace(whole, path=broken)
+    with pytest.raises(RestoreFailed):
+        world.restore(snapshot)
+    broken.rename(world.trip.work / "criu")
+    world.trip.criu = replace(whole, path=world.trip.work / "criu")
+    with pytest.raises(RestoreRefused, match="in which CRIU does not find"):
         world.restore(snapshot)
     assert set(os.listdir(world.registry.state / "jobs")) == before
 
@@ -241,3 +245,21 @@ def test_without_mount_namespaces(world: World) -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode != 0 and "max_mnt_namespaces" in done.stderr, done.stderr
+
+
+def test_what_is_left_is_removed_however_deep(world: World) -> None:
+    """Nobody waits for the job, whose directories are as deep as it likes, with links out of them."""
+    outside = world.registry.state.parent / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("kept")
+    words = "import os, sys\nos.symlink(sys.argv[1], '/tmp/out')\n"
+    words += "for _ in range(1500):\n    os.mkdir('/tmp/a') or os.chdir('/tmp/a') if _ == 0 else (os.mkdir('a'), os.chdir('a'))\n"
+    job = world.registry.start(
+        [PYTHON, "-c", words, str(outside)], name="deep", cwd="/", isolation=Isolation(tmp=True)
+    )
+    place = temporary.place(job.directory, "/tmp")
+    assert eventually(lambda: job.state == "ended"), job.log_path("stderr").read_text()
+    assert (place / "a/a/a").is_dir() and (place / "out").is_symlink()
+    world.registry.thaw_left()
+    assert not place.exists() and (outside / "file").read_text() == "kept"
+    assert job.log_path("stderr").read_text() == ""

@@ -12,6 +12,7 @@ from icecore.dumper.preflight.judge import check_target, require, warn
 from icecore.dumper.preflight.prediction import predict
 from icecore.errors import PreflightRefused
 from icecore.events import Event, phase
+from icecore.host.jobs import temporary
 from icecore.host.kernel import procfs
 
 #: How long to wait for the window of another dump. That of a GPU job is preceded by copies.
@@ -61,6 +62,7 @@ def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
     deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
     require(found)
     _require_one_mount_namespace(request, found)
+    _require_seen(request)
     for warning in warn(found):
         fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
         request.emit(Event("dump.warning", {**fields}))
@@ -80,6 +82,16 @@ def _inspect(request: Request) -> Inspection:
         )
     finally:
         claim.release()
+
+
+def _require_seen(request: Request) -> None:
+    """Refuse a job with its own /tmp if CRIU, which works in the job's mount namespace, is there."""
+    record = request.target.record
+    if record is None or not record.own_view:
+        return
+    hidden = temporary.hidden_from_criu(record.tmp, request.workdir, request.criu.path)
+    if hidden is not None:
+        raise PreflightRefused([("workdir", *hidden)])
 
 
 def _require_one_mount_namespace(request: Request, found: Inspection) -> None:

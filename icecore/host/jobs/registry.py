@@ -336,9 +336,13 @@ class Registry:
             raise
 
     def thaw_left(self) -> None:
-        """Let jobs run that a dump left frozen because all its processes were killed."""
+        """Let jobs run that a dump left frozen because all its processes were killed, and remove the
+        temporary directories of jobs whose end nobody waited for.
+        """
         for job in self.instances():
-            if job.group is not None and job.alive and freezer.thaw_left(job.group):
+            if job.description.isolation.tmp and not job.alive:
+                job.tidy(0.0)
+            elif job.group is not None and job.alive and freezer.thaw_left(job.group):
                 self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:

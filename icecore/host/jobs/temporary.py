@@ -137,6 +137,19 @@ def require_here(points: Sequence[str], state: Path) -> None:
         )
 
 
+def hidden_from_criu(points: Sequence[str], workdir: str, criu: Path) -> tuple[str, str] | None:
+    """Return what CRIU does not find in the mount namespace of a job with private points, and the
+    cure; None: nothing.
+    """
+    for path, cure in (
+        (workdir, "name another directory with --workdir"),
+        (str(criu), "install CRIU elsewhere (tools/install-criu)"),
+    ):
+        if point := covering(points, os.path.realpath(path)):
+            return f"the job has its own {point}, in which CRIU does not find {path}", cure
+    return None
+
+
 def covering(points: Sequence[str], path: str) -> str:
     """Return the point in which a path lies; empty: in none."""
     return next((one for one in points if path == one or path.startswith(f"{one}/")), "")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 
 from icecore.host.kernel.filesystem import open_confined
 
@@ -46,7 +45,7 @@ def _empty(top: int) -> None:
             try:
                 for below in os.listdir(inner):
                     if not _is_removed(inner, below):
-                        own = f".icecore-{secrets.token_hex(8)}"
+                        own = f".icecore-{os.urandom(8).hex()}"
                         os.rename(below, own, src_dir_fd=inner, dst_dir_fd=top)
             finally:
                 os.close(inner)

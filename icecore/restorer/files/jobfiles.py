@@ -46,13 +46,13 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from icecore.host.kernel import removal
 from icecore.host.kernel.filesystem import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     acting_as,
     rename,
 )
+from icecore.host.kernel.removal import remove_tree
 from icecore.restorer.files.jobpaths import Directory, JobPaths, PathRefused, Place
 from icecore.store.format.manifest import OpenFile
 
@@ -526,7 +526,7 @@ class JobFiles:
                 return False
             groups = _groups(owner) if owner.user else []
             with acting_as(*owner, groups):
-                removal.remove_tree(place.directory.descriptor, place.name)
+                remove_tree(place.directory.descriptor, place.name)
             return True
 
         return self._do(work)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -231,6 +232,33 @@ def test_data_of_a_user_is_dumped_and_restored(node: Node) -> None:
         f"segment-{number}" for number in range(last)
     }
     assert {path.stat().st_uid for path in [data, *data.iterdir()]} == {ALICE}
+
+
+def test_a_users_job_has_a_tmp_of_its_own(public: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/lib", prefix="icecore-test-") as name:
+        Path(name).chmod(0o755)
+        node = Node(Path(name), public / "repository")
+        assert node.root("init", str(node.repository)).returncode == 0
+        try:
+            node.start()
+            words = ["run", "-d", "--name", "own", "--tmp", "private", "--", "sh", "-c", FILED]
+            node.ok(ALICE, *words, "sh", "/tmp")
+            until(lambda: len(node.ok(ALICE, "logs", "own").split()) > 5, "5 files")
+            snapshot = node.ok(ALICE, "dump", "--stop", "own").split()[0]
+            assert "/tmp (the job's own)" in node.ok(ALICE, "show", snapshot)
+            planned = node.ok(ALICE, "restore", "-n", snapshot)
+            assert "the job gets its own /tmp" in planned and "segment" not in planned
+            node.ok(ALICE, "restore", "--name", "again", snapshot)
+            before = len(node.ok(ALICE, "logs", "again").split())
+            until(lambda: len(node.ok(ALICE, "logs", "again").split()) > before + 3, "it goes on")
+            job = node.client.get(at("jobs", "again"))
+            assert job["isolation"]["tmp"] and job["data"] == ["/tmp", "/var/tmp"]
+            assert os.stat(f"/proc/{job['pid']}/root/tmp").st_uid == ALICE
+        finally:
+            _end_jobs(Path(name) / "state")
+            if node.process is not None:
+                node.process.kill()
+                node.process.communicate()
 
 
 def test_errors_and_statuses_are_those_of_the_command_line(node: Node) -> None:
