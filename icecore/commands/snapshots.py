@@ -76,6 +76,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 units.moment(record.created_ns / 1e9),
                 units.size(record.logical),
                 units.size(record.device) if record.device else "–",
+                units.size(record.data) if record.data else "–",
                 units.size(record.changed),
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
@@ -95,13 +96,20 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
         "TAKEN",
         "LOGICAL",
         "ON GPUS",
+        "DATA",
         "CHANGED",
         "STORED",
         "WINDOW",
         "PARENT",
         "TAGS",
     ]
-    context.output.table(columns, rows, right=["LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW"])
+    right = ["LOGICAL", "ON GPUS", "DATA", "CHANGED", "STORED", "WINDOW"]
+    if not any(record.data for record in everything):
+        at = columns.index("DATA")
+        del columns[at]
+        right.remove("DATA")
+        rows = [[*row[:at], *row[at + 1 :]] for row in rows]
+    context.output.table(columns, rows, right=right)
     return 0
 
 
@@ -160,6 +168,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
                 else []
             ),
             *([("allocated", words)] if (words := left_words(left)) else []),
+            *([("data", f"{units.size(record.data)} in files")] if record.data else []),
             ("zeros", f"{units.size(sizes.zero)} in all memory, not stored"),
             (
                 "changed",

@@ -27,6 +27,7 @@ def snapshot_fields(record: SnapshotRecord) -> Fields:
         "changed": record.changed,
         "stored": record.stored,
         "device": record.device,
+        "data": record.data,
         "window_seconds": record.window_seconds,
         "tags": list(record.tags),
         "pinned": record.pinned,
@@ -47,6 +48,7 @@ def details(manifest: Manifest) -> Fields:
     from icecore.restorer.owner import snapshot_owner
     from icecore.store.format.archive import container_title
     from icecore.store.format.contract import left_to_driver
+    from icecore.store.format.data import data_bytes
 
     sizes = manifest.sizes
     resident, moved = device_bytes(manifest)
@@ -67,6 +69,7 @@ def details(manifest: Manifest) -> Fields:
         "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
         "resident_bytes": resident,
         "moved_bytes": moved,
+        "data_bytes": data_bytes(manifest),
         "left": dict(left_to_driver(manifest)),
         "user": owner,
         "user_name": user_name(owner),

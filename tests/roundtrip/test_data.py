@@ -4,6 +4,7 @@ job has long closed, replaced, removed or added, as it was in the window.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -402,6 +403,8 @@ def test_the_command_line(world: World, tmp_path: Path) -> None:
         assert eventually((world.one / "count").exists)
         snapshot = run("dump", "--stop", "cli").split()[0]
         assert str(world.one) in run("show", snapshot)
+        assert "DATA" in run("ls").splitlines()[0]
+        assert json.loads(run("--json", "ls"))["data"] > 8 << 20
         run("export", "--data", world.one, snapshot, tmp_path / "out")
         exported, mine = still(tmp_path / "out/deep"), still(world.one / "deep")
         assert [one[:5] for one in exported.values()] == [one[:5] for one in mine.values()]

@@ -160,6 +160,16 @@ def read_data(manifest: Manifest) -> list[DataDirectory]:
     return found
 
 
+def data_bytes(manifest: Manifest) -> int:
+    """Return the bytes of all files in a snapshot's data directories; 0: it has none, or its record
+    makes no sense, which a restore refuses.
+    """
+    try:
+        return sum(one.bytes for one in read_data(manifest))
+    except Damaged:
+        return 0
+
+
 def _faults(found: list[DataDirectory], manifest: Manifest) -> Iterator[str]:
     files = {space.key for space in manifest.spaces if space.kind == "file"}
     for number, one in enumerate(found):
