@@ -67,6 +67,8 @@ _INSTRUCTIONS = re.compile(
 )
 #: How long init may take to reap a process that has ended.
 _DEAD_SECONDS = 5.0
+#: Files that are named in a warning each.
+_SHOWN = 8
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
 _LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
 
@@ -226,6 +228,7 @@ def check_requirements(
         *_room(manifest, workdir, records),
         *_own_temporary(manifest, run, workdir, criu),
         *_data(directories, options, active=active, others=others),
+        *_left(data.left),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
         *(
             Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard)
@@ -249,6 +252,16 @@ def _tables(
         table, content = data_spaces(manifest, one.path)
         found[one.path] = decode_entries(read(table, MAX_TABLE), one.path, content.size)
     return found
+
+
+def _left(paths: Sequence[str]) -> Iterator[Requirement]:
+    """Say which files do not get attributes back that give rights to programs."""
+    for path in paths[:_SHOWN]:
+        message = f"{path} had capabilities, which a restore gives back to files of root alone"
+        yield Requirement("data", False, message, hard=False)
+    if len(paths) > _SHOWN:
+        message = f"{len(paths) - _SHOWN} more files had capabilities"
+        yield Requirement("data", False, message, hard=False)
 
 
 def _own_temporary(

@@ -68,6 +68,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
             "os.link",
             "os.unlink",
             "os.rmdir",
+            "os.removexattr",
             "os.setxattr",
             "os.symlink",
             "os.utime",

@@ -51,7 +51,8 @@ class DataDirectories:
         try:
             for path in paths:
                 top = self._open(pid, path)
-                self._captures.append(DataCapture(top, path, parent, context, budget))
+                capture = DataCapture(top, path, parent, context, budget, privileged=not user)
+                self._captures.append(capture)
         except BaseException:
             self.close()
             raise

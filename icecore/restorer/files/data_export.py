@@ -19,6 +19,7 @@ from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.images import read_spaces
 from icecore.restorer.files.jobfiles import JobFiles, MadeDirectory, Owner, inode_of
 from icecore.restorer.files.jobpaths import Place
+from icecore.restorer.owner import snapshot_owner
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.backend.base import Backend
 from icecore.store.format.data import (
@@ -147,7 +148,7 @@ def write_data(
         )
     with ExitStack() as stack:
         files = stack.enter_context(JobFiles(str(folder)))
-        _Writer(files, entries, folder).write(
+        _Writer(files, entries, folder, snapshot_owner(manifest)).write(
             lambda targets: write_files(
                 backend,
                 reader,
@@ -184,7 +185,8 @@ def _link_lost_names(files: JobFiles, manifest: Manifest, data: str) -> None:
 class _Writer:
     """Writes the entries of a table below a new directory."""
 
-    def __init__(self, files: JobFiles, entries: Sequence[Entry], folder: Path) -> None:
+    def __init__(self, files: JobFiles, entries: Sequence[Entry], folder: Path, owner: int) -> None:
+        self._snapshot_owner = owner
         self._files = files
         self._entries = entries
         self._folder = folder
@@ -230,8 +232,11 @@ class _Writer:
                 os.close(descriptor)
         for made, entry in reversed(self._made):
             self._files.hand_directory(
-                made, self._owner(entry), entry.mode_without_list(), entry.mtime_ns
+                made, self._owner(entry), entry.mode, entry.mtime_ns, self._attributes(entry)
             )
+
+    def _attributes(self, entry: Entry) -> dict[bytes, bytes]:
+        return entry.attributes_for(self._snapshot_owner or self._me.user)
 
     def _owner(self, entry: Entry) -> Owner:
         return Owner(entry.user, entry.group) if self._me.user == 0 else self._me
@@ -256,9 +261,8 @@ class _Writer:
                 targets.append(FileTarget(shown, entry.size, cells(entry), descriptor=descriptor))
             fill(targets)
             for entry, descriptor in opened:
-                if entry.attributes:
-                    self._files.set_attributes(descriptor, self._me, entry.attributes)
-                self._files.settle(descriptor, _as_file(entry, self._owner(entry)))
+                file = _as_file(entry, self._owner(entry))
+                self._files.settle(descriptor, file, self._attributes(entry))
 
 
 def _as_file(entry: Entry, owner: Owner) -> OpenFile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -86,7 +86,7 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
         elif change.kind == "remove":
             _remove(files, located)
         elif change.kind == "settle":
-            _settle(files, located, change.then, change.group)
+            _settle(files, located, change.then, change.group, change.gets, ())
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
@@ -126,11 +126,19 @@ def _remove(files: JobFiles, located: Located) -> None:
         )
 
 
-def _settle(files: JobFiles, located: Located, to: tuple[int, int], group: int) -> None:
-    """Give a directory that is there a group, a mode and a time."""
-    assert located.change.old is not None
-    made = MadeDirectory(located.place, located.change.old)
-    files.settle_directory(made, Owner(located.change.user, group), *to)
+def _settle(
+    files: JobFiles,
+    located: Located,
+    to: tuple[int, int],
+    group: int,
+    attributes: Mapping[bytes, bytes] | None,
+    before: Collection[bytes],
+) -> None:
+    """Give a directory that is there a group, a mode, a time and attributes."""
+    change = located.change
+    assert change.old is not None
+    made = MadeDirectory(located.place, change.old)
+    files.settle_directory(made, Owner(change.user, group), *to, attributes, before)
 
 
 def _put_in_steps(files: JobFiles, located: Located) -> None:
@@ -223,7 +231,9 @@ def undo(
         with _told(left, located.path):
             if located.change.kind == "settle":
                 if has(located.place) == located.change.old:
-                    _settle(files, located, located.change.was, located.change.was_group)
+                    was, group = located.change.was, located.change.was_group
+                    had, got = located.change.had, located.change.gets or ()
+                    _settle(files, located, was, group, had, got)
             elif located.change.kind == "remove":
                 _bring_back(files, located, left)
             elif located.change.kind == "put":

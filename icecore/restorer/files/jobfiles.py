@@ -38,9 +38,9 @@ import errno
 import os
 import pwd
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -52,6 +52,7 @@ from icecore.host.kernel.filesystem import (
     acting_as,
     rename,
 )
+from icecore.host.kernel.listing import attributes_of
 from icecore.host.kernel.removal import remove_tree
 from icecore.restorer.files.jobpaths import Directory, JobPaths, PathRefused, Place
 from icecore.store.format.manifest import OpenFile
@@ -59,6 +60,8 @@ from icecore.store.format.manifest import OpenFile
 Result = TypeVar("Result")
 #: Set-ID bits are never put back: the owner could write to the file before it got them.
 _MODES = 0o1777
+#: Beginnings of names of extended attributes that the owner of a file can set.
+_OF_USERS = (b"user.", b"system.posix_acl_")
 #: Errors of file systems without an operation.
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -176,22 +179,35 @@ class JobFiles:
         return [*made, MadeDirectory(place, inode_of(about))]
 
     def settle_directory(
-        self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None
+        self,
+        made: MadeDirectory,
+        owner: Owner,
+        mode: int,
+        mtime_ns: int | None,
+        attributes: Mapping[bytes, bytes] | None = None,
+        before: Collection[bytes] = (),
     ) -> None:
         """Give a directory that was made its group, its mode and its time, as its owner.
 
         Args:
             mtime_ns: ns since the epoch; None: it keeps its time.
+            attributes: Its extended attributes; None: it keeps those that it has.
+            before: Names of attributes that it had, and loses if they are not among these.
 
         Raises:
             PathRefused: It was replaced.
             OSError: As fchmod(2).
         """
-        self._do(lambda: self._settle_directory(made, owner, mode, mtime_ns))
+        self._do(lambda: self._settle_directory(made, owner, mode, mtime_ns, attributes, before))
 
     @staticmethod
     def _settle_directory(
-        made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None
+        made: MadeDirectory,
+        owner: Owner,
+        mode: int,
+        mtime_ns: int | None,
+        attributes: Mapping[bytes, bytes] | None,
+        before: Collection[bytes],
     ) -> None:
         # The owner need not have access to the directory above. Nothing else is opened than a
         # directory, and it is not read.
@@ -207,15 +223,44 @@ class JobFiles:
                 )
             _give(descriptor, owner)
             with acting_as(*owner, [owner.group]):
+                if attributes is not None:
+                    os.fchmod(descriptor, mode | 0o700)  # without it, nobody may set attributes
+                    _replace_attributes(descriptor, attributes, before)
                 os.fchmod(descriptor, mode)
                 if mtime_ns is not None:
                     os.utime(descriptor, ns=(mtime_ns, mtime_ns))
         finally:
             os.close(descriptor)
 
-    def hand_directory(self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int) -> None:
+    def attributes(self, place: Place, known: Inode) -> dict[bytes, bytes]:
+        """Return all extended attributes of a directory that a restore may change.
+
+        Raises:
+            PathRefused: It is another one.
+        """
+
+        def work() -> dict[bytes, bytes]:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(place.name, flags, dir_fd=place.directory.descriptor)
+            try:
+                if inode_of(os.fstat(descriptor)) != known:
+                    raise PathRefused(f"{place.name} was replaced", cure="restore again")
+                return attributes_of(descriptor, privileged=True)
+            finally:
+                os.close(descriptor)
+
+        return self._do(work)
+
+    def hand_directory(
+        self,
+        made: MadeDirectory,
+        owner: Owner,
+        mode: int,
+        mtime_ns: int,
+        attributes: Mapping[bytes, bytes],
+    ) -> None:
         """Give a directory that this process made for itself to ``owner``, in a directory that only
-        root can change; mode and time as in `settle_directory`.
+        root can change; mode, time and attributes as in `settle_directory`.
         """
 
         def work() -> None:
@@ -225,6 +270,7 @@ class JobFiles:
                 if inode_of(os.fstat(descriptor)) != made.inode:
                     raise PathRefused(f"{made.place.name} was replaced during the export")
                 _give(descriptor, owner)
+                _replace_attributes(descriptor, attributes)
                 os.fchmod(descriptor, mode)
                 os.utime(descriptor, ns=(mtime_ns, mtime_ns))
             finally:
@@ -288,6 +334,8 @@ class JobFiles:
         if (about.st_uid, about.st_gid) != owner:
             os.chown(name, *owner)
         with acting_as(*owner, [owner.group]):
+            with suppress(OSError):  # it inherited no access control list, or there are none
+                os.removexattr(name, b"system.posix_acl_access")
             os.chmod(name, mode)
             if mtime_ns is not None:
                 os.utime(name, ns=(mtime_ns, mtime_ns))
@@ -324,22 +372,6 @@ class JobFiles:
             return found
 
         return self._do(work)
-
-    def set_attributes(
-        self, descriptor: int, owner: Owner, attributes: Mapping[bytes, bytes]
-    ) -> None:
-        """Give a file that was created extended attributes, as its owner.
-
-        Raises:
-            OSError: The file system has none, or as setxattr(2).
-        """
-
-        def work() -> None:
-            with acting_as(*owner, [owner.group]):
-                for name, value in attributes.items():
-                    os.setxattr(descriptor, name, value)
-
-        self._do(work)
 
     def create(self, place: Place, owner: Owner) -> int:
         """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for
@@ -387,18 +419,32 @@ class JobFiles:
         """
         return self._do(lambda: _open_path(place, known))
 
-    def settle(self, descriptor: int, file: OpenFile) -> bool:
+    def settle(
+        self,
+        descriptor: int,
+        file: OpenFile,
+        attributes: Mapping[bytes, bytes] | None = None,
+    ) -> bool:
         """Give a file that was created its recorded owner, mode and times; returns whether set-ID
         bits were left out.
+
+        Args:
+            attributes: Its extended attributes; None: it keeps those that it got when it was
+                created.
+
+        Raises:
+            OSError: The file system has none, or as setxattr(2).
         """
-        return self._do(lambda: self._settle(descriptor, file))
+        return self._do(lambda: self._settle(descriptor, file, attributes))
 
     @staticmethod
-    def _settle(descriptor: int, file: OpenFile) -> bool:
+    def _settle(descriptor: int, file: OpenFile, attributes: Mapping[bytes, bytes] | None) -> bool:
         owner = Owner(file.user, file.group)
-        _give(descriptor, owner)
+        _give(descriptor, owner)  # which would remove capabilities
 
         def rest() -> None:
+            if attributes is not None:
+                _replace_attributes(descriptor, attributes)
             os.fchmod(descriptor, file.mode & _MODES)
             os.utime(descriptor, ns=(file.mtime_ns, file.mtime_ns))
 
@@ -536,9 +582,10 @@ class JobFiles:
         """Give a directory the time again that it had when the block began. A change that another
         process makes meanwhile keeps its time only if it comes afterwards.
         """
-        link = f"/proc/self/fd/{directory.descriptor}"  # names this directory and no other
-        before = os.stat(link)
+        # The descriptor's own link names this directory and no other.
+        before = os.stat(f"/proc/self/fd/{directory.descriptor}")
         yield
+        link = f"/proc/self/fd/{directory.descriptor}"
         os.utime(link, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     # -- rights
@@ -564,6 +611,25 @@ class JobFiles:
                     f"user {owner.user}, who owns the file, may not change {directory.path}",
                     directory.path,
                 ) from error
+
+
+def _replace_attributes(
+    descriptor: int, wanted: Mapping[bytes, bytes], before: Collection[bytes] = ()
+) -> None:
+    """Give a file or directory extended attributes, and take away others that owners can set: a
+    directory hands its access control list on to what is made in it.
+    """
+    try:
+        there = [os.fsencode(name) for name in os.listxattr(descriptor)]
+    except OSError as error:
+        if wanted or error.errno not in UNSUPPORTED:
+            raise
+        return
+    for name in there:
+        if name not in wanted and (name.startswith(_OF_USERS) or name in before):
+            os.removexattr(descriptor, name)
+    for name, value in wanted.items():
+        os.setxattr(descriptor, name, value)
 
 
 def _groups(owner: Owner) -> list[int]:

@@ -122,6 +122,7 @@ def prepare_files(
             plan.requirements.files.folders,
             plan.requirements.files.sockets,
             plan.requirements.files.settled,
+            plan.requirements.files.attributes,
         )
         put_back.prepare()
         logs = _logs(restoring, spaces)
