@@ -649,3 +649,75 @@ def test_a_directory_of_too_many_entries(world: World, monkeypatch: pytest.Monke
         assert len(walk(top, {}, 400).found) > 300
     finally:
         os.close(top)
+
+
+#: Rewrites large files all the time, in place, and compares them with its memory.
+REWRITER = """
+import sys
+top, number, size = sys.argv[1], 0, 2 << 20
+names = [f"{top}/big-{each}" for each in range(3)]
+for name in names:
+    open(name, "wb").write(bytes(size))
+while True:
+    for name in names:
+        with open(name, "rb") as file:
+            head = file.read(8)
+            file.seek(size - 8)
+            if {head, file.read(8)} != {number.to_bytes(8, "little")}:
+                sys.exit(f"{name} does not hold {number}")
+    number += 1
+    for name in names:
+        with open(name, "r+b") as file:
+            file.write(number.to_bytes(8, "little"))
+            file.seek(size - 8)
+            file.write(number.to_bytes(8, "little"))
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def reflinks(tmp_path: Path) -> Iterator[Path]:
+    """A file system that can copy files without copying their blocks."""
+    program = shutil.which("mkfs.xfs", path="/usr/sbin:/sbin")
+    if program is None:
+        pytest.skip("needs mkfs.xfs (apt-get install xfsprogs)")
+    image, top = tmp_path / "image", tmp_path / "mounted"
+    top.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(400 << 20)
+    subprocess.run([program, "-q", "-m", "reflink=1", image], timeout=60, check=True)
+    done = subprocess.run(
+        ["mount", "-o", "loop", image, top], timeout=60, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"this machine cannot mount an image of XFS: {done.stderr.strip()}")
+    try:
+        yield top
+    finally:
+        subprocess.run(["umount", top], timeout=60, check=True)
+
+
+def test_files_are_cloned_in_the_window(world: World, reflinks: Path) -> None:
+    """Files that always change cost the window nothing where the file system has reflinks, and are
+    read after it as they were in it.
+    """
+    for top, cloned in ((reflinks, True), (world.one, False)):
+        job = world.registry.start(
+            [sys.executable, "-c", REWRITER, str(top)], name="clones", cwd="/", data=[top]
+        )
+        assert eventually(lambda: world.number(job) > 3), job.log_path("stderr").read_text()  # noqa: B023
+        if not cloned:
+            with pytest.raises(DumpFailed, match="more than the 0 MiB"):
+                world.dump(job, data_budget=1)
+            world.end(job)
+            break
+        snapshots = [world.dump(job, data_budget=1).snapshot for _ in range(2)]
+        world.end(job)
+        for snapshot in snapshots:
+            (top / "big-0").write_bytes(b"changed")
+            restored = world.restore(snapshot)
+            before = world.number(restored)
+            assert eventually(lambda: world.number(restored) > before + 3), (  # noqa: B023
+                restored.log_path("stderr").read_text()
+            )
+            world.end(restored)
