@@ -23,7 +23,7 @@ import msgspec
 from icecore.cli import main as run_command
 from icecore.commands.context import Origin
 from icecore.commands.output import Output
-from icecore.config import load
+from icecore.config.loading import load
 from icecore.errors import IcecoreError, NotFound, PreflightRefused
 from icecore.events import Event, Value
 from icecore.host.jobs.identity import Identity

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from icecore.access import passphrase
 from icecore.commands.context import Commands, Context
-from icecore.config import Kind
+from icecore.config.kinds import Kind
 from icecore.errors import IcecoreError
 
 _SHELLS = ("bash", "zsh", "fish")

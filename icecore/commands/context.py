@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from icecore import units
 from icecore.access import passphrase
 from icecore.commands.output import Output
-from icecore.config import SECONDS, SIZE, SWITCH, THREADS, Config, Kind
+from icecore.config import Config
+from icecore.config.kinds import SECONDS, SIZE, SWITCH, THREADS, Kind
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import READ_ONLY_ALL, SNAPSHOT, TAG, Commands, Context
-from icecore.config import LABEL, SIZE, THREADS
+from icecore.config.kinds import LABEL, SIZE, THREADS
 from icecore.errors import Damaged
 from icecore.events import Value
 

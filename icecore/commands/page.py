@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import COUNT, ServiceSettings
+from icecore.config import ServiceSettings
+from icecore.config.kinds import COUNT
 from icecore.errors import NotFound, UsageError
 
 

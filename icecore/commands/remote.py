@@ -14,7 +14,8 @@ from typing import Any
 
 from icecore.commands.context import Context, gpu_map, overridden
 from icecore.commands.replay import Record, cancel, follow
-from icecore.config import DumpSettings, ForgetSettings, RestoreSettings, job_environment
+from icecore.config import DumpSettings, ForgetSettings, RestoreSettings
+from icecore.environment import job_environment
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
 from icecore.host.jobs.job import Job, LogPiece, Stream

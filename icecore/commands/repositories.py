@@ -12,7 +12,7 @@ from icecore import units
 from icecore.access import passphrase
 from icecore.commands import integrity, retention
 from icecore.commands.context import PLACE, READ_ONLY, Commands, Context
-from icecore.config import SIZE
+from icecore.config.kinds import SIZE
 from icecore.errors import UsageError
 from icecore.events import Value
 

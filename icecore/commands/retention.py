@@ -16,7 +16,8 @@ from icecore.commands.context import (
     add_setting,
     overridden,
 )
-from icecore.config import LABEL, TEXT, ForgetSettings, GcSettings
+from icecore.config import ForgetSettings, GcSettings
+from icecore.config.kinds import LABEL, TEXT
 from icecore.errors import UsageError
 from icecore.events import Value
 

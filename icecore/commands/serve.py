@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import SECONDS, ServiceSettings
+from icecore.config import ServiceSettings
+from icecore.config.kinds import SECONDS
 from icecore.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from icecore import units
 from icecore.commands import diff, dump, restore
 from icecore.commands.context import ROWS, SNAPSHOT, Commands, Context
-from icecore.config import LABEL
+from icecore.config.kinds import LABEL
 from icecore.events import Value
 from icecore.text import printable, printable_command
 

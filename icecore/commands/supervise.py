@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from icecore import units
 from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import COUNT, SECONDS, ForgetSettings, ScheduleSettings
+from icecore.config import ForgetSettings, ScheduleSettings
+from icecore.config.kinds import COUNT, SECONDS
 from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Value
 
