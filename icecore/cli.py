@@ -17,17 +17,10 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from icecore.commands.context import (
-    CommandParser,
-    Commands,
-    Context,
-    Interrupted,
-    Origin,
-    TopParser,
-    load_numpy,
-)
+from icecore.commands.context import Context, Interrupted, Origin, load_numpy
 from icecore.commands.demand import OnDemand, OneCommand, TopOnDemand
 from icecore.commands.output import Output
+from icecore.commands.parsing import CommandParser, Commands, TopParser
 from icecore.config.loading import load
 from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep

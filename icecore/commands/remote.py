@@ -12,7 +12,8 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from icecore.commands.context import Context, gpu_map, overridden
+from icecore.commands.context import Context
+from icecore.commands.parsing import gpu_map, overridden
 from icecore.commands.replay import Record, cancel, follow
 from icecore.config import DumpSettings, ForgetSettings, RestoreSettings
 from icecore.environment import job_environment

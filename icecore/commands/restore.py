@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import (
+from icecore.commands.context import Context
+from icecore.commands.parsing import (
     READ_ONLY_ALL,
     SNAPSHOT,
     Commands,
-    Context,
     add_setting,
     gpu_map,
     overridden,
