@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from icecore.errors import Damaged, RestoreFailed
-from icecore.host.jobs.job import boot_id
+from icecore.host.jobs.description import boot_id
 from icecore.restorer.files.jobfiles import Inode
 
 FOLDER = "restores"

@@ -17,7 +17,7 @@ import msgspec
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.events import Event, Sink, Value, discard
-from icecore.host.jobs.job import boot_id
+from icecore.host.jobs.description import boot_id
 from icecore.restorer.files.file_changes import Located, finish, leave_originals, undo
 from icecore.restorer.files.file_journal import Change, FileJournal, Made, Record, abandoned
 from icecore.restorer.files.jobfiles import Inode, JobFiles

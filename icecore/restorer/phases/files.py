@@ -20,7 +20,7 @@ from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
-from icecore.host.jobs.registry import Restoring
+from icecore.host.jobs.restoring import Restoring
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files

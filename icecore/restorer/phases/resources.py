@@ -11,7 +11,7 @@ from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT, RunRecord
-from icecore.host.jobs.registry import Restoring
+from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel.limits import memory_available
 from icecore.private import make_parents
 from icecore.restorer.files.copies import make_directory, remove_empty
