@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
-    from icecore.restorer.requirements import Requirements
+    from icecore.restorer.requirements.outcome import Requirements
     from icecore.restorer.restored import Restored
     from icecore.store.format.state import SnapshotRecord
 

@@ -22,7 +22,7 @@ from icecore.events import Value
 
 if TYPE_CHECKING:
     from icecore.restorer.files.plan import FilePlan
-    from icecore.restorer.requirements import Requirements
+    from icecore.restorer.requirements.outcome import Requirements
 
 
 def add(commands: Commands) -> None:

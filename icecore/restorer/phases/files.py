@@ -33,9 +33,9 @@ from icecore.restorer.files.images import (
     read_spaces,
     spaces_of,
 )
-from icecore.restorer.files.jobfiles import Inode
 from icecore.restorer.files.peers import can_connect
 from icecore.restorer.files.put_back import PutBack
+from icecore.restorer.files.rights import Inode
 from icecore.restorer.fill.device_file import DeviceFile
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.attempt import Attempt
