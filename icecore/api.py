@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore.access import passphrase
 from icecore.access.places import state_directory
-from icecore.config import Config, job_environment, load
+from icecore.config import Config
+from icecore.config.loading import load
+from icecore.environment import job_environment
 from icecore.errors import HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host.jobs.job import Job
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
-    from icecore.restorer.requirements import Requirements
+    from icecore.restorer.requirements.outcome import Requirements
     from icecore.restorer.restored import Restored
     from icecore.store.format.state import SnapshotRecord
 
@@ -107,7 +109,7 @@ def run(
         isolation: The job's namespaces. Default: the configured ones.
         cwd: The working directory. Empty: this process's.
         environment: The environment. Default: this process's, without credentials
-            (`icecore.config.CREDENTIALS`).
+            (`icecore.environment.CREDENTIALS`).
         gpu: The job uses NVIDIA GPUs. It gets what CUDA requires in a private pid namespace (unless
             ``isolation`` differs), and variables that make NCCL jobs snapshotable.
         resident: With ``gpu``: keep device memory in place in windows. Default: configured.
@@ -118,7 +120,7 @@ def run(
             start jobs of others. ``environment`` is taken as it is: see `Identity.environment`.
             Default: this process's.
         data: Directories whose content is part of each snapshot, and comes back with a restore.
-        config: Default: `icecore.config.load`.
+        config: Default: `icecore.config.loading.load`.
         emit: Gets the events.
 
     Raises:
@@ -283,7 +285,7 @@ def dump(
             processes means the whole job.
         repository: The repository, open or as a location. Empty: the configured one.
         options: Default: the configured options.
-        config: Default: `icecore.config.load`.
+        config: Default: `icecore.config.loading.load`.
         emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:
@@ -352,7 +354,7 @@ def restore(
             must stay open until `Restored.wait_resident` returns.
         options: Default: the configured options. With ``mode`` lazy, the tree dies with this
             process until all its memory is loaded.
-        config: Default: `icecore.config.load`.
+        config: Default: `icecore.config.loading.load`.
         emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:

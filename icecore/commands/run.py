@@ -9,9 +9,11 @@ import stat
 from typing import TYPE_CHECKING
 
 from icecore.commands import supervise
-from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.commands.context import Context
 from icecore.commands.job_output import OutputWriter, follow
-from icecore.config import RunSettings, job_environment
+from icecore.commands.parsing import Commands, add_setting, overridden
+from icecore.config import RunSettings
+from icecore.environment import job_environment
 from icecore.errors import UsageError
 from icecore.events import Event
 

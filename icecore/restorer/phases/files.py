@@ -20,7 +20,7 @@ from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
-from icecore.host.jobs.registry import Restoring
+from icecore.host.jobs.restoring import Restoring
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
@@ -33,9 +33,9 @@ from icecore.restorer.files.images import (
     read_spaces,
     spaces_of,
 )
-from icecore.restorer.files.jobfiles import Inode
 from icecore.restorer.files.peers import can_connect
 from icecore.restorer.files.put_back import PutBack
+from icecore.restorer.files.rights import Inode
 from icecore.restorer.fill.device_file import DeviceFile
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.attempt import Attempt
