@@ -55,7 +55,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             r"io_uring",
             "io-uring",
             "a process uses io_uring, which CRIU cannot dump",
-            "run 'sysctl -w kernel.io_uring_disabled=2' and start the job again (PyTorch: USE_LIBUV=0)",
+            "start the job with 'icecore run' without --io-uring, or after 'sysctl -w kernel.io_uring_disabled=2'",
         ),
         (
             r"Can't get rlimit",
