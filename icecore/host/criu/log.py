@@ -163,6 +163,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "wait until the old processes are gone; jobs of 'icecore run --pid private' have process ids of their own",
         ),
         (
+            r"Can't chose service_fd_base",
+            "descriptors",
+            "a process of the job has a descriptor so close to the limit that CRIU has no numbers for its own",
+            "raise the hard limit of descriptors (ulimit -Hn, LimitNOFILE=) to 1,024 above the job's highest one, or give icecore CAP_SYS_RESOURCE",
+        ),
+        (
             r"Can't bind inet socket|Address already in use",
             "port-taken",
             "a port that the job listens on is in use",
