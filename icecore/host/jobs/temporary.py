@@ -137,6 +137,14 @@ def require_here(points: Sequence[str], state: Path) -> None:
         )
 
 
+def refusal(points: Sequence[str], error: OSError) -> RestoreRefused:
+    """Return what a restore raises where the directories of an instance cannot be made or bound."""
+    return RestoreRefused(
+        f"cannot give the job its own {points[0]}: {error.strerror}",
+        cure=NO_MOUNTS.partition(", or ")[2],
+    )
+
+
 def hidden_from_criu(points: Sequence[str], workdir: str, criu: Path) -> tuple[str, str] | None:
     """Return what CRIU does not find in the mount namespace of a job with private points, and the
     cure; None: nothing.
