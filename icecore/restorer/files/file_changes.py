@@ -18,8 +18,8 @@ from icecore.errors import IcecoreError, RestoreFailed
 from icecore.restorer.files.file_journal import Change, FileJournal, Made
 from icecore.restorer.files.job_directories import MadeDirectory
 from icecore.restorer.files.jobfiles import JobFiles
-from icecore.restorer.files.jobpaths import Place
-from icecore.restorer.files.rights import UNSUPPORTED, Inode, Owner, inode_of
+from icecore.restorer.files.jobpaths import UNSUPPORTED, Place
+from icecore.restorer.files.rights import Inode, Owner, inode_of
 
 _COPY_BYTES = 1 << 20
 #: Added to the temporary name, where two names cannot be exchanged in one step.

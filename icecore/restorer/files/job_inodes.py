@@ -10,9 +10,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from icecore.host.kernel.filesystem import acting_as
-from icecore.restorer.files.jobpaths import PathRefused, Place
+from icecore.restorer.files.jobpaths import UNSUPPORTED, PathRefused, Place
 from icecore.restorer.files.rights import (
-    UNSUPPORTED,
     Inode,
     Owner,
     as_allowed,

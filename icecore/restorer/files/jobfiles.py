@@ -19,8 +19,8 @@ from typing import TypeVar
 from icecore.host.kernel.filesystem import RENAME_EXCHANGE, RENAME_NOREPLACE, rename
 from icecore.restorer.files import job_directories, job_inodes
 from icecore.restorer.files.job_directories import MadeDirectory
-from icecore.restorer.files.jobpaths import Directory, JobPaths, Place
-from icecore.restorer.files.rights import UNSUPPORTED, Inode, Owner, as_allowed
+from icecore.restorer.files.jobpaths import UNSUPPORTED, Directory, JobPaths, Place
+from icecore.restorer.files.rights import Inode, Owner, as_allowed
 from icecore.store.format.manifest import OpenFile
 
 Result = TypeVar("Result")

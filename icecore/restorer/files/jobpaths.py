@@ -22,6 +22,8 @@ from typing import Self
 from icecore.errors import Damaged, RestoreFailed
 from icecore.host.kernel.filesystem import open_confined
 
+#: Errors of file systems without an operation.
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_LINKS = 40
 #: Directories of one job that are open together. A restore may change files in many more.
 _MOST_OPEN = 128

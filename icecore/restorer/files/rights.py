@@ -4,7 +4,6 @@ directory.
 
 from __future__ import annotations
 
-import errno
 import os
 import pwd
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from icecore.host.kernel.filesystem import acting_as
 from icecore.restorer.files.jobpaths import Directory
 
 Result = TypeVar("Result")
-#: Errors of file systems without an operation.
-UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Owner(NamedTuple):

@@ -143,6 +143,7 @@ class RunRequest(Request, frozen=True, kw_only=True):
     tmp: Host | None = None
     resident: bool | None = None
     keep_resident: bool | None = None
+    io_uring: bool | None = None
     data: Annotated[list[Folder], msgspec.Meta(max_length=64)] = []
     supervise: Supervise | None = None
 
