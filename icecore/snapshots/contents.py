@@ -148,7 +148,7 @@ def data(manifest: Manifest) -> Iterator[Fields]:
     from icecore.store.format.data import read_data
 
     run = read_run(manifest)
-    own = private_points(run.data) if run is not None and run.isolation.tmp else []
+    own = private_points(run.data) if run is not None and run.isolation.tmp is True else []
     for one in read_data(manifest):
         yield {
             "path": one.path,

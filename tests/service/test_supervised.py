@@ -521,8 +521,11 @@ def test_data_comes_back_with_a_job_that_is_resumed(cli: Cli) -> None:
     job.wait(SECONDS)
     (top / "segment-0").write_text("overwritten")
     (top / "segment-of-another").write_text("added")
+    words[words.index("--")] = "--data=/srv"
+    words.insert(words.index("--data=/srv") + 1, "--")
     status, after, said = ended(cli.start(*words))
     assert status == 0 and "was restored from" in said, said
+    assert "not among them: /srv" in said and str(top) not in said.partition("not among")[2]
     assert after[-1] == "line 59" and after[0] != "line 0"
     assert {path.name: path.read_text() for path in top.iterdir()} == {
         "count": "60",

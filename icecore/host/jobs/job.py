@@ -24,7 +24,6 @@ from typing import Literal
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
-from icecore.host.jobs import temporary
 from icecore.host.jobs.description import Description, boot_id
 from icecore.host.jobs.namespaces import RunRecord, own_paths
 from icecore.host.kernel import freezer, procfs
@@ -332,17 +331,22 @@ class Job:
             return
         if known.group:
             freezer.remove_group(Path(known.group), seconds)
-        if known.isolation.tmp:
-            with suppress(OSError):
-                temporary.remove(self.directory)
+        self._remove_temporary()
 
     def discard(self) -> None:
         """Remove the directory and the cgroup of an instance that does not run."""
         if self.group is not None:
             freezer.remove_group(self.group)
-        with suppress(OSError):
-            temporary.remove(self.directory)
+        self._remove_temporary()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _remove_temporary(self) -> None:
+        """Remove the job's own temporary directories, if it has any."""
+        if self.description.isolation.tmp:
+            from icecore.host.jobs import temporary  # few jobs have them
+
+            with suppress(OSError):
+                temporary.remove(self.directory)
 
     @property
     def group(self) -> Path | None:

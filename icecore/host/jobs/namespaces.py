@@ -36,7 +36,6 @@ from types import TracebackType
 from typing import Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
-from icecore.host.jobs import temporary
 from icecore.host.kernel import procfs
 from icecore.private import make_parents, require_own
 
@@ -53,6 +52,7 @@ OWN_FILES = {
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
 _COPY_NAME = "icecore-copy-{}"
+_TMP_NAME = "icecore{}"
 #: What CRIU's option syntax cannot say of a mount point.
 _UNSPEAKABLE = re.compile(r"[\]:\s]")
 # File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen
@@ -153,7 +153,21 @@ class RunRecord:
     @property
     def tmp(self) -> list[str]:
         """Return the directories among ``data`` that the job has for itself."""
-        return temporary.private_points(self.data) if self.isolation.tmp else []
+        if not self.isolation.tmp:
+            return []
+        from icecore.host.jobs import temporary  # few jobs have them
+
+        return temporary.private_points(self.data)
+
+    def covers(self, directory: Path) -> list[tuple[str, str]]:
+        """Return ``(source, mount point)`` of what is bound over ``tmp`` for an instance.
+
+        Args:
+            directory: The instance's.
+        """
+        from icecore.host.jobs import temporary
+
+        return temporary.covers(directory, self.tmp)
 
     @property
     def own_view(self) -> bool:
@@ -269,7 +283,7 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
             options += ["--external", f"mnt[{point}]:{point}"]
         options += ["--external", f"mnt[{INSTANCE_MOUNT}]:{_INSTANCE_NAME}"]
         for point in record.tmp:
-            options += ["--external", f"mnt[{point}]:{temporary.mount_name(point)}"]
+            options += ["--external", f"mnt[{point}]:{_TMP_NAME.format(point.replace('/', '-'))}"]
         for number, path in enumerate(record.copies):
             options += ["--external", f"mnt[{path}]:{_COPY_NAME.format(number)}"]
     return options
@@ -357,7 +371,7 @@ class RestoreNamespaces:
         from icecore.host.jobs.mounts import new_view
 
         nsenter = _nsenter()
-        self._view = self._keep(new_view(temporary.covers(directory, self._record.tmp)))
+        self._view = self._keep(new_view(self._record.covers(directory)))
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
         return _open_own(directory)
 
@@ -401,8 +415,9 @@ class RestoreNamespaces:
         self.options += ["--root", str(root), "--external", f"mnt[{_INSTANCE_NAME}]:{directory}"]
         for point in record.binds:
             self.options += ["--external", f"mnt[{point}]:{point}"]
-        for source, point in temporary.covers(directory, record.tmp):
-            self.options += ["--external", f"mnt[{temporary.mount_name(point)}]:{source}"]
+        for source, point in record.covers(directory):
+            name = _TMP_NAME.format(point.replace("/", "-"))
+            self.options += ["--external", f"mnt[{name}]:{source}"]
         added = [path for path in record.copies if path not in dumped]
         for number, path in enumerate([*dumped, *added]):
             name = _COPY_NAME.format(number)

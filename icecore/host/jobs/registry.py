@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.host.jobs import keepers, temporary
+from icecore.host.jobs import keepers
 from icecore.host.jobs.description import Description, describe
 from icecore.host.jobs.job import Job, init_of
 from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, init_program
@@ -234,6 +234,7 @@ class Registry:
             user_name=record.user_name,
             data=record.data,
         )
+        from icecore.host.jobs import temporary
         from icecore.host.jobs.restoring import Restoring  # most commands restore nothing
 
         if record.tmp:
@@ -324,6 +325,8 @@ class Registry:
             for place in keepers.places_of_unknown(directory):
                 if place.exists():
                     keepers.let_go_unless_claimed(place, f"job {instance}")
+            from icecore.host.jobs import temporary  # few commands need it
+
             temporary.remove(directory)
             shutil.rmtree(directory)
 

@@ -38,11 +38,6 @@ def private_points(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if path in POINTS]
 
 
-def mount_name(point: str) -> str:
-    """Return the name by which CRIU knows what is bound over a point."""
-    return f"icecore{point.replace('/', '-')}"
-
-
 def place(directory: Path, point: str) -> Path:
     """Return what is bound over a point for the instance in ``directory``."""
     return directory / _FOLDER / point.strip("/").replace("/", "-")

@@ -161,7 +161,7 @@ def run_record(manifest: Manifest) -> RunRecord | None:
             ipc=isolation.ipc,
             network=isolation.network,
             root=isolation.root,
-            tmp=isolation.tmp,
+            tmp=isolation.tmp is True,
         ),
         files={
             "stdout.log": files.stdout,
