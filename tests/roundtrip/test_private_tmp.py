@@ -167,6 +167,9 @@ def test_a_private_tmp_travels_with_its_job(world: World, root: bool) -> None:
         top = inside(restored)
         assert (top.stat().st_mode & 0o7777, (top / "fifo").is_fifo()) == (0o1777, True)
         assert os.readlink(top / "link") == "deep"
+        mounts = Path(f"/proc/{restored.pid}/mountinfo").read_text().splitlines()
+        options = [line.split()[5] for line in mounts if line.split()[4] in temporary.POINTS]
+        assert len(options) == 2 and all("nosuid,nodev" in one for one in options)
         with socket.socket(socket.AF_UNIX) as own:
             own.connect(str(top / "socket"))
             assert int(own.recv(100)) > 0
@@ -180,6 +183,9 @@ def test_the_tmp_of_a_users_job(world: World) -> None:
     job = world.start(identity=nobody)
     assert inside(job).stat().st_uid == nobody.user
     snapshot = world.dump(job, stop=True)
+    # Another machine has another state directory, and none of the instances.
+    shutil.rmtree(world.registry.state)
+    world.registry = Registry(world.registry.state.with_name("other"))
     restored = world.restore(snapshot)
     world.goes_on(restored)
     for path in (inside(restored), inside(restored) / "deep", inside(restored) / "link"):
