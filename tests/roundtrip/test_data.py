@@ -553,7 +553,12 @@ def test_attributes_of_directories_and_programs(world: World) -> None:
     (deep / "empty").chmod(0o550)
     before = still(deep)
     job = world.start()
+    log = world.one / "log"  # the job has it open
+    os.setxattr(log, "user.kind", b"open")
+    os.setxattr(log, "system.posix_acl_access", acl(11))
+    listed = {name: os.getxattr(log, name) for name in os.listxattr(log)}
     snapshot = world.dump(job, stop=True).snapshot
+    log.unlink()
     for name in ("closed", "nothing", "fifo"):
         (deep / name).unlink()
     os.setxattr(deep / "empty", "system.posix_acl_access", acl(9))
@@ -571,6 +576,7 @@ def test_attributes_of_directories_and_programs(world: World) -> None:
     world.trip.criu = whole
     world.end(world.restore(snapshot))
     assert still(deep) == before
+    assert {name: os.getxattr(log, name) for name in os.listxattr(log)} == listed
     shutil.rmtree(world.one)
     trip = world.trip
     found = check(trip.repository, trip.loop, snapshot, criu=trip.criu, registry=world.registry)

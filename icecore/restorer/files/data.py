@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -127,6 +127,28 @@ def handled_files(manifest: Manifest, tables: Mapping[str, list[Entry]]) -> froz
             and file.path[len(top) + 1 :] in own
         }
     return frozenset(found)
+
+
+def with_attributes(
+    actions: Sequence[Action], tables: Mapping[str, list[Entry]], owner: int
+) -> list[Action]:
+    """Return what is done to open files, with the attributes of those that are data.
+
+    Args:
+        owner: The snapshot's.
+    """
+    known = {
+        f"{top}/{os.fsdecode(entry.path)}": entry
+        for top, entries in tables.items()
+        for entry in entries
+        if entry.kind == "file" and entry.location == OPEN
+    }
+    return [
+        replace(action, attributes=known[action.file.path].attributes_for(owner))
+        if action.file.path in known
+        else action
+        for action in actions
+    ]
 
 
 def plan_data(
@@ -335,6 +357,7 @@ def _plan_entry(planning: _Planning, name: str, entry: Entry, now: os.stat_resul
         planning.problem(name, "it is a socket, a device or a mount now", "move it away")
         return
     kinds = {"symlink": "symlink", "fifo": "fifo"}
+    attributes = entry.attributes_for(planning.owner)
     action = Action(
         kinds.get(entry.kind, "create" if now is None else "replace"),  # type: ignore[arg-type]
         _as_file(planning, name, entry),
@@ -342,11 +365,11 @@ def _plan_entry(planning: _Planning, name: str, entry: Entry, now: os.stat_resul
         None if now is None else now.st_mtime_ns,
         data=True,
         target=entry.target,
-        attributes=entry.attributes_for(planning.owner),
+        attributes=attributes,
         cleared=name in planning.cleared,
     )
     planning.actions.append(action)
-    if len(action.attributes) < len(entry.attributes):
+    if len(attributes) < len(entry.attributes):
         planning.left.append(planning.path(name))
     if entry.kind == "file":
         planning.contents[planning.path(name)] = Content(

@@ -50,7 +50,7 @@ class Action:
         content: Its content, if that is known already; None: its cells hold it.
         data: It is in a data directory: it replaces whatever is there, except a directory.
         target: What a symbolic link contains; the path of the file that a ``link`` names.
-        attributes: Extended attributes.
+        attributes: Extended attributes of a file that is made; None: those that it inherits.
         cleared: Another action removes first what is there.
         keep: It stays the file that the job had open: a ``replace`` changes its content in place.
             Programs remember inode numbers (SQLite does, and refuses to write to another file).
@@ -63,7 +63,7 @@ class Action:
     content: bytes | None = None
     data: bool = False
     target: bytes = b""
-    attributes: Mapping[bytes, bytes] = field(default_factory=dict)
+    attributes: Mapping[bytes, bytes] | None = None
     cleared: bool = False
     keep: bool = False
 

@@ -449,7 +449,7 @@ class PutBack:
                 time = file.mtime_ns if action.data else None
                 files.settle_fifo(descriptor, owner, file.mode, time)
                 return False
-            return files.settle(descriptor, file, action.attributes if action.data else None)
+            return files.settle(descriptor, file, action.attributes)
 
     def hand_over(self) -> None:
         """Record that the job is about to run: its files are its own, and nothing is undone."""

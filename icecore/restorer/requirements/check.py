@@ -13,7 +13,7 @@ from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.restorer.files.beside import find_conflicts
 from icecore.restorer.files.copies import plan_copies
-from icecore.restorer.files.data import NO_DATA, handled_files, plan_data
+from icecore.restorer.files.data import NO_DATA, handled_files, plan_data, with_attributes
 from icecore.restorer.files.plan import FilePlan, plan_files
 from icecore.restorer.files.rights import Inode, inode_of
 from icecore.restorer.files.surroundings import plan_surroundings
@@ -91,6 +91,8 @@ def check_requirements(
     )
     data = NO_DATA
     if tables:
+        actions = with_attributes(files.actions, tables, owner_of(manifest, run))
+        files = replace(files, actions=actions)
         data = plan_data(
             manifest,
             directories,
