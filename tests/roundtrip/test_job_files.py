@@ -388,9 +388,9 @@ def test_a_database_is_the_file_that_it_was(trip: Trip, tmp_path: Path, data: bo
     def inserts(number: int) -> None:
         (home / f"go{number}").touch()
         log = job.log_path("stdout")
-        assert eventually(lambda: log.read_text().count("\n") > number), (
-            job.log_path("stderr").read_text()
-        )
+        assert eventually(lambda: log.read_text().count("\n") > number), job.log_path(
+            "stderr"
+        ).read_text()
 
     try:
         inserts(0)
