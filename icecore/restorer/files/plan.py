@@ -81,6 +81,8 @@ class FilePlan:
         folders: Directories that are missing and will be made, parents first.
         sockets: Names that CRIU makes in one of these.
         settled: Directories of data that are there, and get their recorded mode and time.
+        attributes: Path → extended attributes of directories among ``folders`` and ``settled``;
+            others keep what they have.
     """
 
     actions: list[Action]
@@ -90,6 +92,7 @@ class FilePlan:
     folders: tuple[Folder, ...] = ()
     sockets: tuple[SocketName, ...] = ()
     settled: tuple[Folder, ...] = ()
+    attributes: Mapping[str, Mapping[bytes, bytes]] = field(default_factory=dict)
 
     def joined(self, other: FilePlan) -> FilePlan:
         """Return one plan of both."""
@@ -101,6 +104,7 @@ class FilePlan:
             self.folders + other.folders,
             self.sockets + other.sockets,
             self.settled + other.settled,
+            {**self.attributes, **other.attributes},
         )
 
 
