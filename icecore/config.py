@@ -176,6 +176,14 @@ def _share(value: str | float) -> float:
     return share if 0 < share <= 1 else _refuse(value)
 
 
+def _share_or_auto(value: str | float) -> float:
+    """Return a share of at least 1 %; of ``auto``, and 0: 0."""
+    if value in ("auto", 0) or str(value).strip() in ("0", "0.0"):
+        return 0.0
+    share = _share(value)
+    return share if share >= 0.01 else _refuse(value)
+
+
 def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
@@ -225,6 +233,12 @@ KEEP: Kind[int] = Kind(
 SHARE: Kind[float] = Kind(
     "a share such as '1%' or 0.01", _number(_share, float, int, float), _share, "SHARE"
 )
+SHARE_OR_AUTO: Kind[float] = Kind(
+    "a share from 1% to 100%, or 'auto'",
+    _number(_share_or_auto, _share_or_auto, float, int),
+    _share_or_auto,
+    "SHARE|auto",
+)
 SWITCH: Kind[bool] = Kind(
     "true or false",
     lambda value: value if isinstance(value, bool) else _refuse(value),
@@ -260,6 +274,7 @@ class DumpSettings:
     memory: Literal["in-place", "streamed"] = _setting("in-place", choice("in-place", "streamed"))
     staging_bytes: int = _setting(2 << 30, SIZE)
     scan_threads: int = _setting(0, THREADS)
+    background_cpu: float = _setting(0.0, SHARE_OR_AUTO)
     files: Literal["content", "check"] = _setting("content", choice("content", "check"))
     with_files: bool = _setting(False, SWITCH)
     verify_files: bool = _setting(False, SWITCH)
