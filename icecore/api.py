@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore.access import passphrase
 from icecore.access.places import state_directory
-from icecore.config import Config, job_environment, load
+from icecore.config import Config
+from icecore.config.loading import load
+from icecore.environment import job_environment
 from icecore.errors import HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host.jobs.job import Job
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
-    from icecore.restorer.requirements import Requirements
+    from icecore.restorer.requirements.outcome import Requirements
     from icecore.restorer.restored import Restored
     from icecore.store.format.state import SnapshotRecord
 
@@ -93,6 +95,7 @@ def run(
     keep_resident: bool | None = None,
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
+    io_uring: bool | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -107,7 +110,7 @@ def run(
         isolation: The job's namespaces. Default: the configured ones.
         cwd: The working directory. Empty: this process's.
         environment: The environment. Default: this process's, without credentials
-            (`icecore.config.CREDENTIALS`).
+            (`icecore.environment.CREDENTIALS`).
         gpu: The job uses NVIDIA GPUs. It gets what CUDA requires in a private pid namespace (unless
             ``isolation`` differs), and variables that make NCCL jobs snapshotable.
         resident: With ``gpu``: keep device memory in place in windows. Default: configured.
@@ -118,7 +121,9 @@ def run(
             start jobs of others. ``environment`` is taken as it is: see `Identity.environment`.
             Default: this process's.
         data: Directories whose content is part of each snapshot, and comes back with a restore.
-        config: Default: `icecore.config.load`.
+        io_uring: Let the job use io_uring; it cannot be snapshotted while it does. Default:
+            configured.
+        config: Default: `icecore.config.loading.load`.
         emit: Gets the events.
 
     Raises:
@@ -130,6 +135,7 @@ def run(
     config = config or load()
     environment = _environment(emit) if environment is None else environment
     own = config.run
+    rings = own.io_uring if io_uring is None else io_uring
     said = isolation
     isolation = isolation or Isolation(
         pid=own.pid == "private",
@@ -153,6 +159,7 @@ def run(
             must_keep=bool(keep_resident),
             identity=identity,
             data=data,
+            io_uring=rings,
             emit=emit,
         )
     if keep_resident:
@@ -168,6 +175,7 @@ def run(
         environment=environment,
         identity=identity,
         data=data,
+        io_uring=rings,
         emit=emit,
     )
 
@@ -199,6 +207,7 @@ def start_gpu(
     must_keep: bool = False,
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
+    io_uring: bool = False,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
@@ -243,6 +252,7 @@ def start_gpu(
         keep_resident=keep_resident and resident,
         identity=identity,
         data=data,
+        io_uring=io_uring,
         emit=emit,
     )
     emit(
@@ -283,7 +293,7 @@ def dump(
             processes means the whole job.
         repository: The repository, open or as a location. Empty: the configured one.
         options: Default: the configured options.
-        config: Default: `icecore.config.load`.
+        config: Default: `icecore.config.loading.load`.
         emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:
@@ -352,7 +362,7 @@ def restore(
             must stay open until `Restored.wait_resident` returns.
         options: Default: the configured options. With ``mode`` lazy, the tree dies with this
             process until all its memory is loaded.
-        config: Default: `icecore.config.load`.
+        config: Default: `icecore.config.loading.load`.
         emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:

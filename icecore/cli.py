@@ -17,22 +17,16 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from icecore import config
-from icecore.commands.context import (
-    CommandParser,
-    Commands,
-    Context,
-    Interrupted,
-    Origin,
-    TopParser,
-    load_numpy,
-)
+from icecore.commands.context import Context, Interrupted, Origin, load_numpy
 from icecore.commands.demand import OnDemand, OneCommand, TopOnDemand
 from icecore.commands.output import Output
+from icecore.commands.parsing import CommandParser, Commands, TopParser
+from icecore.config.loading import load
 from icecore.errors import IcecoreError, ServiceFailed, StoreFull, UsageError
 from icecore.host.workdir import sweep
 
 if TYPE_CHECKING:
+    from icecore.config import Config
     from icecore.remote.connection import Service
 
 #: The groups of commands in the order of the help text: each module of `icecore.commands`, and the
@@ -300,7 +294,7 @@ def _run(
         )
     arguments.job_command = rest or []
     arguments.parser = build_parser
-    settings = config.load(arguments.config)
+    settings = load(arguments.config)
     if arguments.numpy:
         load_numpy()
     with (
@@ -325,7 +319,7 @@ def _run(
         return status
 
 
-def _service(arguments: argparse.Namespace, settings: config.Config) -> Service | None:
+def _service(arguments: argparse.Namespace, settings: Config) -> Service | None:
     """Return the node service that does the command for this user; None: this process does it.
 
     Raises:

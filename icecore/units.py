@@ -1,4 +1,4 @@
-"""Numbers as text for people. `icecore.config` parses sizes and durations."""
+"""Numbers as text for people. `icecore.config.kinds` parses sizes and durations."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ import msgspec
 from icecore.cli import main as run_command
 from icecore.commands.context import Origin
 from icecore.commands.output import Output
-from icecore.config import load
+from icecore.config.loading import load
 from icecore.errors import IcecoreError, NotFound, PreflightRefused
 from icecore.events import Event, Value
+from icecore.host.jobs.description import boot_id
 from icecore.host.jobs.identity import Identity
-from icecore.host.jobs.job import boot_id
 from icecore.host.kernel import procfs
 from icecore.service.api import operation_files as files
 from icecore.service.api.journal import Writer

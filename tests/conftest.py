@@ -11,7 +11,7 @@ import secrets
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from icecore.store.backend.s3 import S3Place
 from tests import rotation
+from tests.moments import Due, Moment
 from tests.seaweedfs import Server, shared
 
 BUCKET = "icecore-tests"
@@ -83,10 +84,32 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _is_asked_for(config: pytest.Config) -> bool:
+    """Return whether all cases run: somebody asks for them, or for tests by name."""
     asked = config.getoption("every_case") or config.getoption("keyword")
     asked = asked or config.getoption("markexpr") == "torture"
-    if asked or any("::" in word for word in config.args):
+    return bool(asked) or any("::" in word for word in config.args)
+
+
+@pytest.fixture
+def due(request: pytest.FixtureRequest) -> Due:
+    """Choose the moments that this commit runs; see `rotation.MOMENTS`."""
+    test = request.node.nodeid.partition("[")[0]
+
+    def choose(moments: Sequence[Moment]) -> list[Moment]:
+        if _is_asked_for(request.config):
+            return [*moments]
+        return [
+            moment
+            for number, moment in enumerate(moments)
+            if rotation.is_moment_due(test, number, len(moments))
+        ]
+
+    return choose
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _is_asked_for(config):
         return
     left, taken = [], []
     tests = [item.nodeid.partition("[")[0] for item in items]

@@ -7,6 +7,9 @@ cases lead through the same code of the test and nearly the same of the product,
 for long; a case that finds something leaves the matrix, or the matrix leaves this table. Each
 commit runs a part of it, and at least one case. The parts follow each other from commit to commit;
 which part a commit runs depends on nothing else.
+
+Where the job outlives each case, one test runs the cases in turn on one job (`tests.moments`).
+`MOMENTS` says in how many parts these are.
 """
 
 from __future__ import annotations
@@ -31,9 +34,6 @@ PARTS = {
     "tests/cli/test_foreign_names.py::test_snapshots_of_foreign_names": 2,
     "tests/cli/test_private.py::test_state_is_private_whatever_the_umask": 2,
     "tests/cli/test_snapshots.py::test_an_interrupted_hook_ends_with_all_that_it_started": 5,
-    "tests/dumper/test_deaths.py::test_a_dumper_that_is_interrupted": 5,
-    "tests/dumper/test_deaths.py::test_a_dumper_that_is_killed": 6,
-    "tests/dumper/test_deaths.py::test_a_guard_that_is_killed": 2,
     "tests/dumper/test_dump.py::test_a_parent_that_cannot_be_read": 4,
     "tests/dumper/test_dump.py::"
     "test_a_stopped_tree_stands_still_until_its_snapshot_is_committed": 2,
@@ -41,21 +41,14 @@ PARTS = {
     "tests/dumper/test_dump.py::test_files_that_were_mapped_between_dumps": 2,
     "tests/dumper/test_dump.py::test_of_a_cell_with_one_changed_page_that_page_is_stored": 2,
     "tests/dumper/test_early.py::test_most_memory_is_read_while_criu_works": 2,
-    "tests/dumper/test_failures.py::test_a_window_that_is_over_before_criu_serves": 2,
-    "tests/dumper/test_failures.py::test_criu_or_its_script_killed_while_it_waits": 2,
-    "tests/dumper/test_failures.py::test_criu_that_fails": 4,
     "tests/dumper/test_hidden.py::test_a_random_layout": 4,
     "tests/dumper/test_hidden.py::test_the_same_is_recorded_as_if_nothing_were_hidden": 10,
     "tests/dumper/test_preflight.py::test_what_is_not_refused_can_be_dumped": 3,
     "tests/dumper/test_scan.py::test_a_scan_finds_what_is_there": 3,
-    "tests/dumper/test_window.py::test_a_dumper_that_is_killed_while_memory_is_streamed": 3,
     "tests/dumper/test_window.py::test_a_job_in_namespaces_of_its_own": 2,
-    "tests/dumper/test_window.py::test_criu_or_the_guard_killed_in_a_streamed_window": 2,
     "tests/dumper/test_window.py::test_every_criu_that_is_installed": 2,
-    "tests/gpu/test_dump.py::test_a_call_that_fails": 6,
-    "tests/gpu/test_dump.py::test_a_dumper_that_is_killed_or_stopped": 6,
-    "tests/gpu/test_dump.py::test_a_store_that_fails": 2,
-    "tests/gpu/test_dump.py::test_a_window_that_breaks_off": 8,
+    "tests/gpu/test_dump.py::test_a_dumper_that_is_killed_or_stopped": 2,
+    "tests/gpu/test_dump.py::test_a_window_that_breaks_off": 5,
     "tests/gpu/test_dump.py::test_the_driver_does_not_wait_for_the_end_of_criu": 2,
     "tests/gpu/test_dump.py::test_the_drivers_mapping_is_made_for_it": 2,
     "tests/gpu/test_helper.py::test_what_was_locked_runs_again": 2,
@@ -77,19 +70,16 @@ PARTS = {
     "tests/host/test_run.py::test_exit_status": 3,
     "tests/resident/test_ahead.py::test_what_is_freed_can_be_had_again": 2,
     "tests/resident/test_allocation.py::test_allocation_in_a_stream_capture_is_as_without": 3,
-    "tests/resident/test_dump.py::test_a_dumper_that_is_killed_or_stopped": 6,
+    "tests/resident/test_dump.py::test_a_dumper_that_is_killed_or_stopped": 2,
     "tests/resident/test_dump.py::test_a_look_that_fails_costs_no_snapshot": 2,
     "tests/resident/test_dump.py::test_a_process_that_ends_is_said_to_have_ended": 6,
-    "tests/resident/test_dump.py::test_a_store_that_fails": 2,
-    "tests/resident/test_dump.py::test_a_worker_that_does_not_let_go_is_ended": 2,
     "tests/resident/test_dump.py::test_memory_is_resident_only_where_an_agent_listens": 2,
     "tests/resident/test_dump.py::test_staging": 2,
     "tests/resident/test_dump.py::test_three_snapshots": 2,
     "tests/resident/test_dump.py::test_what_changes_unforeseen_finds_room": 2,
-    "tests/resident/test_dump.py::test_what_fails_costs_a_snapshot": 8,
     "tests/resident/test_dump.py::test_what_is_freed_while_the_dump_stores_is_free": 2,
     "tests/resident/test_dump.py::test_who_dies_while_a_stopped_job_is_stored": 2,
-    "tests/resident/test_dump.py::test_whoever_dies": 10,
+    "tests/resident/test_dump.py::test_whoever_dies": 5,
     "tests/resident/test_keeping.py::test_killed_and_brought_back": 2,
     "tests/resident/test_keeping.py::test_ranks_that_have_each_others_memory": 2,
     "tests/resident/test_keeping.py::test_what_other_processes_of_the_lineage_left": 2,
@@ -99,7 +89,6 @@ PARTS = {
     "tests/resident/test_ranks.py::test_a_lineage": 3,
     "tests/resident/test_ranks.py::test_memory_that_is_still_there": 3,
     "tests/resident/test_ranks.py::test_on_the_other_ones_gpu": 2,
-    "tests/resident/test_ranks.py::test_what_fails_costs_a_snapshot": 3,
     "tests/resident/test_restore.py::test_a_lineage": 2,
     "tests/resident/test_restore.py::test_a_restore_that_fails": 6,
     "tests/resident/test_restore.py::test_digests": 2,
@@ -196,6 +185,29 @@ PARTS = {
     "tests/test_programs_criu.py::test_it_goes_on_where_it_was": 5,
 }
 
+#: Test function -> in how many parts are the moments that it runs on one job. They move on once all
+#: parts of its cases (`PARTS`) have had their turn.
+MOMENTS = {
+    "tests/dumper/test_deaths.py::test_a_dumper_that_is_interrupted": 5,
+    "tests/dumper/test_deaths.py::test_a_dumper_that_is_killed": 6,
+    "tests/dumper/test_deaths.py::test_a_guard_that_is_killed": 2,
+    "tests/dumper/test_failures.py::test_a_window_that_is_over_before_criu_serves": 2,
+    "tests/dumper/test_failures.py::test_criu_or_its_script_killed_while_it_waits": 2,
+    "tests/dumper/test_failures.py::test_criu_that_fails": 4,
+    "tests/dumper/test_window.py::test_a_dumper_that_is_killed_while_memory_is_streamed": 3,
+    "tests/dumper/test_window.py::test_criu_or_the_guard_killed_in_a_streamed_window": 2,
+    "tests/gpu/test_dump.py::test_a_call_that_fails": 6,
+    "tests/gpu/test_dump.py::test_a_dumper_that_is_killed_or_stopped": 3,
+    "tests/gpu/test_dump.py::test_a_store_that_fails": 2,
+    "tests/gpu/test_dump.py::test_a_window_that_breaks_off": 2,
+    "tests/resident/test_dump.py::test_a_dumper_that_is_killed_or_stopped": 3,
+    "tests/resident/test_dump.py::test_a_store_that_fails": 2,
+    "tests/resident/test_dump.py::test_a_worker_that_does_not_let_go_is_ended": 2,
+    "tests/resident/test_dump.py::test_what_fails_costs_a_snapshot": 8,
+    "tests/resident/test_dump.py::test_whoever_dies": 2,
+    "tests/resident/test_ranks.py::test_what_fails_costs_a_snapshot": 3,
+}
+
 #: Test functions that take longest, in seconds or in one piece. Begun last, one of them would keep
 #: a worker busy when all others have nothing left.
 LONG = [
@@ -266,4 +278,13 @@ def is_due(test: str, number: int, cases: int) -> bool:
         number: Of the case among those of its function, in their order.
         cases: How many its function has; there are no more parts, so that one case always runs.
     """
-    return (number + turn()) % min(PARTS.get(test, 1), cases) == 0
+    return _has_turn(turn(), PARTS.get(test, 1), number, cases)
+
+
+def is_moment_due(test: str, number: int, moments: int) -> bool:
+    """Return whether a commit runs a moment; see `is_due`."""
+    return _has_turn(turn() // PARTS.get(test, 1), MOMENTS.get(test, 1), number, moments)
+
+
+def _has_turn(turns: int, parts: int, number: int, count: int) -> bool:
+    return (number + turns) % min(parts, count) == 0

@@ -12,16 +12,27 @@ import pytest
 from tests import rotation
 
 
-@pytest.mark.parametrize("test", [*rotation.PARTS, *rotation.LONG])
+@pytest.mark.parametrize("test", [*rotation.PARTS, *rotation.MOMENTS, *rotation.LONG])
 def test_it_exists(test: str) -> None:
     path, _, name = test.partition("::")
     assert name in _functions(path)
 
 
+@pytest.mark.parametrize("test", rotation.MOMENTS)
+def test_it_asks_which_moments_are_due(test: str) -> None:
+    path, _, name = test.partition("::")
+    assert "due" in _functions(path)[name]
+
+
 @cache
-def _functions(path: str) -> set[str]:
+def _functions(path: str) -> dict[str, set[str]]:
+    """Return the arguments of each function of a file."""
     body = ast.parse((rotation.ROOT / path).read_text()).body
-    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name: {argument.arg for argument in node.args.args}
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_case_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +47,27 @@ def test_every_case_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
             assert sum(rotation.is_due(test, case, few) for case in range(few)) == 1
     assert set.union(*runs) == set(cases) and sum(map(len, runs)) == len(cases)
     assert {len(run) for run in runs} <= {50 // parts, 50 // parts + 1}, "parts are equal"
+
+
+@pytest.mark.parametrize("test", rotation.MOMENTS)
+def test_every_moment_has_its_turn_in_every_case(
+    test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases, moments = range(rotation.PARTS.get(test, 1)), range(12)
+    runs = []
+    for commit in range(100, 100 + len(cases) * rotation.MOMENTS[test]):
+        monkeypatch.setattr(rotation, "turn", lambda commit=commit: commit)
+        runs.append(
+            {
+                (case, moment)
+                for case in cases
+                for moment in moments
+                if rotation.is_due(test, case, len(cases))
+                and rotation.is_moment_due(test, moment, len(moments))
+            }
+        )
+    assert set.union(*runs) == {(case, moment) for case in cases for moment in moments}
+    assert sum(map(len, runs)) == len(cases) * len(moments) and all(runs)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])

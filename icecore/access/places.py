@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from icecore import private
-from icecore.config import Config, load
+from icecore.config import Config
+from icecore.config.loading import load
 from icecore.errors import NotFound, StoreError, UsageError
 from icecore.events import Sink, discard
 from icecore.private import make_parents
@@ -29,7 +30,7 @@ def backend_at(
 
     Args:
         create: Create a missing directory. Buckets are never created.
-        config: Settings for buckets (sections [s3] and [cache]). None: what `icecore.config.load`
+        config: Settings for buckets (sections [s3] and [cache]). None: what `icecore.config.loading.load`
             returns.
         emit: Gets events about retries and, at the close, about the requests that were sent.
 

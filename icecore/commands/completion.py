@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Iterator
 
 from icecore.access import passphrase
-from icecore.commands.context import Commands, Context
-from icecore.config import Kind
+from icecore.commands.context import Context
+from icecore.commands.parsing import Commands
+from icecore.config.kinds import Kind
 from icecore.errors import IcecoreError
 
 _SHELLS = ("bash", "zsh", "fish")

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from icecore.commands.context import CommandParser, Commands, TopParser
+from icecore.commands.parsing import CommandParser, Commands, TopParser
 
 
 class OnDemand(argparse._SubParsersAction):  # type: ignore[type-arg]

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import ROWS, SNAPSHOT, Commands, Context
+from icecore.commands.context import Context
+from icecore.commands.parsing import ROWS, SNAPSHOT, Commands
 from icecore.errors import UsageError
 from icecore.events import Value
 from icecore.text import printable, printable_command

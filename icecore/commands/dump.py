@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import PIN, TAG, Commands, Context, add_setting, overridden
-from icecore.config import LABEL, DumpSettings
+from icecore.commands.context import Context
+from icecore.commands.parsing import PIN, TAG, Commands, add_setting, overridden
+from icecore.config import DumpSettings
+from icecore.config.kinds import LABEL
 
 if TYPE_CHECKING:
     pass

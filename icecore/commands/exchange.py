@@ -7,8 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import READ_ONLY_ALL, SNAPSHOT, TAG, Commands, Context
-from icecore.config import LABEL, SIZE, THREADS
+from icecore.commands.context import Context
+from icecore.commands.parsing import READ_ONLY_ALL, SNAPSHOT, TAG, Commands
+from icecore.config.kinds import LABEL, SIZE, THREADS
 from icecore.errors import Damaged
 from icecore.events import Value
 

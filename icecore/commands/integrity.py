@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import DRY_RUN, READ_ONLY, Commands, Context
+from icecore.commands.context import Context
+from icecore.commands.parsing import DRY_RUN, READ_ONLY, Commands
 from icecore.errors import Damaged
 from icecore.events import Value
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from icecore.commands.context import JOB, Commands, Context, Interrupted
+from icecore.commands.context import Context, Interrupted
+from icecore.commands.parsing import JOB, Commands
 
 if TYPE_CHECKING:
     from icecore.host.jobs.job import Job, LogPiece, Stream

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands import job_output, run
-from icecore.commands.context import JOB, Commands, Context
-from icecore.config import SECONDS
+from icecore.commands.context import Context
+from icecore.commands.parsing import JOB, Commands
+from icecore.config.kinds import SECONDS
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
 from icecore.text import printable_command

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.access import passphrase
-from icecore.commands.context import Commands, Context
+from icecore.commands.context import Context
+from icecore.commands.parsing import Commands
 from icecore.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from icecore.commands.context import Commands, Context
+from icecore.commands.context import Context
+from icecore.commands.parsing import Commands
 
 
 def add(commands: Commands) -> None:

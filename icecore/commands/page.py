@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import COUNT, ServiceSettings
+from icecore.commands.context import Context
+from icecore.commands.parsing import Commands, add_setting, overridden
+from icecore.config import ServiceSettings
+from icecore.config.kinds import COUNT
 from icecore.errors import NotFound, UsageError
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.access import passphrase
-from icecore.commands.context import DRY_RUN, READ_ONLY_ALL, SNAPSHOT, Commands, Context
+from icecore.commands.context import Context
+from icecore.commands.parsing import DRY_RUN, READ_ONLY_ALL, SNAPSHOT, Commands
 from icecore.errors import Damaged
 
 if TYPE_CHECKING:

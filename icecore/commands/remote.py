@@ -12,9 +12,11 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from icecore.commands.context import Context, gpu_map, overridden
+from icecore.commands.context import Context
+from icecore.commands.parsing import gpu_map, overridden
 from icecore.commands.replay import Record, cancel, follow
-from icecore.config import DumpSettings, ForgetSettings, RestoreSettings, job_environment
+from icecore.config import DumpSettings, ForgetSettings, RestoreSettings
+from icecore.environment import job_environment
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
 from icecore.host.jobs.job import Job, LogPiece, Stream

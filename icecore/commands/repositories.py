@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from icecore import units
 from icecore.access import passphrase
 from icecore.commands import integrity, retention
-from icecore.commands.context import PLACE, READ_ONLY, Commands, Context
-from icecore.config import SIZE
+from icecore.commands.context import Context
+from icecore.commands.parsing import PLACE, READ_ONLY, Commands
+from icecore.config.kinds import SIZE
 from icecore.errors import UsageError
 from icecore.events import Value
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import (
+from icecore.commands.context import Context
+from icecore.commands.parsing import (
     READ_ONLY_ALL,
     SNAPSHOT,
     Commands,
-    Context,
     add_setting,
     gpu_map,
     overridden,
@@ -22,7 +22,7 @@ from icecore.events import Value
 
 if TYPE_CHECKING:
     from icecore.restorer.files.plan import FilePlan
-    from icecore.restorer.requirements import Requirements
+    from icecore.restorer.requirements.outcome import Requirements
 
 
 def add(commands: Commands) -> None:

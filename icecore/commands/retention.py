@@ -7,16 +7,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import (
-    DRY_RUN,
-    PIN,
-    SNAPSHOT,
-    Commands,
-    Context,
-    add_setting,
-    overridden,
-)
-from icecore.config import LABEL, TEXT, ForgetSettings, GcSettings
+from icecore.commands.context import Context
+from icecore.commands.parsing import DRY_RUN, PIN, SNAPSHOT, Commands, add_setting, overridden
+from icecore.config import ForgetSettings, GcSettings
+from icecore.config.kinds import LABEL, TEXT
 from icecore.errors import UsageError
 from icecore.events import Value
 

@@ -9,9 +9,11 @@ import stat
 from typing import TYPE_CHECKING
 
 from icecore.commands import supervise
-from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.commands.context import Context
 from icecore.commands.job_output import OutputWriter, follow
-from icecore.config import RunSettings, job_environment
+from icecore.commands.parsing import Commands, add_setting, overridden
+from icecore.config import RunSettings
+from icecore.environment import job_environment
 from icecore.errors import UsageError
 from icecore.events import Event
 
@@ -108,6 +110,12 @@ def add(commands: Commands) -> None:
     )
     add_setting(parser, RunSettings, "keep_resident", about)
 
+    about = (
+        "let the job use io_uring; it cannot be snapshotted while it does. Otherwise io_uring_setup"
+        " fails with EPERM, as in containers, and programs do without"
+    )
+    add_setting(parser, RunSettings, "io_uring", about)
+
     supervise.add_options(parser)
 
 
@@ -178,6 +186,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
                 must_keep=bool(arguments.keep_resident),
                 identity=identity,
                 data=data,
+                io_uring=own.io_uring,
                 emit=context.output.event,
             )
         return registry.start(
@@ -188,6 +197,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             environment=environment,
             identity=identity,
             data=data,
+            io_uring=own.io_uring,
             emit=context.output.event,
         )
 

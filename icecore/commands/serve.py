@@ -7,8 +7,10 @@ import pwd
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import SECONDS, ServiceSettings
+from icecore.commands.context import Context
+from icecore.commands.parsing import Commands, add_setting, overridden
+from icecore.config import ServiceSettings
+from icecore.config.kinds import SECONDS
 from icecore.errors import NotFound, UsageError
 
 if TYPE_CHECKING:

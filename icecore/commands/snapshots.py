@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands import diff, dump, restore
-from icecore.commands.context import ROWS, SNAPSHOT, Commands, Context
-from icecore.config import LABEL
+from icecore.commands.context import Context
+from icecore.commands.parsing import ROWS, SNAPSHOT, Commands
+from icecore.config.kinds import LABEL
 from icecore.events import Value
 from icecore.text import printable, printable_command
 
@@ -111,7 +112,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         from icecore.commands import remote
 
         return remote.show(arguments, context, context.service)
-    from icecore.commands.output import left_words
+    from icecore.commands.event_text import left_words
     from icecore.host.jobs.identity import user_name
     from icecore.restorer.owner import snapshot_owner
     from icecore.snapshots import contents

@@ -10,8 +10,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from icecore import units
-from icecore.commands.context import Commands, Context, add_setting, overridden
-from icecore.config import COUNT, SECONDS, DumpSettings, ForgetSettings, ScheduleSettings
+from icecore.commands.context import Context
+from icecore.commands.parsing import Commands, add_setting, overridden
+from icecore.config import DumpSettings, ForgetSettings, ScheduleSettings
+from icecore.config.kinds import COUNT, SECONDS
 from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Value
 

@@ -7,7 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 from icecore.access import passphrase
-from icecore.commands.context import PLACE, Commands, Context
+from icecore.commands.context import Context
+from icecore.commands.parsing import PLACE, Commands
 from icecore.errors import Distrusted, UsageError
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from icecore.config import without_secrets
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.environment import without_secrets
 from icecore.errors import DumpFailed, HookFailed
 from icecore.events import Event, Sink
 from icecore.host.jobs.shell import run_shell

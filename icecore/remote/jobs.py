@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from icecore.errors import Damaged, IcecoreError, ServiceFailed, UsageError
-from icecore.host.jobs.job import Description, ExitStatus, Job, LogPiece, Stream
+from icecore.host.jobs.description import Description
+from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.remote.connection import Service, at

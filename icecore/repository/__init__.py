@@ -67,7 +67,7 @@ class Repository(Snapshots, Maintenance, Replication, Keys):
                 plain repository is refused.
             plain: Accept a plain repository nevertheless.
             config: Settings for buckets (sections [s3] and [cache]). None: what
-                `icecore.config.load` returns.
+                `icecore.config.loading.load` returns.
             state: Directory that records which repository is at which location, and its newest
                 state; another repository or an older state there is an error later. Empty: this
                 node's.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from icecore.config import without_secrets
+from icecore.environment import without_secrets
 from icecore.errors import HookFailed
 from icecore.events import Sink, discard, phase
 from icecore.host.jobs.shell import run_shell

@@ -32,7 +32,7 @@ from icecore.restorer.phases.releasing import (
 )
 from icecore.restorer.phases.resources import start_resources
 from icecore.restorer.phases.undoing import Undo
-from icecore.restorer.requirements import Requirements
+from icecore.restorer.requirements.outcome import Requirements
 from icecore.restorer.restored import Restored
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository

@@ -14,7 +14,8 @@ import pytest
 
 from icecore import config
 from icecore.api import dump_options, restore_options
-from icecore.config import Config, load, merge, override
+from icecore.config import Config, kinds, loading
+from icecore.config.loading import load, merge, override
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound, UsageError
 from icecore.restorer.options import RestoreOptions
@@ -84,13 +85,13 @@ def test_layers_win_key_by_key(tmp_path: Path) -> None:
 
 
 def test_standard_files() -> None:
-    found = config.standard_files({"HOME": "/home/x"}, Path("/here"))
+    found = loading.standard_files({"HOME": "/home/x"}, Path("/here"))
     assert [str(path) for path in found] == [
         "/etc/icecore.toml",
         "/home/x/.config/icecore.toml",
         "/here/icecore.toml",
     ]
-    assert config.standard_files({"HOME": "/h", "XDG_CONFIG_HOME": "/c"}, Path("/w"))[1] == Path(
+    assert loading.standard_files({"HOME": "/h", "XDG_CONFIG_HOME": "/c"}, Path("/w"))[1] == Path(
         "/c/icecore.toml"
     )
 
@@ -108,7 +109,7 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
         text = next((word for word in kind.words if word != default), "") or texts.get(
             kind.short, "word"
         )
-        if kind is config.SWITCH:
+        if kind is kinds.SWITCH:
             text = "no" if default else "yes"
         changed = override(Config(), {config.variable(section, key): text})
         got = next(
@@ -336,7 +337,7 @@ def test_a_pipe_that_was_handed_over_is_read() -> None:
     ],
 )
 def test_sizes(text: str, value: int) -> None:
-    assert config.parse_size(text) == value
+    assert kinds.parse_size(text) == value
 
 
 @pytest.mark.parametrize(
@@ -352,7 +353,7 @@ def test_sizes(text: str, value: int) -> None:
     ],
 )
 def test_durations(text: str, value: float) -> None:
-    assert config.parse_seconds(text) == value
+    assert kinds.parse_seconds(text) == value
 
 
 @pytest.mark.parametrize(
@@ -360,6 +361,6 @@ def test_durations(text: str, value: float) -> None:
 )
 def test_what_is_no_quantity(text: str) -> None:
     with pytest.raises(ValueError):
-        config.parse_seconds(text)
+        kinds.parse_seconds(text)
     with pytest.raises(ValueError):
-        config.parse_size(text)
+        kinds.parse_size(text)

@@ -9,8 +9,8 @@ import pytest
 
 from icecore import units
 from icecore.cli import GROUPS, build_parser, split_command
-from icecore.commands.context import CommandParser
-from icecore.config import parse_seconds, parse_size
+from icecore.commands.parsing import CommandParser
+from icecore.config.kinds import parse_seconds, parse_size
 from icecore.errors import UsageError
 
 

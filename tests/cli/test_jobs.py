@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import icecore
-from icecore.config import CREDENTIALS, Config
+from icecore.config import Config
+from icecore.environment import CREDENTIALS
 from icecore.events import Event
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import check_event, documented_events

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from icecore.commands.output import describe, left_words
+from icecore.commands.event_text import describe, left_words
 from icecore.events import Event
 from icecore.host.resident.protocol import Counts
 from icecore.store.format.contract import RESIDENT, left_to_driver

@@ -46,8 +46,13 @@ class Job:
             assert time.time_ns() - since_ns <= seconds * 1e9, "it stands still"
             time.sleep(0.002)
 
+    def has_found_no_error(self) -> None:
+        """Check that the job, which checks a page in each step, has found none changed."""
+        said = driving.progress(self.running.state_dir)
+        assert said is not None and not said.errors, said
+
     def is_well(self) -> None:
-        """Have the job check all its data."""
+        """Have the job check all its data. It then ends."""
         driving.ask_finish(self.running.program, self.running.state_dir)
         said = driving.wait_finished(self.running.program, self.running.state_dir)
         assert said.passed, said.errors

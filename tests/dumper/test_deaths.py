@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from icecore.dumper.freeze.guard import GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.events import Event
 from icecore.host.kernel import procfs
+from tests.moments import Due, at
 from tests.programs import driving
 
 from .failing import SECONDS, Dumper, Job, Witness, fails, members
@@ -52,64 +54,61 @@ KILLED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("moment", "delay", "stop"),
-    KILLED,
-    ids=[f"{name} {state} {delay}{' stop' * stop}" for (name, state), delay, stop in KILLED],
-)
 def test_a_dumper_that_is_killed(
-    moment: tuple[str, str],
-    delay: float,
-    stop: bool,
-    job: Job,
-    witness: Witness,
-    dumpers: list[Dumper],
+    due: Due, job: Job, witness: Witness, dumpers: list[Dumper]
 ) -> None:
-    # It pauses at the moment unless it is to be met on the way, where it may be done before it is
-    # killed.
-    on = bool(delay) and moment[0] != "dump.files"
-    dumper = Dumper(witness.store, job, None if on else moment, stop=stop)
-    dumpers.append(dumper)
-    dumper.until(*moment)
-    time.sleep(delay)
-    dumper.process.kill()
-    at = time.time_ns()
-    job.runs(at)
-    until_clean(witness.store.workdir)
-    assert not standing(job.pid)
-    listed = len(witness.store.snapshots())
-    assert listed == 1 or (on and listed == 2)
-    witness.verify(listed)
-    witness.next_dump_is_good()
+    for moment, delay, stop in due(KILLED):
+        with at(*moment, delay, "stop" if stop else ""):
+            # It pauses at the moment unless it is to be met on the way, where it may be done before
+            # it is killed.
+            on = bool(delay) and moment[0] != "dump.files"
+            before = len(witness.store.snapshots())
+            dumper = Dumper(witness.store, job, None if on else moment, stop=stop)
+            dumpers.append(dumper)
+            dumper.until(*moment)
+            time.sleep(delay)
+            dumper.process.kill()
+            killed = time.time_ns()
+            job.runs(killed)
+            until_clean(witness.store.workdir)
+            assert not standing(job.pid)
+            listed = len(witness.store.snapshots())
+            assert listed == before or (on and listed == before + 1)
+            witness.verify(listed)
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 
-@pytest.mark.parametrize(
-    ("moment", "stop"),
-    [
-        (("dump.precopy", "begin"), False),
-        (("dump.criu", "end"), False),
-        (("dump.window", "begin"), False),
-        (("dump.files", "begin"), False),
-        (("dump.store", "begin"), False),
-        (("dump.store", "begin"), True),
-    ],
-    ids=["precopy", "criu waits", "before the window", "window", "store", "store stop"],
-)
+INTERRUPTED = [
+    (("dump.precopy", "begin"), False),
+    (("dump.criu", "end"), False),
+    (("dump.window", "begin"), False),
+    (("dump.files", "begin"), False),
+    (("dump.store", "begin"), False),
+    (("dump.store", "begin"), True),
+]
+
+
 def test_a_dumper_that_is_interrupted(
-    moment: tuple[str, str], stop: bool, job: Job, witness: Witness, dumpers: list[Dumper]
+    due: Due, job: Job, witness: Witness, dumpers: list[Dumper]
 ) -> None:
-    dumper = Dumper(witness.store, job, moment, stop=stop, pre_copy="on")
-    dumpers.append(dumper)
-    dumper.until(*moment)
-    status = dumper.end(signal.SIGINT)
-    at = time.time_ns()
-    assert status == -signal.SIGINT
-    assert not leftovers(witness.store.workdir)
-    job.runs(at)
-    witness.verify(1)
-    assert not witness.open_sessions()
-    witness.next_dump_is_good()
+    for moment, stop in due(INTERRUPTED):
+        with at(*moment, "stop" if stop else ""):
+            before = len(witness.store.snapshots())
+            dumper = Dumper(witness.store, job, moment, stop=stop, pre_copy="on")
+            dumpers.append(dumper)
+            dumper.until(*moment)
+            status = dumper.end(signal.SIGINT)
+            ended = time.time_ns()
+            assert status == -signal.SIGINT
+            assert not leftovers(witness.store.workdir)
+            job.runs(ended)
+            witness.verify(before)
+            assert not witness.open_sessions()
+            witness.next_dump_is_good()
+            job.has_found_no_error()
+    job.is_well()
 
 
 def test_a_dumper_that_is_interrupted_while_criu_freezes(
@@ -122,9 +121,9 @@ def test_a_dumper_that_is_interrupted_while_criu_freezes(
     dumper.until("dump.window", "begin")
     job.stopped_since(time.time_ns())
     dumper.end(signal.SIGINT)
-    at = time.time_ns()
+    ended = time.time_ns()
     assert not leftovers(witness.store.workdir)
-    job.runs(at)
+    job.runs(ended)
     witness.verify(1)
     witness.next_dump_is_good()
 
@@ -137,8 +136,8 @@ def test_a_dumper_that_is_stopped_in_the_window(
     dumpers.append(dumper)
     dumper.until("dump.files", "begin")
     dumper.process.send_signal(signal.SIGSTOP)
-    at = time.time_ns()
-    job.runs(at, 2.0 + 1.0 + SECONDS)
+    stopped = time.time_ns()
+    job.runs(stopped, 2.0 + 1.0 + SECONDS)
     assert not standing(job.pid)
     dumper.process.send_signal(signal.SIGCONT)
     dumper.process.kill()
@@ -163,25 +162,24 @@ def kill_guard(workdir: Path) -> Callable[[Event], None]:
     return kill
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        ("dump.precopy", "begin"),
-        ("dump.criu", "end"),
-        ("dump.window", "begin"),
-        ("dump.files", "begin"),
-    ],
-    ids=lambda moment: moment[0],
-)
-def test_a_guard_that_is_killed(moment: tuple[str, str], job: Job, witness: Witness) -> None:
-    events = Events({moment: kill_guard(witness.store.workdir)})
-    fails(
-        job,
-        witness,
-        lambda: witness.store.dump(job.pid, DumpOptions(pre_copy="on"), events=events),
-        GuardLost,
-    )
-    witness.next_dump_is_good()
+GUARD_KILLED = [
+    ("dump.precopy", "begin"),
+    ("dump.criu", "end"),
+    ("dump.window", "begin"),
+    ("dump.files", "begin"),
+]
+
+
+def test_a_guard_that_is_killed(due: Due, job: Job, witness: Witness) -> None:
+    def dump(moment: tuple[str, str]) -> None:
+        events = Events({moment: kill_guard(witness.store.workdir)})
+        witness.store.dump(job.pid, DumpOptions(pre_copy="on"), events=events)
+
+    for moment in due(GUARD_KILLED):
+        with at(*moment):
+            fails(job, witness, partial(dump, moment), GuardLost)
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 

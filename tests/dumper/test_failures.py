@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from icecore.host.kernel import procfs
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from icecore.store.runtime.loop import LoopThread
 from tests.host.target import eventually
+from tests.moments import Due, at
 from tests.programs import driving
 
 from .conftest import Start
@@ -45,32 +47,29 @@ def wrapper(path: Path, script: str) -> Criu:
 # -- CRIU
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("exit 1", "CRIU gave no reason"),
-        ("exit 0", "CRIU"),
-        ("kill -9 $$", "CRIU"),
-        ('exec $CRIU "${@//--lazy-pages/--no-such-option}"', "CRIU"),
-        ('for w; do case $w in /dev/shm/*) rm -r $w;; esac; done; exec $CRIU "$@"', "failed"),
-        ("ulimit -f 1; trap '' XFSZ; exec $CRIU \"$@\"", "failed"),
-    ],
-    ids=[
-        "fails",
-        "says nothing",
-        "is killed",
-        "does not understand",
-        "has no directory",
-        "cannot write",
-    ],
-)
-def test_criu_that_fails(
-    script: str, words: str, job: Job, witness: Witness, tmp_path: Path
-) -> None:
-    criu = wrapper(tmp_path / "criu", script)
-    error = fails(job, witness, lambda: witness.store.dump(job.pid, criu=criu))
-    assert words in str(error)
-    witness.next_dump_is_good()
+#: What a CRIU does in place of the real one, and what the error says.
+FAILING = {
+    "fails": ("exit 1", "CRIU gave no reason"),
+    "says nothing": ("exit 0", "CRIU"),
+    "is killed": ("kill -9 $$", "CRIU"),
+    "does not understand": ('exec $CRIU "${@//--lazy-pages/--no-such-option}"', "CRIU"),
+    "has no directory": (
+        'for w; do case $w in /dev/shm/*) rm -r $w;; esac; done; exec $CRIU "$@"',
+        "failed",
+    ),
+    "cannot write": ("ulimit -f 1; trap '' XFSZ; exec $CRIU \"$@\"", "failed"),
+}
+
+
+def test_criu_that_fails(due: Due, job: Job, witness: Witness, tmp_path: Path) -> None:
+    for how in due([*FAILING]):
+        with at(how):
+            script, words = FAILING[how]
+            criu = wrapper(tmp_path / "criu", script)
+            error = fails(job, witness, partial(witness.store.dump, job.pid, criu=criu))
+            assert words in str(error)
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 
@@ -106,19 +105,20 @@ def test_criu_killed_while_it_holds_the_tree(job: Job, witness: Witness) -> None
     job.is_well()
 
 
-@pytest.mark.parametrize("word", ["dump.log", "/bin/sh"], ids=["criu", "script"])
-def test_criu_or_its_script_killed_while_it_waits(word: str, job: Job, witness: Witness) -> None:
-    def kill(_: Event) -> None:
-        assert not standing(job.pid)
-        (pid,) = members(witness.store.workdir, word)
-        os.kill(pid, signal.SIGKILL)
+def test_criu_or_its_script_killed_while_it_waits(due: Due, job: Job, witness: Witness) -> None:
+    def dump(word: str) -> None:
+        def kill(_: Event) -> None:
+            assert not standing(job.pid)
+            (pid,) = members(witness.store.workdir, word)
+            os.kill(pid, signal.SIGKILL)
 
-    fails(
-        job,
-        witness,
-        lambda: witness.store.dump(job.pid, events=Events({("dump.criu", "end"): kill})),
-    )
-    witness.next_dump_is_good()
+        witness.store.dump(job.pid, events=Events({("dump.criu", "end"): kill}))
+
+    for who, word in due([("criu", "dump.log"), ("script", "/bin/sh")]):
+        with at(who):
+            fails(job, witness, partial(dump, word))
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 
@@ -190,9 +190,9 @@ def from_call_on(
     try:
         through.dump(job.pid, DumpOptions(stop=stop))
     except StoreError:
-        at = time.time_ns()
+        failed = time.time_ns()
         assert not standing(job.pid) and not leftovers(store.workdir)
-        job.runs(at)
+        job.runs(failed)
         witness.verify(before)
         return True
     return False
@@ -337,16 +337,14 @@ def test_a_target_that_is_killed_while_it_is_read(job: Job, store: Store) -> Non
 # -- limits
 
 
-@pytest.mark.parametrize("limit", [0.001, 0.005])
-def test_a_window_that_is_over_before_criu_serves(limit: float, job: Job, witness: Witness) -> None:
-    error = fails(
-        job,
-        witness,
-        lambda: witness.store.dump(job.pid, DumpOptions(max_window=limit)),
-        WindowExceeded,
-    )
-    assert "--max-window" in str(error)
-    witness.next_dump_is_good()
+def test_a_window_that_is_over_before_criu_serves(due: Due, job: Job, witness: Witness) -> None:
+    for limit in due([0.001, 0.005]):
+        with at(limit, "s"):
+            options = DumpOptions(max_window=limit)
+            dump = partial(witness.store.dump, job.pid, options)
+            assert "--max-window" in str(fails(job, witness, dump, WindowExceeded))
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 

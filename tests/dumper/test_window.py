@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
 from icecore.restorer.phases.planning import run_record
 from tests.host.criu_round import emptied
+from tests.moments import Due, at
 from tests.programs import driving
 
 from .conftest import Start
@@ -214,36 +216,41 @@ def test_a_window_that_takes_too_long_while_no_other_thread_runs(
     job.is_well()
 
 
-@pytest.mark.parametrize(
-    "word", ["dump.log", "icecore.dumper.freeze.guard_process"], ids=["criu", "guard"]
-)
 def test_criu_or_the_guard_killed_in_a_streamed_window(
-    word: str, job: Job, witness: Witness
+    due: Due, job: Job, witness: Witness
 ) -> None:
-    def kill(_: object) -> None:
-        for pid in members(witness.store.workdir, word):
-            os.kill(pid, signal.SIGKILL)
+    def dump(word: str) -> None:
+        def kill(_: object) -> None:
+            for pid in members(witness.store.workdir, word):
+                os.kill(pid, signal.SIGKILL)
 
-    events = Events({("dump.files", "begin"): kill})
-    error = DumpFailed if word == "dump.log" else GuardLost
-    fails(job, witness, lambda: witness.store.dump(job.pid, STREAMED, events=events), error)
-    witness.next_dump_is_good()
+        events = Events({("dump.files", "begin"): kill})
+        witness.store.dump(job.pid, STREAMED, events=events)
+
+    guard = "icecore.dumper.freeze.guard_process"
+    for word, error in due([("dump.log", DumpFailed), (guard, GuardLost)]):
+        with at(word):
+            fails(job, witness, partial(dump, word), error)
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.03, 0.06])
 def test_a_dumper_that_is_killed_while_memory_is_streamed(
-    delay: float, job: Job, witness: Witness
+    due: Due, job: Job, witness: Witness
 ) -> None:
-    dumper = Dumper(witness.store, job, memory="streamed")
-    try:
-        dumper.until("dump.window", "begin")
-        time.sleep(delay)
-    finally:
-        dumper.end(signal.SIGKILL)
-    job.runs(time.time_ns())
-    until_clean(witness.store.workdir)
-    witness.next_dump_is_good()
+    for delay in due([0.0, 0.03, 0.06]):
+        with at(delay, "s"):
+            dumper = Dumper(witness.store, job, memory="streamed")
+            try:
+                dumper.until("dump.window", "begin")
+                time.sleep(delay)
+            finally:
+                dumper.end(signal.SIGKILL)
+            job.runs(time.time_ns())
+            until_clean(witness.store.workdir)
+            witness.next_dump_is_good()
+            job.has_found_no_error()
     job.is_well()
 
 

@@ -38,6 +38,7 @@ from tests import zygote
 from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.moments import Due, at
 from tests.programs import fake_cuda
 
 from .conftest import Launch
@@ -165,17 +166,19 @@ FAULTS: dict[str, Callable[[World], None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_call_that_fails(fault: str, store: Store, launch: Launch, world: World) -> None:
+def test_a_call_that_fails(due: Due, store: Store, launch: Launch, world: World) -> None:
     target = launch(GPUS[:3], lent=True)
-    FAULTS[fault](world)
-    with pytest.raises(DumpFailed) as caught:
-        store.dump(target.pid)
-    assert not list((world.root / "faults").iterdir()) and caught.value.cure
-    runs_on(target, store.workdir)
-    assert not store.snapshots()
-    store.dump(target.pid)
-    runs_on(target, store.workdir)
+    for fault in due([*FAULTS]):
+        with at(fault):
+            before = store.snapshots()
+            FAULTS[fault](world)
+            with pytest.raises(DumpFailed) as caught:
+                store.dump(target.pid)
+            assert not list((world.root / "faults").iterdir()) and caught.value.cure
+            runs_on(target, store.workdir)
+            assert store.snapshots() == before
+            store.dump(target.pid)
+            runs_on(target, store.workdir)
 
 
 def test_a_lock_that_times_out_is_tried_again(store: Store, launch: Launch, world: World) -> None:
@@ -198,11 +201,16 @@ def test_a_lock_that_never_comes(store: Store, launch: Launch, world: World) -> 
     runs_on(target, store.workdir)
 
 
-@pytest.mark.parametrize(
-    "moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"]
-)
+BREAKS_OFF = [
+    ("dump.criu", "end"),
+    ("dump.gpu.lock", "end"),
+    ("dump.gpu.checkpoint", "end"),
+    ("dump.files", "begin"),
+]
+
+
 @pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "guard and helper", "criu"])
-def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: Launch) -> None:
+def test_a_window_that_breaks_off(who: str, due: Due, store: Store, launch: Launch) -> None:
     target = launch(GPUS[:2], lent=True)
 
     def hook(event: Event) -> None:
@@ -217,13 +225,17 @@ def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: L
                 for pid in members(store.workdir, word):
                     os.kill(pid, signal.SIGKILL)
 
-    at = (moment, "end") if moment != "dump.files" else (moment, "begin")
-    with pytest.raises((KeyboardInterrupt, IcecoreError)) as caught:
-        store.dump(target.pid, events=Events({at: hook}))
-    if who == "guard":
-        assert isinstance(caught.value, GuardLost)
-    runs_on(target, store.workdir)
-    assert not store.snapshots()
+    for moment in due(BREAKS_OFF):
+        with at(*moment):
+            before = store.snapshots()
+            with pytest.raises((KeyboardInterrupt, IcecoreError)) as caught:
+                store.dump(target.pid, events=Events({moment: hook}))
+            if who == "guard":
+                assert isinstance(caught.value, GuardLost)
+            runs_on(target, store.workdir)
+            assert store.snapshots() == before
+            store.dump(target.pid)
+            runs_on(target, store.workdir)
 
 
 def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -> None:
@@ -234,37 +246,53 @@ def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -
     runs_on(target, store.workdir)
 
 
+KILLED = [
+    *BREAKS_OFF,
+    ("dump.gpu.restore", "begin"),
+    ("dump.store", "begin"),
+]
+
+
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "dump.criu",
-        "dump.gpu.lock",
-        "dump.gpu.checkpoint",
-        "dump.files",
-        "dump.gpu.restore",
-        "dump.store",
-    ],
+    ("how", "moments", "max_window"),
+    # At the last two moments its window is over: it may be stopped for as long as it likes.
+    [(signal.SIGKILL, KILLED, 20.0), (signal.SIGSTOP, BREAKS_OFF, 4.0)],
+    ids=["killed", "stopped"],
 )
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dumper_that_is_killed_or_stopped(
-    how: signal.Signals, moment: str, store: Store, launch: Launch
+    how: signal.Signals,
+    moments: list[tuple[str, str]],
+    max_window: float,
+    due: Due,
+    store: Store,
+    launch: Launch,
 ) -> None:
-    if how is signal.SIGSTOP and moment in ("dump.gpu.restore", "dump.store"):
-        pytest.skip("its window is over")
     target = launch(GPUS[:2], lent=True)
-    state = "begin" if moment in ("dump.files", "dump.store", "dump.gpu.restore") else "end"
+    for moment in due(moments):
+        with at(*moment):
+            strike(how, moment, DumpOptions(max_window=max_window), target, store)
+            until_clean(store.workdir)
+            runs_on(target, store.workdir)
+            store.dump(target.pid)
+            runs_on(target, store.workdir)
+
+
+def strike(
+    how: signal.Signals, moment: tuple[str, str], options: DumpOptions, target: Target, store: Store
+) -> None:
+    """Send a dumper a signal at a moment. The job runs on while the dumper still exists."""
     order = {
         "repository": str(store.backend.root),  # type: ignore[attr-defined]
         "workdir": str(store.workdir),
         "pid": target.pid,
-        "pause": [moment, state],
-        "options": {"max_window": 4.0 if how is signal.SIGSTOP else 20.0, "gpu_shared": True},
+        "pause": moment,
+        "options": {"max_window": options.max_window, "gpu_shared": True},
     }
     dumper = zygote.program(driver.PROGRAM, json.dumps(order), stderr=False)
     try:
         assert dumper.stdout is not None
         for line in dumper.stdout:
-            if json.loads(line)[:2] == [moment, state]:
+            if json.loads(line)[:2] == [*moment]:
                 break
         else:
             pytest.fail("it ended early")
@@ -275,22 +303,19 @@ def test_a_dumper_that_is_killed_or_stopped(
     finally:
         dumper.kill()
         dumper.communicate(timeout=20)
-    until_clean(store.workdir)
-    runs_on(target, store.workdir)
-    store.dump(target.pid)
-    runs_on(target, store.workdir)
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
+def test_a_store_that_fails(due: Due, store: Store, launch: Launch) -> None:
     target = launch(GPUS[:2], lent=True)
     broken = FaultyBackend(
         store.backend,
         lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS,
     )
-    with pytest.raises(StoreError):
-        store.through(broken).dump(target.pid, DumpOptions(stop=stop))
-    runs_on(target, store.workdir)
+    for stop in due([False, True]):
+        with at("stop" if stop else "no stop"):
+            with pytest.raises(StoreError):
+                store.through(broken).dump(target.pid, DumpOptions(stop=stop))
+            runs_on(target, store.workdir)
 
 
 def test_a_criu_that_fails(store: Store, launch: Launch, tmp_path: Path) -> None:

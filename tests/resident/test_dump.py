@@ -35,6 +35,7 @@ from tests import zygote
 from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.moments import Due, at
 
 from . import job as program
 from .job import fresh
@@ -438,34 +439,38 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
 def test_what_fails_costs_a_snapshot(
-    store: Store, launch: Launch, joined: Machine, name: str
+    due: Due, store: Store, launch: Launch, joined: Machine
 ) -> None:
     job = launch(gpus=(0, 1), children=1)
-    # The look before the window may fail: that costs nothing.
-    events = Events({("dump.resident.unmap", "begin"): lambda event: fault(joined, *FAULTS[name])})
-    with pytest.raises(IcecoreError):
-        store.dump(job.pid, events=events)
-    assert not list((joined.cuda / "faults").iterdir())
-    runs_on(job, store)
-    assert not store.snapshots()
-    store.dump(job.pid)
-    runs_on(job, store)
+    for name in due([*FAULTS]):
+        with at(name):
+            before = store.snapshots()
+            # The look before the window may fail: that costs nothing.
+            strike = partial(fault, joined, *FAULTS[name])
+            events = Events({("dump.resident.unmap", "begin"): lambda _: strike()})  # noqa: B023
+            with pytest.raises(IcecoreError):
+                store.dump(job.pid, events=events)
+            assert not list((joined.cuda / "faults").iterdir())
+            runs_on(job, store)
+            assert store.snapshots() == before
+            store.dump(job.pid)
+            runs_on(job, store)
 
 
 MOMENTS = [
-    "dump.resident.unmap",
-    "dump.gpu.lock",
-    "dump.gpu.checkpoint",
-    "dump.files",
-    "dump.gpu.restore",
+    ("dump.resident.unmap", "end"),
+    ("dump.gpu.lock", "end"),
+    ("dump.gpu.checkpoint", "end"),
+    ("dump.files", "begin"),
+    ("dump.gpu.restore", "end"),
 ]
+#: Once its window is over, a dumper may be stopped for as long as it likes.
+STOPPED = [moment for moment in MOMENTS if moment[0] != "dump.gpu.restore"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "worker", "keeper"])
-def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, moment: str) -> None:
+def test_whoever_dies(who: str, due: Due, store: Store, launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0, 1), children=1)
 
     def hook(event: Event) -> None:
@@ -482,21 +487,22 @@ def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, m
         for pid in members(store.workdir, word):
             os.kill(pid, signal.SIGKILL)
 
-    state = "end" if moment != "dump.files" else "begin"
-    try:
-        store.dump(job.pid, events=Events({(moment, state): hook}))
-    except (KeyboardInterrupt, IcecoreError):
-        assert not store.snapshots()
-    if who == "keeper":
-        joined.start_keeper()
-        until(
-            lambda: all(
-                Agent(joined.directory, pid).report().counts.unheld == 0 for pid in job.pids
-            )
-        )
-    runs_on(job, store)
-    store.dump(job.pid)
-    runs_on(job, store)
+    def is_held(pid: int) -> bool:
+        return Agent(joined.directory, pid).report().counts.unheld == 0
+
+    for moment in due(MOMENTS):
+        with at(*moment):
+            before = store.snapshots()
+            try:
+                store.dump(job.pid, events=Events({moment: hook}))
+            except (KeyboardInterrupt, IcecoreError):
+                assert store.snapshots() == before
+            if who == "keeper":
+                joined.start_keeper()
+                until(lambda: all(map(is_held, job.pids)))
+            runs_on(job, store)
+            store.dump(job.pid)
+            runs_on(job, store)
 
 
 @pytest.mark.parametrize(
@@ -534,27 +540,46 @@ def test_a_window_that_is_too_long(store: Store, launch: Launch, joined: Machine
     runs_on(job, store)
 
 
-@pytest.mark.parametrize("moment", [*MOMENTS, "dump.store"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "moments", "max_window"),
+    [(signal.SIGKILL, [*MOMENTS, ("dump.store", "begin")], 20.0), (signal.SIGSTOP, STOPPED, 2.0)],
+    ids=["killed", "stopped"],
+)
 def test_a_dumper_that_is_killed_or_stopped(
-    how: signal.Signals, moment: str, store: Store, launch: Launch, joined: Machine
+    how: signal.Signals,
+    moments: list[tuple[str, str]],
+    max_window: float,
+    due: Due,
+    store: Store,
+    launch: Launch,
+    joined: Machine,
 ) -> None:
-    if how is signal.SIGSTOP and moment in ("dump.gpu.restore", "dump.store"):
-        pytest.skip("its window is over")
     job = launch(gpus=(0, 1), children=1)
-    state = "begin" if moment in ("dump.files", "dump.store") else "end"
+    for moment in due(moments):
+        with at(*moment):
+            strike(how, moment, max_window, job, store)
+            until_clean(store.workdir)
+            runs_on(job, store)
+            store.dump(job.pid)
+            runs_on(job, store)
+
+
+def strike(
+    how: signal.Signals, moment: tuple[str, str], max_window: float, job: Job, store: Store
+) -> None:
+    """Send a dumper a signal at a moment. The job runs on while the dumper still exists."""
     order = {
         "repository": str(store.backend.root),  # type: ignore[attr-defined]
         "workdir": str(store.workdir),
         "pid": job.pid,
-        "pause": [moment, state],
-        "options": {"max_window": 2.0 if how is signal.SIGSTOP else 20.0},
+        "pause": moment,
+        "options": {"max_window": max_window},
     }
     dumper = zygote.program(driver.PROGRAM, json.dumps(order), stderr=False)
     try:
         assert dumper.stdout is not None
         for line in dumper.stdout:
-            if json.loads(line)[:2] == [moment, state]:
+            if json.loads(line)[:2] == [*moment]:
                 break
         else:
             pytest.fail("it ended early")
@@ -564,22 +589,19 @@ def test_a_dumper_that_is_killed_or_stopped(
     finally:
         dumper.kill()
         dumper.communicate(timeout=20)
-    until_clean(store.workdir)
-    runs_on(job, store)
-    store.dump(job.pid)
-    runs_on(job, store)
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
+def test_a_store_that_fails(due: Due, store: Store, launch: Launch) -> None:
     job = launch(gpus=(0, 1))
     broken = FaultyBackend(
         store.backend,
         lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS,
     )
-    with pytest.raises(IcecoreError):
-        store.through(broken).dump(job.pid, DumpOptions(stop=stop))
-    runs_on(job, store)
+    for stop in due([False, True]):
+        with at("stop" if stop else "no stop"):
+            with pytest.raises(IcecoreError):
+                store.through(broken).dump(job.pid, DumpOptions(stop=stop))
+            runs_on(job, store)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -710,22 +732,24 @@ def test_a_worker_that_dies_as_it_looks(store: Store, launch: Launch, joined: Ma
     runs_on(job, store)
 
 
-@pytest.mark.parametrize("when", ["look", "afterwards"])
 def test_a_worker_that_does_not_let_go_is_ended(
-    when: str, store: Store, launch: Launch, joined: Machine
+    due: Due, store: Store, launch: Launch, joined: Machine
 ) -> None:
     """With it the snapshot; the memory is the job's."""
     job = launch(gpus=(0, 1))
-    begins = "dump.resident.prepare" if when == "look" else "dump.resident.unmap"
-    events = Events(
-        {(begins, "begin"): lambda event: fault(joined, "worker-faults/unmap", "fails")}
-    )
-    with pytest.raises(IcecoreError, match="worker ended" if when == "look" else "does not let go"):
-        store.dump(job.pid, events=events)
-    assert joined.used(0) + joined.used(1) == job.resident + MIB // 2
-    runs_on(job, store)
-    store.dump(job.pid)
-    runs_on(job, store)
+    for begins, said in due(
+        [("dump.resident.prepare", "worker ended"), ("dump.resident.unmap", "does not let go")]
+    ):
+        with at(begins):
+            events = Events(
+                {(begins, "begin"): lambda _: fault(joined, "worker-faults/unmap", "fails")}
+            )
+            with pytest.raises(IcecoreError, match=said):
+                store.dump(job.pid, events=events)
+            assert joined.used(0) + joined.used(1) == job.resident + MIB // 2
+            runs_on(job, store)
+            store.dump(job.pid)
+            runs_on(job, store)
 
 
 @pytest.mark.parametrize("stop", [False, True])

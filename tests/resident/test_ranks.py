@@ -24,6 +24,7 @@ from icecore.host.resident.client import Agent
 from icecore.host.resident.protocol import Counts
 from icecore.store.format.contract import RESIDENT, read_resident
 from tests.dumper.world import Events, Store
+from tests.moments import Due, at
 from tests.programs import driving
 
 from .joined import Job, Ring
@@ -144,19 +145,21 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
 def test_what_fails_costs_a_snapshot(
-    store: Store, launch: Launch, joined: Machine, name: str
+    due: Due, store: Store, launch: Launch, joined: Machine
 ) -> None:
     job = launch(Ring)
-    place, text = FAULTS[name]
-    (joined.cuda / place).write_text(text)
-    with pytest.raises(IcecoreError):
-        store.dump(job.pid)
-    job.goes_on()
-    assert in_use(joined) == job.resident + MIB
-    store.dump(job.pid)
-    job.goes_on()
+    for name in due([*FAULTS]):
+        with at(name):
+            before = store.snapshots()
+            place, text = FAULTS[name]
+            (joined.cuda / place).write_text(text)
+            with pytest.raises(IcecoreError):
+                store.dump(job.pid)
+            job.goes_on()
+            assert in_use(joined) == job.resident + MIB and store.snapshots() == before
+            store.dump(job.pid)
+            job.goes_on()
 
 
 def test_a_restore_that_fails(store: Store, launch: Launch, joined: Machine) -> None:

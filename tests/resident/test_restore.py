@@ -321,7 +321,7 @@ def test_a_restore_that_fails(
     with pytest.raises(StoreError if fault == "store" else RestoreFailed):
         bring_back(through, snapshot, mode=mode, placers=placers, attempts=1)
     ended(job)
-    for name in ("host.resident.worker", "restorer.placer_process"):
+    for name in ("host.gpu.worker", "restorer.place.placer_process"):
         until(lambda: not members(store.workdir, f"icecore.{name}"))  # noqa: B023
     bring_back(store, snapshot, mode=mode)
     job.goes_on()

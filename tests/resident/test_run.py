@@ -17,7 +17,7 @@ from typing import Literal
 import pytest
 
 from icecore import api
-from icecore.commands.output import describe
+from icecore.commands.event_text import describe
 from icecore.config import Config, RunSettings
 from icecore.errors import MissingTool, RestoreFailed, UsageError
 from icecore.events import Event

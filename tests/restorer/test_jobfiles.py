@@ -14,9 +14,10 @@ import pytest
 from icecore.errors import Damaged, IcecoreError, RestoreFailed
 from icecore.host.kernel import filesystem
 from icecore.restorer.files import jobfiles
-from icecore.restorer.files.jobfiles import JobFiles, Owner, inode_of
+from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused
 from icecore.restorer.files.plan import Action, plan_files
+from icecore.restorer.files.rights import Owner, as_allowed, inode_of
 from tests.restorer.job_file_places import HOSTILE, look, manifest_of, put_back, recorded, written
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as other users")
@@ -360,7 +361,7 @@ def test_only_one_thread_acts_as_the_owner_and_only_meanwhile(home: Path) -> Non
     owner = Owner(HOSTILE, HOSTILE)
     with JobFiles() as files:
         place = files.locate(str(home / "new"))
-        inside = files._do(lambda: files._as_allowed(place.directory, owner, identity))
+        inside = files._do(lambda: as_allowed(place.directory, owner, identity))
         assert inside.splitlines()[0].split()[-1] == str(HOSTILE) and identity() == before
         with pytest.raises(FileExistsError):
             files.create(files.locate(str(home / "data.bin")), owner)

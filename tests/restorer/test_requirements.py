@@ -20,7 +20,7 @@ from icecore.errors import RestoreRefused
 from icecore.host.criu.program import Criu
 from icecore.host.kernel import limits
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.requirements import check_requirements
+from icecore.restorer.requirements.check import check_requirements
 from icecore.store.format.cell import CELL, Records
 from icecore.store.format.manifest import (
     NODE_REF,

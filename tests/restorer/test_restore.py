@@ -26,11 +26,11 @@ from icecore.errors import (
 from icecore.events import Event
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
-from icecore.restorer import requirements
 from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import planning
+from icecore.restorer.requirements import room
 from icecore.restorer.restore import check
 from icecore.restorer.tree import Tree
 from icecore.sizes import PAGE
@@ -292,8 +292,8 @@ def test_what_criu_copies_is_known_before(tmp_path: Path, cache: Path, name: str
         reader = SnapshotReader(
             it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot))
         )
-        known = sum(requirements._pages(space, reader.records) for space in reader.manifest.spaces)
-        most = sum(requirements._most_pages(space) for space in reader.manifest.spaces)
+        known = sum(room._pages(space, reader.records) for space in reader.manifest.spaces)
+        most = sum(room._most_pages(space) for space in reader.manifest.spaces)
         it.restore(FULL)
         [written] = [
             event.fields["page_image_bytes"]

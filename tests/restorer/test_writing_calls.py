@@ -59,18 +59,30 @@ WRITES = set("wax+")
 #: Module -> the calls in it, and why no job's path is given to them.
 ALLOWED: dict[str, tuple[set[str], str]] = {
     "files/jobfiles.py": (
+        {"os.link", "os.unlink", "os.utime"},
+        "the module for it: names below checked directory descriptors, and descriptors",
+    ),
+    "files/job_directories.py": (
+        {
+            "os.open",
+            "os.chown",
+            "os.mkdir",
+            "os.rename",
+            "os.rmdir",
+            "os.unlink",
+            "os.utime",
+        },
+        "the module for it: names below checked directory descriptors, and descriptors",
+    ),
+    "files/job_inodes.py": (
         {
             "os.open",
             "os.chmod",
             "os.chown",
-            "os.mkdir",
             "os.mkfifo",
-            "os.link",
-            "os.unlink",
-            "os.rename",
-            "os.rmdir",
             "os.setxattr",
             "os.symlink",
+            "os.unlink",
             "os.utime",
         },
         "the module for it: names below checked directory descriptors, and descriptors",
@@ -200,7 +212,8 @@ def writing_calls(source: str) -> set[str]:
             "msgspec",
             "files",
             "self._files",
-        ):  # not paths: fields of structs, and jobfiles.py itself
+            "job_inodes",
+        ):  # not paths: fields of structs, and jobfiles.py with its parts
             continue
         elif name in PATH_CALLS or (
             name in PATH_CALLS_OF_ONE and len(node.args) == 1 and not node.keywords
@@ -241,6 +254,13 @@ def _is_mode(arguments: list[ast.expr]) -> bool:
     )
 
 
+#: `JobFiles`, and the steps that it runs in its thread.
+JOB_FILES = {
+    "files/jobfiles.py",
+    "files/job_directories.py",
+    "files/job_inodes.py",
+    "files/rights.py",
+}
 MODULES = sorted(str(path.relative_to(RESTORER)) for path in RESTORER.rglob("*.py"))
 
 
@@ -254,7 +274,7 @@ def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
         "filesystem.RENAME_EXCHANGE",
         "filesystem.RENAME_NOREPLACE",
     }
-    if name in ("files/jobfiles.py", "files/jobpaths.py"):
+    if name in {*JOB_FILES, "files/jobpaths.py"}:
         allowed = allowed | primitives
     found = writing_calls((RESTORER / name).read_text())
     assert found <= allowed, (
@@ -262,6 +282,19 @@ def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
     )
     stale = (allowed - primitives) - found
     assert not stale, f"{name} does not call {sorted(stale)} any more ({reason})"
+
+
+@pytest.mark.parametrize("name", sorted({*MODULES} - JOB_FILES))
+def test_only_job_files_runs_its_steps(name: str) -> None:
+    """Others may name the types: who owns a file, which one it is, and what was made."""
+    types = {"Owner", "Inode", "inode_of", "MadeDirectory"}
+    imported = set()
+    for node in ast.walk(ast.parse((RESTORER / name).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            if node.module.split(".")[-1] in ("job_directories", "job_inodes", "rights"):
+                imported |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names} & {"job_directories", "job_inodes"}
+    assert imported <= types
 
 
 def test_no_allowance_is_for_a_module_that_is_gone() -> None:

@@ -23,7 +23,8 @@ from icecore.events import Event, Sink, discard
 from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
-from icecore.host.jobs.registry import Registry, Restoring
+from icecore.host.jobs.registry import Registry
+from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel import procfs
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions

@@ -37,7 +37,7 @@ from icecore.restorer import workingset
 from icecore.restorer.files.exporter import export
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.planning import run_record
-from icecore.restorer.requirements import check_requirements
+from icecore.restorer.requirements.check import check_requirements
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.snapshots.difference import compare
 from icecore.store.backend.local import LocalBackend
@@ -351,6 +351,7 @@ def _restore_plan(it: Reading) -> None:
         Criu(Path("/criu"), (4, 2)),
         str(it.folder),
         records=reader.records,
+        read=reader.content,
     )
 
 

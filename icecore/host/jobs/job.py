@@ -1,7 +1,7 @@
 """One instance of a job on this node, as its directory describes it. A pid is valid only together
 with its start time and the boot id.
 
-The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log``
+The directory of an instance holds ``job.json`` (`icecore.host.jobs.description`), ``stdout.log`` and ``stderr.log``
 (append-only), ``status`` (one line by the init once the command has ended) and ``icecore-init``
 (the init's program).
 """
@@ -12,18 +12,20 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
-from icecore.host.jobs.namespaces import Isolation, RunRecord, own_paths
+from icecore.host.jobs.description import Description, boot_id
+from icecore.host.jobs.namespaces import RunRecord, own_paths
 from icecore.host.kernel import freezer, procfs
 from icecore.private import create_private
 
@@ -34,11 +36,6 @@ _LEAVE_SECONDS = 1.0  # for the last processes of a job whose init has ended
 _UNKNOWN = -1  # a start time that no process has
 _MOST_STATUS = 64  # bytes
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
-
-
-def boot_id() -> str:
-    """Return the id of this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def init_of(directory: Path) -> int:
@@ -54,61 +51,6 @@ def init_of(directory: Path) -> int:
             if os.path.samestat(ours, os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")):
                 return pid
     return 0
-
-
-@dataclass(frozen=True)
-class Description:
-    """The content of ``job.json``.
-
-    Attributes:
-        name: The job's; instances of one job may share it only while at most one of them lives.
-        instance: Names this instance for good.
-        pid: The init's, as this machine sees it; 0 while the instance is being started or restored.
-        start_time: The init's, in clock ticks after boot; -1 where it ended too soon to be asked.
-        boot: The boot of the machine in which ``pid`` counts.
-        command: Command line (argv).
-        cwd: Where it was started.
-        isolation: Its namespaces.
-        binds: The host's mount points in its private root.
-        created: Unix time in seconds.
-        restored_from: The snapshot it was restored from; empty where it was started.
-        lineage: The lineage its snapshots belong to; empty before the first.
-        snapshot: The one it was last dumped to or restored from: the parent of its next. Empty
-            before the first.
-        owner: Pid and start time of the process that starts or restores it.
-        resident: Where the keeper of its device memory is, as this machine sees it
-            (`icecore.host.resident`); empty: it has none, or icecore was older.
-        keep_resident: From its first snapshot on that memory outlives it, unless it ends well.
-        files_to: Directory of its own copies of files (``restore --files-to``); empty: it has none.
-        copies: The files, by the path at which it sees them.
-        user, user_name: Whose job it is: the uid with which its command was started, and its name
-            at that time.
-        data: Directories whose content is part of each snapshot (``run --data``).
-        group: Directory of the cgroup of its own (`icecore.host.kernel.freezer`); empty: it has none.
-    """
-
-    name: str
-    instance: str
-    command: list[str]
-    cwd: str
-    isolation: Isolation
-    binds: list[str]
-    created: float
-    boot: str
-    owner: tuple[int, int]
-    pid: int = 0
-    start_time: int = 0
-    restored_from: str = ""
-    lineage: str = ""
-    snapshot: str = ""
-    resident: str = ""
-    keep_resident: bool = False
-    files_to: str = ""
-    copies: list[str] = field(default_factory=list)
-    user: int = 0
-    user_name: str = "root"
-    group: str = ""
-    data: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -385,6 +327,12 @@ class Job:
         """
         if self.description.group and self.state in ("ended", "failed"):
             freezer.remove_group(Path(self.description.group), seconds)
+
+    def discard(self) -> None:
+        """Remove the directory and the cgroup of an instance that does not run."""
+        if self.group is not None:
+            freezer.remove_group(self.group)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
     def group(self) -> Path | None:

@@ -13,34 +13,25 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from icecore.config import job_environment
-from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
+from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.host.jobs.job import Description, Job, boot_id, init_of
-from icecore.host.jobs.namespaces import (
-    INSTANCE_MOUNT,
-    RESTORABLE_ENVIRONMENT,
-    Isolation,
-    RestoreNamespaces,
-    RunRecord,
-    bindable_mounts,
-    init_program,
-)
+from icecore.host.jobs import keepers
+from icecore.host.jobs.description import Description, describe
+from icecore.host.jobs.job import Job, init_of
+from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, init_program
 from icecore.host.kernel import freezer, procfs
 from icecore.private import private_state, require_own, state_directory
 from icecore.text import job_name
 
 if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
+    from icecore.host.jobs.restoring import Restoring
 
-#: Where the keepers of jobs on the host's root have their directories.
-_RESIDENT = Path("/run/icecore/resident")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -144,6 +135,7 @@ class Registry:
         keep_resident: bool = False,
         identity: Identity | None = None,
         data: Sequence[str | os.PathLike[str]] = (),
+        io_uring: bool = False,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -156,8 +148,7 @@ class Registry:
             name: Empty: the program's, with a number where that is taken.
             isolation: Its namespaces; default pid and ipc.
             cwd: Empty: this process's.
-            environment: Default: this process's, without credentials. Both get
-                `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
+            environment: Default: this process's, without credentials.
             umask: Default: this process's.
             resident: Its device memory shall stay where it is in windows (`icecore.host.resident`):
                 with the preload, and a keeper of its own.
@@ -168,8 +159,10 @@ class Registry:
                 user's rights. Default: this process's.
             data: Directories whose content shall be part of each snapshot. A user other than root
                 must own them.
-            emit: Gets ``run.started``, ``run.environment``, and ``run.limits`` if this process
-                cannot raise a limit as far as ``identity`` has it.
+            io_uring: It may use io_uring, which cannot be snapshotted. Otherwise io_uring_setup(2)
+                fails with EPERM, as in containers.
+            emit: Gets ``run.started``, ``run.io_uring`` if the kernel has no seccomp filters, and
+                ``run.limits`` if this process cannot raise a limit as far as ``identity`` has it.
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
@@ -179,94 +172,25 @@ class Registry:
             MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
         """
-        from icecore.host.jobs.start import Launch, Starting  # most commands start no job
+        from icecore.host.jobs.new_job import NewJob  # most commands start no job
 
-        if not command or not command[0]:
-            raise UsageError("no command was given")
-        if keep_resident and not resident:
-            raise UsageError(
-                "only resident memory can be kept",
-                cure="leave out --keep-resident, or --no-resident",
-            )
-        if identity is not None and os.geteuid() != 0:
-            raise UsageError("only root can start jobs of other users", cure="run icecore as root")
-        isolation = isolation or Isolation()
-        own = dict(job_environment(os.environ)[0] if environment is None else environment)
-        added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
-        own.update(added)
-        directory = os.path.abspath(cwd or os.getcwd())
-        path = command[0] if identity is not None else _program(command[0], directory, own)
-        binds = bindable_mounts() if isolation.root else []
-        described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
-        if identity is not None:
-            described = replace(described, user=identity.user, user_name=identity.name)
-        if data:
-            from icecore.host.jobs.data import data_directories  # most jobs have none
-
-            paths = [os.path.join(directory, path) for path in data]
-            chosen = data_directories(paths, described.user, self.state)
-            described = replace(described, data=chosen)
-        job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
-        try:
-            job = job.with_group(None if identity is None else identity.cgroups)
-            if resident:
-                seen = (
-                    Path(INSTANCE_MOUNT) / "resident"
-                    if isolation.root
-                    else _RESIDENT / job.instance
-                )
-                job = job.with_resident(_keeper_place(job), keep=keep_resident)
-                user = job.description.user
-                own.update(_with_keeper(_keeper_place(job), seen, own, user))
-                if isolation.root and user:
-                    # The way to the keeper leads through it; it shows nothing else.
-                    job.directory.chmod(0o711)
-        except BaseException:
-            _discard(job)
-            raise
-        wanted = Launch(
-            directory=job.directory,
-            command=[path, *command],
-            cwd=directory,
-            environment=own,
-            umask=_chosen_umask(umask, identity),
-            isolation=isolation,
-            binds=binds,
+        wanted = NewJob.planned(
+            command,
+            name=name,
+            isolation=isolation or Isolation(),
+            cwd=cwd,
+            environment=environment,
+            umask=umask,
+            resident=resident,
+            keep_resident=keep_resident,
             identity=identity,
-            group=job.group,
+            data=data,
+            io_uring=io_uring,
+            state=self.state,
         )
-        try:
-            with Starting(wanted) as starting:
-                job = job.with_pid(starting.pid)
-                starting.go()
-        except BaseException:
-            _discard(job)
-            raise
-        if added:
-            emit(
-                Event(
-                    "run.environment",
-                    {
-                        "job": job.name,
-                        "added": dict(added),
-                        "why": "keeps libraries off io_uring, which CRIU cannot dump",
-                    },
-                )
-            )
-        short = [] if identity is None else identity.reachable_limits()[1]
-        if short:
-            emit(Event("run.limits", {"job": job.name, "short": short}))
-        emit(
-            Event(
-                "run.started",
-                {
-                    "job": job.name,
-                    "instance": job.instance,
-                    "pid": job.pid,
-                    "command": list(command),
-                },
-            )
-        )
+        init = init_program().read_bytes()
+        job = wanted.start(self._note_down(wanted.described, exact=bool(name), init=init), emit)
+        wanted.tell(job, emit)
         return job
 
     def restoring(
@@ -291,7 +215,7 @@ class Registry:
             UsageError: A bad name, or one that a living job has.
             RestoreRefused: This machine lacks a mount that the job had.
         """
-        described = _describe(
+        described = describe(
             name or record.name,
             record.command,
             record.cwd,
@@ -308,6 +232,8 @@ class Registry:
             user_name=record.user_name,
             data=record.data,
         )
+        from icecore.host.jobs.restoring import Restoring  # most commands restore nothing
+
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
@@ -325,10 +251,7 @@ class Registry:
         """Return where the keepers of instances are: first of those last dumped to or restored from
         a snapshot, then of those with a name, newer ones first.
         """
-        jobs = self.instances()[::-1]
-        jobs.sort(key=lambda job: (job.description.snapshot != snapshot, job.name != name))
-        places = dict.fromkeys(_keeper_place(job) for job in jobs)
-        return [place for place in places if (place / "keeper").is_socket()]
+        return keepers.living(self.instances(), snapshot, name)
 
     def left_keepers(self, lineage: str, besides: str = "") -> set[Path]:
         """Return where the keepers are, or were, whose instances have all ended, if one of a
@@ -339,39 +262,13 @@ class Registry:
             besides: An instance that does not count.
         """
         jobs = [job for job in self.instances() if job.instance != besides]
-        busy = {_keeper_place(job) for job in jobs if job.state in ("running", "starting")}
-        return {_keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
+        return keepers.left(jobs, lineage)
 
     def kept(self, job: Job) -> int:
         """Return the bytes of GPU memory that are kept of an instance although it has ended: for
         ``restore --from-resident``, until `remove`.
         """
-        with suppress(IcecoreError, OSError):
-            place = _keeper_place(job)
-            if (
-                job.state in ("running", "starting")
-                or not (place / "keeper").is_socket()
-                or not self._has_last(job)
-            ):
-                return 0
-            from icecore.host.resident.client import Keeper  # starts slowly; few commands need it
-
-            keeper = Keeper(place)
-            tokens = [process.token for process in keeper.processes() if not process.alive]
-            return sum(
-                one.size
-                for token in tokens
-                for one in keeper.allocations(token)
-                if not one.imported
-            )
-        return 0
-
-    def _has_last(self, job: Job) -> bool:
-        """Return whether no later instance has the same keeper, as instances of one snapshot do
-        without a root of their own: the memory that is kept is the last one's.
-        """
-        same = [other for other in self.instances() if _keeper_place(other) == _keeper_place(job)]
-        return not same or same[-1].instance == job.instance
+        return keepers.kept_bytes(job, self.instances())
 
     # -- removing
 
@@ -389,9 +286,9 @@ class Registry:
                 raise UsageError(
                     f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first"
                 )
-            place = _keeper_place(job)
-            if place.exists() and self._has_last(job):
-                _let_go_claimed(place, f"job {job.name} ({job.instance})")
+            place = keepers.keeper_place(job)
+            if place.exists() and keepers.has_last(job, self.instances()):
+                keepers.let_go_unless_claimed(place, f"job {job.name} ({job.instance})")
             job.remove_group()
             shutil.rmtree(job.directory)
 
@@ -410,9 +307,9 @@ class Registry:
                 raise UsageError(
                     f"job {instance} runs, as process {pid}", cure=f"'kill -KILL {pid}' first"
                 )
-            for place in (directory / "resident", _RESIDENT / instance):
+            for place in keepers.places_of_unknown(directory):
                 if place.exists():
-                    _let_go_claimed(place, f"job {instance}")
+                    keepers.let_go_unless_claimed(place, f"job {instance}")
             shutil.rmtree(directory)
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
@@ -480,29 +377,6 @@ class Registry:
         return job
 
 
-def _let_go(place: Path) -> None:
-    """Have a keeper let go of what it kept of processes that have ended, keep nothing of those that
-    live (an init that is killed may leave some), and remove its directory, unless somebody uses it.
-
-    Raises:
-        ResidentFailed: It does not answer. Without its directory nobody could ask it any more.
-    """
-    from icecore.host.resident.client import Keeper
-
-    with suppress(NotFound):  # it has ended, and let go of everything
-        keeper = Keeper(place)
-        for process in keeper.processes():
-            if process.alive:
-                keeper.unkeep(process.token)
-        held = keeper.processes()  # one may have ended before
-        for process in held:
-            if not process.alive:
-                keeper.forget(process.token)
-        if any(process.alive for process in held):
-            return
-    shutil.rmtree(place, ignore_errors=True)
-
-
 def _make_logs(directory: Path, user: int) -> None:
     """Make the files that an instance writes, before anybody knows of it."""
     for own in ("stdout.log", "stderr.log", "status"):
@@ -512,223 +386,3 @@ def _make_logs(directory: Path, user: int) -> None:
                 os.fchown(made, user, -1)
         finally:
             os.close(made)
-
-
-def _discard(job: Job) -> None:
-    """Discard an instance that was never started, and its keeper, which nobody could find any more."""
-    if job.description.resident:
-        with suppress(IcecoreError, OSError):  # it ends by itself
-            _let_go(_keeper_place(job))
-    _forget(job)
-
-
-def _forget(job: Job) -> None:
-    """Remove the directory and the cgroup of an instance that does not run."""
-    if job.group is not None:
-        freezer.remove_group(job.group)
-    shutil.rmtree(job.directory, ignore_errors=True)
-
-
-def _let_go_claimed(place: Path, whose: str) -> None:
-    """Release what a keeper has kept, as `_let_go` does, unless a restore takes it.
-
-    Raises:
-        UsageError: One does.
-        ResidentFailed: The keeper does not answer.
-    """
-    from icecore.host.resident.keeper import claimed
-
-    with claimed(place) as ours:
-        if not ours:
-            raise UsageError(
-                f"{whose} is being restored from", cure="wait until that restore is done"
-            )
-        _let_go(place)
-
-
-def _keeper_place(job: Job) -> Path:
-    """Return where an instance's keeper is, if it has one. Instances without a root of their own
-    share one short path, which a restore finds again.
-    """
-    known = job.description
-    return Path(
-        known.resident
-        or (job.directory / "resident" if known.isolation.root else _RESIDENT / job.instance)
-    )
-
-
-def _with_keeper(
-    place: Path, seen: Path, environment: Mapping[str, str], user: int
-) -> dict[str, str]:
-    """Start a keeper; what its job's environment needs, which sees it there.
-
-    Args:
-        user: Whose job it is.
-    """
-    from icecore.host.resident import keeper
-
-    keeper.make_place(place, user)
-    keeper.start_keeper(place)
-    return keeper.environment(str(seen), environment)
-
-
-def _describe(
-    name: str,
-    command: Sequence[str],
-    cwd: str,
-    isolation: Isolation,
-    binds: Sequence[str],
-    *,
-    snapshot: str = "",
-    lineage: str = "",
-) -> Description:
-    """Describe a new instance that this process starts."""
-    import secrets
-
-    return Description(
-        name=name,
-        instance=f"i{secrets.token_hex(4)}",
-        command=[*command],
-        cwd=cwd,
-        isolation=isolation,
-        binds=[*binds],
-        created=time.time(),
-        boot=boot_id(),
-        owner=(os.getpid(), procfs.start_time(os.getpid())),
-        restored_from=snapshot,
-        snapshot=snapshot,
-        lineage=lineage,
-    )
-
-
-class Restoring:
-    """An instance that CRIU is about to restore (a context manager: on exit before `started`, the
-    instance is forgotten).
-
-    The caller puts back what the logs held (`redirected`), runs ``[*prefix, criu, "restore", …,
-    *options]`` with ``pass_fds``, and calls `started` once CRIU has made the tree. From then on the
-    job is found, waited for and killed as any other.
-
-    Attributes:
-        job: The instance; it has no pid yet.
-    """
-
-    def __init__(self, job: Job, record: RunRecord, namespaces: RestoreNamespaces) -> None:
-        self.job = job
-        self._record = record
-        self._namespaces = namespaces
-        self._started = False
-
-    @property
-    def prefix(self) -> list[str]:
-        """Return the command line before ``criu``; often empty."""
-        return self._namespaces.prefix
-
-    @property
-    def options(self) -> list[str]:
-        """Return the options of ``criu restore``."""
-        return self._namespaces.options
-
-    @property
-    def pass_fds(self) -> tuple[int, ...]:
-        """Return the descriptors that CRIU must inherit."""
-        return self._namespaces.pass_fds
-
-    @property
-    def redirected(self) -> dict[str, Path]:
-        """Map the paths in the images that are the instance's own to the new instance's files.
-        Nothing else may be put at those paths.
-        """
-        return {path: self.job.directory / name for name, path in self._record.files.items()}
-
-    def bind_copies(self, images: Path) -> None:
-        """Mount the instance's copies over the originals, or make CRIU do so; they are written, and
-        CRIU does not run yet.
-
-        Args:
-            images: CRIU's images.
-
-        Raises:
-            RestoreRefused: It cannot be done.
-        """
-        try:
-            self._namespaces.bind_copies(images)
-        except OSError as error:
-            raise RestoreRefused(
-                f"cannot bind a copy of a file: {error.strerror}",
-                cure="check the file and the directory of --files-to, or use --files instead",
-            ) from error
-
-    def make_group(self, groups: Mapping[str, str] | None) -> Path | None:
-        """Make a cgroup of the instance's own, into which CRIU goes before it restores.
-
-        Args:
-            groups: The groups that it joins, by hierarchy; None: those of this process.
-
-        Returns:
-            Its directory; None: the instance gets none.
-        """
-        self.job = self.job.with_group(groups)
-        return self.job.group
-
-    def has_keeper(self, place: Path, *, keep: bool) -> None:
-        """Record where the keeper of its GPU memory is, and whether that memory outlives it."""
-        self.job = self.job.with_resident(place, keep=keep)
-
-    def started(self, pid: int) -> Job:
-        """Record the restored init, which CRIU has released; it may have ended since, and is then
-        known as an ended job.
-
-        Args:
-            pid: As this machine sees it (CRIU's ``--pidfile``).
-        """
-        self._started = True
-        try:
-            self.job = self.job.with_pid(pid)
-        except NotFound:
-            self.job = self.job.with_lost(pid)
-        return self.job
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._namespaces.close()
-        if not self._started:
-            _forget(self.job)
-
-
-def _program(name: str, directory: str, environment: Mapping[str, str]) -> str:
-    """Return the absolute path of a program that this process's user may execute.
-
-    Raises:
-        NotFound: There is none, or no such directory.
-    """
-    if not os.path.isdir(directory):
-        raise NotFound(f"there is no directory {directory}")
-    path = shutil.which(name, path=environment.get("PATH", os.defpath))
-    if path is None:
-        path = os.path.join(directory, name)
-        if "/" not in name or not os.path.exists(path):
-            raise NotFound(
-                f"there is no program {name}", cure="give its path, or add its directory to PATH"
-            )
-    return os.path.abspath(os.path.join(directory, path))
-
-
-def _chosen_umask(wanted: int | None, identity: Identity | None) -> int:
-    if wanted is not None:
-        return wanted
-    return _umask() if identity is None or identity.umask is None else identity.umask
-
-
-def _umask() -> int:
-    """Return this process's umask from /proc, without changing it for other threads."""
-    found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None  # there since Linux 4.7
-    return int(found[1], 8)

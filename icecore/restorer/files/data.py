@@ -13,9 +13,9 @@ import numpy as np
 
 from icecore.host.kernel.filesystem import open_confined
 from icecore.host.kernel.listing import Listing, TooMany, walk
-from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused
 from icecore.restorer.files.plan import Action, FilePlan, Problem
+from icecore.restorer.files.rights import Inode, inode_of
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.data import (

@@ -17,8 +17,10 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.files.data import Content
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.images import read_spaces
-from icecore.restorer.files.jobfiles import JobFiles, MadeDirectory, Owner, inode_of
+from icecore.restorer.files.job_directories import MadeDirectory
+from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
+from icecore.restorer.files.rights import Owner, inode_of
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.data import (
     MAX_TABLE,

@@ -21,8 +21,9 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.files.archive import write_archive
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.images import image_targets, plan_memory, read_spaces, spaces_of
-from icecore.restorer.files.jobfiles import JobFiles, Owner
+from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import components
+from icecore.restorer.files.rights import Owner
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.archive import ARCHIVE
 from icecore.store.format.data import is_data

@@ -16,15 +16,10 @@ from dataclasses import dataclass
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.restorer.files.file_journal import Change, FileJournal, Made
-from icecore.restorer.files.jobfiles import (
-    UNSUPPORTED,
-    Inode,
-    JobFiles,
-    MadeDirectory,
-    Owner,
-    inode_of,
-)
+from icecore.restorer.files.job_directories import MadeDirectory
+from icecore.restorer.files.jobfiles import UNSUPPORTED, JobFiles
 from icecore.restorer.files.jobpaths import Place
+from icecore.restorer.files.rights import Inode, Owner, inode_of
 
 _COPY_BYTES = 1 << 20
 #: Added to the temporary name, where two names cannot be exchanged in one step.

@@ -23,8 +23,8 @@ from typing import Literal
 import msgspec
 
 from icecore.errors import Damaged, RestoreFailed
-from icecore.host.jobs.job import boot_id
-from icecore.restorer.files.jobfiles import Inode
+from icecore.host.jobs.description import boot_id
+from icecore.restorer.files.rights import Inode
 
 FOLDER = "restores"
 _JOURNAL, _LOCK, _KEEP, _RAN, _KEPT, _LEFT = "journal", "lock", "keep", "ran", ".kept", "left.txt"

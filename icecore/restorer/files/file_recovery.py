@@ -17,11 +17,12 @@ import msgspec
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.events import Event, Sink, Value, discard
-from icecore.host.jobs.job import boot_id
+from icecore.host.jobs.description import boot_id
 from icecore.restorer.files.file_changes import Located, finish, leave_originals, undo
 from icecore.restorer.files.file_journal import Change, FileJournal, Made, Record, abandoned
-from icecore.restorer.files.jobfiles import Inode, JobFiles
+from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
+from icecore.restorer.files.rights import Inode
 
 
 def command(state: Path) -> list[str]:

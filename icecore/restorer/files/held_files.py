@@ -20,7 +20,7 @@ from icecore.errors import NotFound, RestoreFailed
 from icecore.host.criu.opened_images import OpenedFile, OpenedImages
 from icecore.host.cuda.holder import replaced_mappings
 from icecore.host.kernel import procfs
-from icecore.restorer.files.jobfiles import Inode, inode_of
+from icecore.restorer.files.rights import Inode, inode_of
 
 #: File systems of the kernel, in which no user makes names; files there are no part of a snapshot.
 _PSEUDO = ("/proc/", "/sys/", "/dev/")

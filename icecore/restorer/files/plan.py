@@ -14,8 +14,8 @@ from typing import Literal
 import blake3
 
 from icecore.host.kernel.elf import build_id
-from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
+from icecore.restorer.files.rights import Inode, inode_of
 from icecore.store.format.manifest import Manifest, OpenFile
 from icecore.store.format.surroundings import Folder, SocketName
 

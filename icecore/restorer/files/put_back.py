@@ -20,9 +20,11 @@ from icecore.errors import RestoreFailed
 from icecore.restorer.files.file_changes import Located, apply, finish, leave_originals, undo
 from icecore.restorer.files.file_journal import Change, FileJournal, Made, record_of
 from icecore.restorer.files.filewriter import FileTarget
-from icecore.restorer.files.jobfiles import Inode, JobFiles, MadeDirectory, Owner, inode_of
+from icecore.restorer.files.job_directories import MadeDirectory
+from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
 from icecore.restorer.files.plan import Action, same_inode
+from icecore.restorer.files.rights import Inode, Owner, inode_of
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.surroundings import Folder, SocketName
 

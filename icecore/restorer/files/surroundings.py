@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from icecore.errors import Damaged
-from icecore.restorer.files.jobfiles import Inode, inode_of
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, components
 from icecore.restorer.files.plan import Action, FilePlan, FilesMode, Problem
+from icecore.restorer.files.rights import Inode, inode_of
 from icecore.store.format.manifest import OpenFile
 from icecore.store.format.surroundings import Folder, Named, SmallFile, SocketName, Surroundings
 

@@ -12,7 +12,7 @@ from icecore.events import Event, phase
 from icecore.host.criu.libraries import restore_environment
 from icecore.host.criu.program import plugin_folder
 from icecore.host.cuda import holder as plugin
-from icecore.host.jobs.registry import Restoring
+from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel.cgroups import files_to_join
 from icecore.restorer import workingset
 from icecore.restorer.files.images import FILE_NAME

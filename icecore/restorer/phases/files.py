@@ -14,13 +14,13 @@ from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
-from icecore.host.criu.image_changes import bound_limits, forget_sizes
+from icecore.host.criu.image_changes import bound_limits, forget_sizes, rearm_timers
 from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
-from icecore.host.jobs.registry import Restoring
+from icecore.host.jobs.restoring import Restoring
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
@@ -33,9 +33,9 @@ from icecore.restorer.files.images import (
     read_spaces,
     spaces_of,
 )
-from icecore.restorer.files.jobfiles import Inode
 from icecore.restorer.files.peers import can_connect
 from icecore.restorer.files.put_back import PutBack
+from icecore.restorer.files.rights import Inode
 from icecore.restorer.fill.device_file import DeviceFile
 from icecore.restorer.owner import owner_of
 from icecore.restorer.phases.attempt import Attempt
@@ -145,6 +145,7 @@ def prepare_files(
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
+        rearm_timers(folder)
         _drop_datagrams(attempt, plan, folder)
         limits = _bound_limits(attempt, plan, folder)
         expected = _expected_files(plan, put_back)

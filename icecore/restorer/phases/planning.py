@@ -27,7 +27,8 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.owner import require_owner
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
-from icecore.restorer.requirements import Requirements, check_requirements
+from icecore.restorer.requirements.check import check_requirements
+from icecore.restorer.requirements.outcome import Requirements
 from icecore.store.format.contract import read_run
 from icecore.store.format.manifest import Manifest
 from icecore.store.log.repository import UNREGISTERED

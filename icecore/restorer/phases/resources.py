@@ -11,12 +11,13 @@ from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT, RunRecord
-from icecore.host.jobs.registry import Restoring
+from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel.limits import memory_available
 from icecore.private import make_parents
 from icecore.restorer.files.copies import make_directory, remove_empty
 from icecore.restorer.files.images import SPARE
-from icecore.restorer.files.jobfiles import JobFiles, Owner
+from icecore.restorer.files.jobfiles import JobFiles
+from icecore.restorer.files.rights import Owner
 from icecore.restorer.gpu.devices import Devices
 from icecore.restorer.gpu.keepers import claim_keeper, let_go
 from icecore.restorer.gpu.resident import Resident

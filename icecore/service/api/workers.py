@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from icecore.errors import NotFound
-from icecore.host.jobs.job import boot_id
+from icecore.host.jobs.description import boot_id
 from icecore.host.kernel import procfs
 from icecore.service.api import operation_files as files
 from icecore.service.api.operation_files import Process

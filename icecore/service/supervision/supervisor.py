@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from icecore.config import without_secrets
+from icecore.environment import without_secrets
 from icecore.errors import JobHeld, NotFound, StoreError
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece

@@ -16,7 +16,8 @@ import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
 from icecore.config import Config, ServiceSettings
-from icecore.host.jobs.job import Description, Job, boot_id
+from icecore.host.jobs.description import Description, boot_id
+from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from icecore.host.jobs.job import boot_id
+from icecore.host.jobs.description import boot_id
 from icecore.host.kernel import procfs
 from icecore.service.api import operation_files as files
 from icecore.service.api.journal import Writer

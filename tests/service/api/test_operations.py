@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from icecore.errors import IcecoreError, NotFound, UsageError
-from icecore.host.jobs.job import boot_id
+from icecore.host.jobs.description import boot_id
 from icecore.service.api import operation_files as files
 from icecore.service.api import operation_table, operations
 from icecore.service.api.journal import Reader, Writer
