@@ -35,12 +35,12 @@ from tests import zygote
 from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.fakes import job as program
+from tests.fakes.job import fresh
+from tests.fakes.joined import Job
+from tests.fakes.machine import MIB, Machine, until, uuid_of
 from tests.moments import Due, at
 
-from . import job as program
-from .job import fresh
-from .joined import Job
-from .machine import MIB, Machine, until, uuid_of
 from .test_restore import bring_back
 
 pytestmark = pytest.mark.criu
@@ -813,7 +813,7 @@ def test_a_worker_that_ended_costs_no_window(store: Store, launch: Launch) -> No
 
 
 class Late(Job):
-    """One of `tests.resident.late`, with an agent that takes three seconds to begin."""
+    """One of `tests.fakes.late`, with an agent that takes three seconds to begin."""
 
     def __init__(self, machine: Machine, folder: Path, *, how: str) -> None:
         folder.mkdir(parents=True)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import driving, fake_cuda
+from tests.fakes import fake_cuda
+from tests.programs import driving
 
 PROGRAM = Path(fake_cuda.__file__)
 GPUS = tuple(f"GPU-{n:08x}-0000-4000-8000-00000000000{n}" for n in range(4))

@@ -13,16 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fakes import job, ring
+from tests.fakes.machine import HERE, Machine
 from tests.programs import driving
-
-from . import job, ring
-from .machine import HERE, Machine
 
 MIB = 1 << 20
 
 
 class Job:
-    """A job of `tests.resident.job`.
+    """A job of `tests.fakes.job`.
 
     Args:
         folder: Its output goes there.
@@ -127,7 +126,7 @@ class Job:
 
 
 class Ring(Job):
-    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before
+    """Ranks of `tests.fakes.ring`, which share memory: each has a buffer that the one before
     writes, and 2 MiB of its own.
 
     Args:
