@@ -95,6 +95,7 @@ def run(
     keep_resident: bool | None = None,
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
+    io_uring: bool | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -120,6 +121,8 @@ def run(
             start jobs of others. ``environment`` is taken as it is: see `Identity.environment`.
             Default: this process's.
         data: Directories whose content is part of each snapshot, and comes back with a restore.
+        io_uring: Let the job use io_uring; it cannot be snapshotted while it does. Default:
+            configured.
         config: Default: `icecore.config.loading.load`.
         emit: Gets the events.
 
@@ -132,6 +135,7 @@ def run(
     config = config or load()
     environment = _environment(emit) if environment is None else environment
     own = config.run
+    rings = own.io_uring if io_uring is None else io_uring
     said = isolation
     isolation = isolation or Isolation(
         pid=own.pid == "private",
@@ -155,6 +159,7 @@ def run(
             must_keep=bool(keep_resident),
             identity=identity,
             data=data,
+            io_uring=rings,
             emit=emit,
         )
     if keep_resident:
@@ -170,6 +175,7 @@ def run(
         environment=environment,
         identity=identity,
         data=data,
+        io_uring=rings,
         emit=emit,
     )
 
@@ -201,6 +207,7 @@ def start_gpu(
     must_keep: bool = False,
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
+    io_uring: bool = False,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
@@ -245,6 +252,7 @@ def start_gpu(
         keep_resident=keep_resident and resident,
         identity=identity,
         data=data,
+        io_uring=io_uring,
         emit=emit,
     )
     emit(

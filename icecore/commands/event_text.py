@@ -102,6 +102,8 @@ def describe(event: Event) -> list[str]:
         return _gpu_words(fields)
     if event.name == "run.withheld":
         return [_withheld_words(fields)]
+    if event.name == "run.io_uring":
+        return [f"warning: the job can use io_uring, which CRIU cannot dump ({fields['why']})"]
     if event.name in ("run.limits", "restore.limits"):
         return [_limits_words(fields)]
     if event.name == "workdir.swept":

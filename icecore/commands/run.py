@@ -110,6 +110,12 @@ def add(commands: Commands) -> None:
     )
     add_setting(parser, RunSettings, "keep_resident", about)
 
+    about = (
+        "let the job use io_uring; it cannot be snapshotted while it does. Otherwise io_uring_setup"
+        " fails with EPERM, as in containers, and programs do without"
+    )
+    add_setting(parser, RunSettings, "io_uring", about)
+
     supervise.add_options(parser)
 
 
@@ -175,6 +181,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
                 must_keep=bool(arguments.keep_resident),
                 identity=identity,
                 data=data,
+                io_uring=own.io_uring,
                 emit=context.output.event,
             )
         return registry.start(
@@ -185,6 +192,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             environment=environment,
             identity=identity,
             data=data,
+            io_uring=own.io_uring,
             emit=context.output.event,
         )
 

@@ -96,7 +96,8 @@ class RestoreSettings:
 @dataclass(frozen=True)
 class RunSettings:
     """[run]: defaults of ``icecore run``: which namespaces a job shares with the host, whether a
-    GPU job's device memory is resident, and whether it outlives a crash.
+    GPU job's device memory is resident, and whether it outlives a crash; whether the job may use
+    io_uring, which cannot be snapshotted.
     """
 
     pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
@@ -105,6 +106,7 @@ class RunSettings:
     root: Literal["host", "private"] = _setting("host", choice("host", "private"))
     resident: bool = _setting(True, SWITCH)
     keep_resident: bool = _setting(False, SWITCH)
+    io_uring: bool = _setting(False, SWITCH)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def _io_uring() -> Finding:
     return Finding(
         "io_uring",
         "warning",
-        "on: CRIU cannot dump a job that uses it ('icecore run' disables it in Node.js and PyTorch)",
+        "on: CRIU cannot dump a job that uses it ('icecore run' denies it to its jobs)",
         "sysctl -w kernel.io_uring_disabled=2",
     )
 

@@ -358,6 +358,11 @@ def test_the_log_is_understood():
         "(00.1) Error (criu/page-pipe.c:120): page-pipe: Can't make pipe for page-pipe: Too many open files\n"
     )
     assert full.cause is not None and full.cause.name == "descriptors"
+    high = diagnose(
+        "(00.1) 1: Error (criu/servicefd.c:262): sfd: Can't chose service_fd_base: 19968 20026\n"
+        "(00.2) 1: Error (criu/x.c:1): Can't open file: No such file or directory\n"
+    )
+    assert high.cause is not None and "ulimit -Hn" in high.cause.cure
     met = diagnose(
         "pie: 1: Error (criu/pie/parasite.c:634): Can't create a directory (-17)\n"
         "Error (criu/parasite-syscall.c:320): Parasite failed to dump /proc/self/cgroup\n"

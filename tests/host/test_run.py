@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation, init_program
 from icecore.host.jobs.registry import Registry
 from icecore.host.jobs.start import Launch, Starting
-from icecore.host.kernel import procfs
+from icecore.host.kernel import limits, procfs
 
 from .criu_round import emptied, output, until
 
@@ -218,11 +219,7 @@ def test_surroundings(registry: Registry, tmp_path: Path, isolation: Isolation) 
     )
     environment = found["environment"]
     assert isinstance(environment, dict)
-    assert (environment["GREETING"], environment["UV_USE_IO_URING"], environment["USE_LIBUV"]) == (
-        "grüß\udcff",
-        "0",
-        "0",
-    )
+    assert environment["GREETING"] == "grüß\udcff"
     assert found["group"] == found["pid"]
     assert found["session"] == found["parent"]
     if isolation.pid:
@@ -238,14 +235,18 @@ def test_logs_are_private(registry: Registry) -> None:
     } == {0o600}
 
 
-def test_it_says_what_it_added_to_the_environment(registry: Registry) -> None:
+@pytest.mark.parametrize("allowed", [False, True])
+def test_io_uring_is_denied(registry: Registry, allowed: bool) -> None:
+    call = "import ctypes as c; n = c.CDLL(None, use_errno=True).syscall(425, 4, c.create_string_buffer(120))"
+    thread = f"{call}; print(n > 0 or c.get_errno())"
+    text = f"import threading as t; one = t.Thread(target=exec, args=({thread!r},)); one.start(); one.join()"
     events: list[Event] = []
-    job = registry.start(
-        ["true"], environment={"PATH": os.environ["PATH"], "USE_LIBUV": "1"}, emit=events.append
-    )
-    job.wait(10)
-    assert [event.name for event in events] == ["run.environment", "run.started"]
-    assert events[0].fields["added"] == {"UV_USE_IO_URING": "0"}  # what the user set stays
+    job = registry.start([sys.executable, "-c", text], io_uring=allowed, emit=events.append)
+    job.wait(30)
+    known = "True" if limits.io_uring_disabled() == 0 else str(errno.EPERM)
+    said = job.log_path("stdout").read_text()
+    assert said == f"{known if allowed else errno.EPERM}\n", job.log_path("stderr").read_text()
+    assert [event.name for event in events] == ["run.started"]
 
 
 def test_own_network_has_loopback_alone(registry: Registry) -> None:

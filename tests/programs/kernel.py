@@ -15,6 +15,7 @@ from dataclasses import dataclass
 SI_QUEUE, SI_TIMER = -1, -2
 SFD_NONBLOCK = TFD_NONBLOCK = os.O_NONBLOCK
 SFD_CLOEXEC = TFD_CLOEXEC = os.O_CLOEXEC
+TFD_TIMER_ABSTIME = 1
 CLOCK_REALTIME, CLOCK_MONOTONIC = 0, 1
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 2, 15, 16
 IPC_PRIVATE, IPC_RMID, SHM_RDONLY, SEM_SETVAL, SEM_GETVAL = 0, 0, 0o10000, 16, 12
@@ -158,6 +159,17 @@ def timerfd(first_s: float, every_s: float) -> int:
     )
     spec = _spec(first_s, every_s)
     _checked("timerfd_settime", _libc.timerfd_settime(descriptor, 0, ctypes.byref(spec), None))
+    return descriptor
+
+
+def timerfd_at(moment: float) -> int:
+    """A timer that expires at a moment (CLOCK_MONOTONIC, seconds); a read waits for it."""
+    descriptor = _checked("timerfd_create", _libc.timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC))
+    spec = _spec(moment, 0.0)
+    _checked(
+        "timerfd_settime",
+        _libc.timerfd_settime(descriptor, TFD_TIMER_ABSTIME, ctypes.byref(spec), None),
+    )
     return descriptor
 
 

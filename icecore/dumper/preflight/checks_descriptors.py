@@ -73,7 +73,7 @@ def io_uring(found: Inspection) -> list[Refusal]:
         Refusal(
             "io_uring",
             f"CRIU cannot dump io_uring, which {'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users))} uses",
-            "start the job with io_uring off: 'sysctl -w kernel.io_uring_disabled=2', or UV_USE_IO_URING=0 (Node.js), USE_LIBUV=0 (PyTorch)",
+            "start the job with 'icecore run' without --io-uring, or after 'sysctl -w kernel.io_uring_disabled=2'",
         )
     ]
 

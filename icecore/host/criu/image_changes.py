@@ -1,7 +1,7 @@
 """Edit CRIU's images before a restore. Fields that an edit does not name stay as they were dumped.
 
 Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), mappings in mm-N.img (mm.proto, vma.proto),
-open files in files.img (fdinfo.proto, regfile.proto), limits in core-N.img (core.proto,
+open files in files.img (fdinfo.proto, regfile.proto, timerfd.proto), limits in core-N.img (core.proto,
 rlimit.proto).
 """
 
@@ -38,8 +38,10 @@ MOUNTS = 0x55563928
 _ID, _PARENT, _ROOT, _POINT, _SHARED, _MASTER, _KEY = 2, 4, 6, 7, 10, 11, 18
 _VARINT, _BYTES = 0, 2
 _VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
-_ENTRY_TYPE, _ENTRY_FILE = 1, 3
+_ENTRY_TYPE, _ENTRY_FILE, _ENTRY_TIMER = 1, 3, 12
 _FILE_NAME, _FILE_SIZE = 6, 8
+#: images/timerfd.proto: seconds and nanoseconds; TFD_TIMER_ABSTIME.
+_TIMER, _TICKS, _TIMER_FLAGS, _VALUE, _INTERVAL, _ABSTIME = 17, 5, 6, (7, 8), (9, 10), 1
 _TASK, _TASK_LIMITS, _LIMITS, _SOFT, _HARD = 3, 8, 1, 1, 2
 _UNLIMITED = (1 << 64) - 1
 
@@ -245,6 +247,38 @@ def forget_sizes(folder: Path, paths: Set[str]) -> None:
             entry.set(_ENTRY_FILE, Message([one for one in file.fields if one[0] != _FILE_SIZE]))
     (folder / "files.img").unlink()  # it may be shared with the repository
     write_image(folder / "files.img", entries, FILES)
+
+
+def rearm_timers(folder: Path) -> None:
+    """Have timers of timerfd_create(2) go on as they would have.
+
+    The kernel shows what a timer has left to run, and nothing if it has expired: it arms one that
+    repeats again only when it is read. CRIU (criu/pie/restorer.c, timerfd_arm) takes that for a timer
+    that is off. One that was set to a moment CRIU sets to the present second and what was left,
+    without what the second had of fractions: too early, by up to a second.
+
+    Args:
+        folder: CRIU's images.
+    """
+    entries = read_image(folder / "files.img", FILES)
+    changed = False
+    for entry in entries:
+        if entry.integer(_ENTRY_TYPE) != _TIMER or not entry.has(_ENTRY_TIMER):
+            continue
+        timer = entry.message(_ENTRY_TIMER)
+        value, interval = ([timer.integer(n) for n in both] for both in (_VALUE, _INTERVAL))
+        if timer.integer(_TICKS) and any(interval) and not any(value):
+            for number, part in zip(_VALUE, interval, strict=True):
+                timer.set(number, part)
+        elif timer.integer(_TIMER_FLAGS) != _ABSTIME or not any(value):
+            continue
+        if timer.integer(_TIMER_FLAGS) == _ABSTIME:  # with TFD_TIMER_CANCEL_ON_SET it has to be one
+            timer.set(_TIMER_FLAGS, 0)
+        entry.set(_ENTRY_TIMER, timer)
+        changed = True
+    if changed:
+        (folder / "files.img").unlink()  # it may be shared with the repository
+        write_image(folder / "files.img", entries, FILES)
 
 
 def bound_limits(

@@ -55,7 +55,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             r"io_uring",
             "io-uring",
             "a process uses io_uring, which CRIU cannot dump",
-            "run 'sysctl -w kernel.io_uring_disabled=2' and start the job again (PyTorch: USE_LIBUV=0)",
+            "start the job with 'icecore run' without --io-uring, or after 'sysctl -w kernel.io_uring_disabled=2'",
         ),
         (
             r"Can't get rlimit",
@@ -161,6 +161,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "pid-taken",
             "a process id of the job is in use on this machine",
             "wait until the old processes are gone; jobs of 'icecore run --pid private' have process ids of their own",
+        ),
+        (
+            r"Can't chose service_fd_base",
+            "descriptors",
+            "a process of the job has a descriptor so close to the limit that CRIU has no numbers for its own",
+            "raise the hard limit of descriptors (ulimit -Hn, LimitNOFILE=) to 1,024 above the job's highest one, or give icecore CAP_SYS_RESOURCE",
         ),
         (
             r"Can't bind inet socket|Address already in use",

@@ -122,7 +122,10 @@ class Populating:
         try:
             self.why = self._unfit()
             if not self.why:
-                with ptrace.standing(self._tracee, _STOP_SECONDS) as stopped_by:
+                filtered = procfs.status(self._tracee).seccomp != 0
+                with ptrace.standing(
+                    self._tracee, _STOP_SECONDS, unfiltered=filtered
+                ) as stopped_by:
                     if stopped_by == signal.SIGTRAP:
                         self._watch()
                     else:
@@ -140,9 +143,8 @@ class Populating:
         self._tracee = host_thread(self._pid, self._said)
         if not self._tracee:
             return "the driver does not say in which thread it works"
-        status = procfs.status(self._tracee)
-        if status.tracer or status.seccomp:
-            return "the driver's thread is traced, or filtered by seccomp"
+        if procfs.status(self._tracee).tracer:
+            return "the driver's thread is traced"
         return ""
 
     def _watch(self) -> None:

@@ -7,7 +7,8 @@ protocol:
 - standard input: one line of JSON (what `namespaces.Launch` holds); then, once the pid was noted
   down, a line ``go``. An end of file instead of it makes the child leave: no job runs that nobody
   knows of.
-- standard output: ``{"pid": N}``, the init's pid as the starter sees it; then, where something
+- standard output: ``{"pid": N, "permitted": …}``, the init's pid as the starter sees it, and why
+  io_uring could not be denied; then, where something
   failed, ``{"step": …, "errno": …, "error": …}`` or the init's own ``{"exec_errno": N}``. Its end
   means that the command runs.
 """
@@ -44,9 +45,15 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
 )
 MNT_DETACH = 2
 PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
+SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO = 0x7FFF0000, 0x00050000
+BPF_LD_W_ABS, BPF_ALU_AND_K, BPF_JMP_JEQ_K, BPF_RET_K = 0x20, 0x54, 0x15, 0x06
+#: io_uring_setup has this number on every architecture; x32 sets a bit beside it.
+IO_URING_SETUP, X32_BIT = 425, 0x40000000
 KEYCTL_JOIN_SESSION_KEYRING = 1
 #: keyctl, ioprio_set, capset, by machine.
 CALLS = {"x86_64": (250, 251, 126), "aarch64": (219, 30, 91)}
+SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
 #: f_type of statfs(2): cgroup version 1 and 2.
 CGROUP_MAGICS = (0x27E0EB, 0x63677270)
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -204,6 +211,31 @@ def _open_group(path: str) -> int:
         os.close(group)
         raise refused
     return group
+
+
+def deny_io_uring() -> str:
+    """Have io_uring_setup(2) fail with EPERM in this process and all that it starts (seccomp(2)), as
+    in containers: CRIU cannot dump rings, and programs do without them.
+
+    Return why that cannot be done; empty: it is.
+    """
+    code = (
+        (BPF_LD_W_ABS, 0, 0, 0),  # seccomp_data.nr
+        (BPF_ALU_AND_K, 0, 0, ~X32_BIT & 0xFFFFFFFF),
+        (BPF_JMP_JEQ_K, 0, 1, IO_URING_SETUP),
+        (BPF_RET_K, 0, 0, SECCOMP_RET_ERRNO | errno.EPERM),
+        (BPF_RET_K, 0, 0, SECCOMP_RET_ALLOW),
+    )
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
+    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(instructions))
+    result = _libc.syscall(
+        ctypes.c_long(SECCOMP_CALL[os.uname().machine]),
+        ctypes.c_uint(SECCOMP_SET_MODE_FILTER),
+        # Without this flag kernels before 5.16 slow the process down (speculative store bypass).
+        ctypes.c_uint(SECCOMP_FILTER_FLAG_SPEC_ALLOW),
+        program,
+    )
+    return "" if result == 0 else os.strerror(ctypes.get_errno())
 
 
 def _drop_bounding(kept: int) -> None:
@@ -420,12 +452,13 @@ def main() -> int:
         unshare(sum(flags[name] for name in launch["namespaces"]))
         if "network" in launch["namespaces"]:
             raise_loopback()
+        permitted = "" if launch["io_uring"] else deny_io_uring()
     except (OSError, StepFailed) as error:
         _say_error(report, error)
         return 1
     child = os.fork()
     if child:
-        _say(report, pid=child)
+        _say(report, pid=child, permitted=permitted)
         return 0
     os.dup2(report, _REPORT)
     try:

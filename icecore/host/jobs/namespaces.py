@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -434,8 +434,3 @@ def _new_root(root: str) -> int:
     launch.unshare(launch.CLONE_NEWNS)
     launch.bind_root(root)
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-
-
-#: Keeps libraries off io_uring, which CRIU cannot dump: libuv (Node.js) and PyTorch's TCPStore. The
-#: kernel has no switch per process.
-RESTORABLE_ENVIRONMENT: Mapping[str, str] = {"UV_USE_IO_URING": "0", "USE_LIBUV": "0"}

@@ -17,7 +17,7 @@ from icecore.events import Event, Sink
 from icecore.host.jobs import keepers
 from icecore.host.jobs.description import Description, describe
 from icecore.host.jobs.job import Job
-from icecore.host.jobs.namespaces import RESTORABLE_ENVIRONMENT, Isolation, bindable_mounts
+from icecore.host.jobs.namespaces import Isolation, bindable_mounts
 from icecore.host.jobs.start import Launch, Starting
 
 if TYPE_CHECKING:
@@ -33,21 +33,21 @@ class NewJob:
         path: The program that is executed, absolute unless it is looked up with the rights of
             another user.
         environment: The whole, but for what its keeper adds.
-        added: What icecore added to it.
         umask: The job's.
         resident: It has the preload, and a keeper of its own.
         keep_resident: That memory outlives it.
         identity: The user that it runs as; None: this process's.
+        io_uring: It may use io_uring.
     """
 
     described: Description
     path: str
     environment: Mapping[str, str]
-    added: Mapping[str, str]
     umask: int
     resident: bool
     keep_resident: bool
     identity: Identity | None
+    io_uring: bool
 
     @classmethod
     def planned(
@@ -63,6 +63,7 @@ class NewJob:
         keep_resident: bool,
         identity: Identity | None,
         data: Sequence[str | os.PathLike[str]],
+        io_uring: bool,
         state: Path,
     ) -> NewJob:
         """Decide all that can be decided before the job is recorded.
@@ -81,8 +82,6 @@ class NewJob:
         if identity is not None and os.geteuid() != 0:
             raise UsageError("only root can start jobs of other users", cure="run icecore as root")
         own = dict(job_environment(os.environ)[0] if environment is None else environment)
-        added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
-        own.update(added)
         directory = os.path.abspath(cwd or os.getcwd())
         path = command[0] if identity is not None else _program(command[0], directory, own)
         binds = bindable_mounts() if isolation.root else []
@@ -99,15 +98,18 @@ class NewJob:
             described,
             path,
             own,
-            added,
             _chosen_umask(umask, identity),
             resident,
             keep_resident,
             identity,
+            io_uring,
         )
 
-    def start(self, job: Job) -> Job:
+    def start(self, job: Job, emit: Sink) -> Job:
         """Start the recorded job; if that fails, nothing of it is left.
+
+        Args:
+            emit: Gets ``run.io_uring`` if the job can use io_uring although it was not to.
 
         Raises:
             MissingTool: The preload was not built.
@@ -129,9 +131,12 @@ class NewJob:
                 binds=job.description.binds,
                 identity=self.identity,
                 group=job.group,
+                io_uring=self.io_uring,
             )
             with Starting(wanted) as starting:
                 job = job.with_pid(starting.pid)
+                if starting.permitted:
+                    emit(Event("run.io_uring", {"job": job.name, "why": starting.permitted}))
                 starting.go()
         except BaseException:
             _discard(job)
@@ -140,17 +145,6 @@ class NewJob:
 
     def tell(self, job: Job, emit: Sink) -> None:
         """Emit what `Registry.start` says of a job that was started."""
-        if self.added:
-            emit(
-                Event(
-                    "run.environment",
-                    {
-                        "job": job.name,
-                        "added": dict(self.added),
-                        "why": "keeps libraries off io_uring, which CRIU cannot dump",
-                    },
-                )
-            )
         short = [] if self.identity is None else self.identity.reachable_limits()[1]
         if short:
             emit(Event("run.limits", {"job": job.name, "short": short}))

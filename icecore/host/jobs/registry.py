@@ -135,6 +135,7 @@ class Registry:
         keep_resident: bool = False,
         identity: Identity | None = None,
         data: Sequence[str | os.PathLike[str]] = (),
+        io_uring: bool = False,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -147,8 +148,7 @@ class Registry:
             name: Empty: the program's, with a number where that is taken.
             isolation: Its namespaces; default pid and ipc.
             cwd: Empty: this process's.
-            environment: Default: this process's, without credentials. Both get
-                `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
+            environment: Default: this process's, without credentials.
             umask: Default: this process's.
             resident: Its device memory shall stay where it is in windows (`icecore.host.resident`):
                 with the preload, and a keeper of its own.
@@ -159,8 +159,10 @@ class Registry:
                 user's rights. Default: this process's.
             data: Directories whose content shall be part of each snapshot. A user other than root
                 must own them.
-            emit: Gets ``run.started``, ``run.environment``, and ``run.limits`` if this process
-                cannot raise a limit as far as ``identity`` has it.
+            io_uring: It may use io_uring, which cannot be snapshotted. Otherwise io_uring_setup(2)
+                fails with EPERM, as in containers.
+            emit: Gets ``run.started``, ``run.io_uring`` if the kernel has no seccomp filters, and
+                ``run.limits`` if this process cannot raise a limit as far as ``identity`` has it.
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
@@ -183,10 +185,11 @@ class Registry:
             keep_resident=keep_resident,
             identity=identity,
             data=data,
+            io_uring=io_uring,
             state=self.state,
         )
         init = init_program().read_bytes()
-        job = wanted.start(self._note_down(wanted.described, exact=bool(name), init=init))
+        job = wanted.start(self._note_down(wanted.described, exact=bool(name), init=init), emit)
         wanted.tell(job, emit)
         return job
 

@@ -47,6 +47,7 @@ class Launch:
         identity: The user that it runs as, who looks up the program in the environment's PATH;
             None: this process's.
         group: Directory of the cgroup of its own; None: it gets none.
+        io_uring: It may use io_uring.
     """
 
     directory: Path
@@ -58,6 +59,7 @@ class Launch:
     binds: Sequence[str]
     identity: Identity | None = None
     group: Path | None = None
+    io_uring: bool = False
 
     def as_line(self) -> bytes:
         """Encode it for launch.py.
@@ -85,6 +87,7 @@ class Launch:
                     "identity": None if self.identity is None else self.identity.as_launch(),
                     "environment": dict(self.environment),
                     "group": None if self.group is None else str(self.group / "cgroup.procs"),
+                    "io_uring": self.io_uring,
                 }
             ).encode()
             + b"\n"
@@ -100,6 +103,7 @@ class Starting:
 
     Attributes:
         pid: The init's.
+        permitted: Why the job can use io_uring although it was not to; empty: it cannot.
 
     Raises:
         StartFailed, UsageError: The namespaces or the private root could not be made.
@@ -110,6 +114,7 @@ class Starting:
         self._until = time.monotonic() + seconds
         self._rest = b""
         self.pid = 0
+        self.permitted = ""
         if wanted.isolation.root:
             make_instance_mount()
             (wanted.directory / "root").mkdir(mode=0o700, exist_ok=True)
@@ -129,6 +134,7 @@ class Starting:
             if first is None or "pid" not in first:
                 raise self._failure(first)
             self.pid = int(first["pid"])
+            self.permitted = str(first["permitted"])
         except BaseException:
             self._end()
             raise

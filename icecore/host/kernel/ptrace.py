@@ -24,7 +24,7 @@ CONT, SYSCALL = 7, 24
 PEEKSIGINFO = 0x4209
 _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
-_OPTION_SYSGOOD = 1
+_OPTION_SYSGOOD, _OPTION_SUSPEND_SECCOMP = 1, 1 << 21
 _EVENT_STOP, _SYSGOOD = 128, 0x80
 _WALL = 0x40000000
 _NT_PRSTATUS = 1
@@ -72,15 +72,21 @@ def apart(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def standing(thread: int, seconds: float) -> Iterator[int]:
+def standing(thread: int, seconds: float, *, unfiltered: bool = False) -> Iterator[int]:
     """Stop a thread for the duration of the block. Only the calling thread may use it and the
     functions below.
+
+    Args:
+        seconds: How long it may take to stop.
+        unfiltered: The thread's seccomp filters, which may kill it for a call that this process has
+            it make, are off meanwhile.
 
     Yields:
         SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand,
         because it has ended, has another tracer, or takes longer.
     """
-    if not request(_SEIZE, thread, 0, _OPTION_SYSGOOD):
+    options = _OPTION_SYSGOOD | (_OPTION_SUSPEND_SECCOMP if unfiltered else 0)
+    if not request(_SEIZE, thread, 0, options):
         yield 0
         return
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
-from icecore.host.criu.image_changes import bound_limits, forget_sizes
+from icecore.host.criu.image_changes import bound_limits, forget_sizes, rearm_timers
 from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs.identity import highest_limits, shortfall
@@ -145,6 +145,7 @@ def prepare_files(
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
         forget_sizes(folder, plan.requirements.shared)
+        rearm_timers(folder)
         _drop_datagrams(attempt, plan, folder)
         limits = _bound_limits(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
