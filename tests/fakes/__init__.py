@@ -18,6 +18,8 @@ GPUs, as CRIU and icecore see them in a process (`tests/gpu`, `tests/service`,
 - `world`: a machine with GPUs for such processes. It needs neither root nor mounts.
 - `amdgpu_plugin.c`: CRIU's plugin for AMD GPUs (`tests/gpu/test_amd.py`).
 
+`foreseen` knows what an undisturbed process of either kind writes.
+
 Networks and services:
 
 - `canned_s3`: an S3 server that answers as it is told (`tests/cli`, `tests/store`).

@@ -234,8 +234,8 @@ def test_a_window_that_breaks_off(who: str, due: Due, store: Store, launch: Laun
                 assert isinstance(caught.value, GuardLost)
             runs_on(target, store.workdir)
             assert store.snapshots() == before
-            store.dump(target.pid)
-            runs_on(target, store.workdir)
+    store.dump(target.pid)
+    runs_on(target, store.workdir)
 
 
 def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -> None:
