@@ -443,12 +443,15 @@ def test_what_fails_costs_a_snapshot(
     due: Due, store: Store, launch: Launch, joined: Machine
 ) -> None:
     job = launch(gpus=(0, 1), children=1)
+
+    def breaking(name: str) -> Callable[[Event], None]:
+        return lambda _: fault(joined, *FAULTS[name])
+
     for name in due([*FAULTS]):
         with at(name):
             before = store.snapshots()
             # The look before the window may fail: that costs nothing.
-            strike = partial(fault, joined, *FAULTS[name])
-            events = Events({("dump.resident.unmap", "begin"): lambda _: strike()})  # noqa: B023
+            events = Events({("dump.resident.unmap", "begin"): breaking(name)})
             with pytest.raises(IcecoreError):
                 store.dump(job.pid, events=events)
             assert not list((joined.cuda / "faults").iterdir())
