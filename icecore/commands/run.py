@@ -98,7 +98,7 @@ def add(commands: Commands) -> None:
         ("network", "network: private has a loopback device only"),
         (
             "root",
-            "file system: private binds the host's mounts into a root with its own /proc and /dev/shm",
+            "file system: private binds the host's mounts into a root with its own /proc and /dev/shm; wanted by programs that look processes up in /proc",
         ),
     ):
         add_setting(parser, RunSettings, key, what)

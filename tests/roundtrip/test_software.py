@@ -26,9 +26,11 @@ from icecore.restorer.restore import restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 from tests.roundtrip.software import SOFTWARE, Software
+from tests.roundtrip.software_parallel import PARALLEL
 
 pytestmark = pytest.mark.criu
 
+_ALL = SOFTWARE | PARALLEL
 #: Those of the ordinary run; the others are torture.
 _ALWAYS = ("multiprocessing", "node")
 _SECONDS = 120.0
@@ -119,7 +121,7 @@ def outcome(job: Job) -> str:
 
 @pytest.fixture
 def workshop(trip: Trip, public: Path, request: pytest.FixtureRequest) -> Iterator[Workshop]:
-    made = Workshop(trip, public, SOFTWARE[request.param])
+    made = Workshop(trip, public, _ALL[request.param])
     if lacking := [name for name in made.software.needs if shutil.which(name) is None]:
         pytest.skip(f"this machine has no {', '.join(lacking)}")
     try:
@@ -135,10 +137,7 @@ def workshop(trip: Trip, public: Path, request: pytest.FixtureRequest) -> Iterat
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "workshop",
-    [
-        pytest.param(name, marks=[] if name in _ALWAYS else [pytest.mark.torture])
-        for name in SOFTWARE
-    ],
+    [pytest.param(name, marks=[] if name in _ALWAYS else [pytest.mark.torture]) for name in _ALL],
     indirect=True,
 )
 def test_software(workshop: Workshop) -> None:
