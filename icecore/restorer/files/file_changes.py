@@ -154,14 +154,17 @@ def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) ->
             raise RestoreFailed(
                 f"{located.path} became shorter while it was being restored", cure="restore again"
             )
-        _save(journal, change, descriptor, about)
         if change.kind == "truncate":
+            _save(journal, change, descriptor, about)
             os.ftruncate(descriptor, change.size)
             return
         assert change.new is not None
         prepared = files.open_inode(located.temporary, change.new, change.user, os.O_RDONLY)
         try:
             content = os.fstat(prepared)
+            if _are_alike(descriptor, about, prepared, content):
+                return
+            _save(journal, change, descriptor, about)
             _copy(prepared, 0, descriptor, 0)
             os.ftruncate(descriptor, content.st_size)
             os.utime(descriptor, ns=(content.st_mtime_ns, content.st_mtime_ns))
@@ -169,6 +172,18 @@ def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) ->
             os.close(prepared)
     finally:
         os.close(descriptor)
+
+
+def _are_alike(one: int, about: os.stat_result, other: int, about_other: os.stat_result) -> bool:
+    """Return whether two files have the same content and time."""
+    if (about.st_size, about.st_mtime_ns) != (about_other.st_size, about_other.st_mtime_ns):
+        return False
+    position = 0
+    while piece := os.pread(one, _COPY_BYTES, position):
+        if os.pread(other, len(piece), position) != piece:
+            return False
+        position += len(piece)
+    return True
 
 
 def _save(journal: FileJournal, change: Change, descriptor: int, about: os.stat_result) -> None:

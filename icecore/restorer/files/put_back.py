@@ -23,7 +23,7 @@ from icecore.restorer.files.filewriter import FileTarget
 from icecore.restorer.files.job_directories import MadeDirectory
 from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
-from icecore.restorer.files.plan import Action, same_inode
+from icecore.restorer.files.plan import Action, can_keep, same_inode
 from icecore.restorer.files.rights import Inode, Owner, inode_of
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.surroundings import Folder, SocketName
@@ -198,13 +198,19 @@ class PutBack:
         file = action.file
         temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
         return Change(
-            kind=action.kind if action.kind in ("rewrite", "truncate", "remove") else "put",
+            kind="rewrite"
+            if action.keep
+            else action.kind
+            if action.kind in ("rewrite", "truncate", "remove")
+            else "put",
             path=os.fsencode(file.path),
             user=file.user,
             group=file.group,
             directory=None,
             temporary=b"" if action.kind == "truncate" else os.fsencode(temporary),
-            saved=f"{number}.saved" if action.kind in ("rewrite", "truncate") else "",
+            saved=f"{number}.saved"
+            if action.keep or action.kind in ("rewrite", "truncate")
+            else "",
             size=file.size if action.kind == "truncate" else 0,
             data=action.data,
         )
@@ -235,6 +241,10 @@ class PutBack:
             if about is None and change.saved:  # changed in place
                 raise RestoreFailed(
                     f"{name} disappeared while it was being restored", cure="restore again"
+                )
+            if action.keep and (about is None or not can_keep(file, about)):
+                raise RestoreFailed(
+                    f"{file.path} changed while it was being restored", cure="restore again"
                 )
             where = Inode(place.directory.device, place.directory.inode)
             old = inode_of(about) if about is not None else None

@@ -108,6 +108,7 @@ def check_requirements(
         directory=copies.directory,
         copies=run is not None,
     )
+    files = _without_keeping(files, {conflict.file for conflict in conflicts})
     shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
     if options.files == "leave":
         files = _with_grown(files, manifest, shared, options.root)
@@ -143,6 +144,19 @@ def _container(manifest: Manifest) -> list[Requirement]:
         " or for an image of CRI-O"
     )
     return [Requirement("container", False, message, cure)]
+
+
+def _without_keeping(files: FilePlan, held: Set[str]) -> FilePlan:
+    """Return the plan with files of which a running process has one open replaced by others: what
+    it reads or writes stays its own.
+    """
+    return replace(
+        files,
+        actions=[
+            replace(action, keep=False) if action.file.path in held else action
+            for action in files.actions
+        ],
+    )
 
 
 def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:
