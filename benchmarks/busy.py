@@ -146,6 +146,7 @@ def _round(criu: Criu, job: Busy, folder: Path, pattern: str, found: Rounds) -> 
             before, began = job.units(), time.monotonic()
             done = worker.ask("dump", pid=job.pid, job="busy", pre_copy="on")
             took, units = time.monotonic() - began, job.units() - before
+            pace = (pace + job.pace()) / 2  # other work on the machine comes and goes
         stored = sum(path.stat().st_size for path in repository.rglob("*") if path.is_file())
     finally:
         shutil.rmtree(repository, ignore_errors=True)

@@ -63,6 +63,11 @@ def add(commands: Commands) -> None:
         "--threads",
         default="one per core, at most 12",
     )
+    setting(
+        "background_cpu",
+        "share of the cores that scanning and storing may use while the job runs",
+        default="auto: the cores that are idle, at least an eighth",
+    )
     setting("files", "for files open for writing: store the content, or record only size and time")
     setting("with_files", "also store the content of files open for reading")
     setting("verify_files", "hash files open for reading, so that a restore can compare them")

@@ -143,6 +143,11 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             "--rm needs the foreground, because a detached run does not wait for the job's end",
             cure="leave out -d or --rm",
         )
+    if arguments.background_cpu is not None and not supervise.is_wanted(arguments):
+        raise UsageError(
+            "--background-cpu bounds the snapshots of a supervised job",
+            cure="add --every, or give it to 'icecore dump'",
+        )
     if arguments.keep_resident and not arguments.gpu:
         raise UsageError(
             "only the device memory of GPU jobs can be kept",

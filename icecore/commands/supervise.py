@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from icecore import units
 from icecore.commands.context import Context
 from icecore.commands.parsing import Commands, add_setting, overridden
-from icecore.config import ForgetSettings, ScheduleSettings
+from icecore.config import DumpSettings, ForgetSettings, ScheduleSettings
 from icecore.config.kinds import COUNT, SECONDS
 from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Value
@@ -80,6 +80,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("max_loss", "with --every auto: work that a failure may lose"),
     ):
         add_setting(group, ScheduleSettings, key, what)  # type: ignore[arg-type]
+    add_setting(
+        group,  # type: ignore[arg-type]
+        DumpSettings,
+        "background_cpu",
+        "share of the cores that scanning and storing its snapshots may use while it runs",
+        default="auto: the cores that are idle, at least an eighth",
+    )
     for about in fields(ForgetSettings):
         rule = about.name.removeprefix("keep_")
         add_setting(
@@ -185,7 +192,8 @@ def run(
                 context.output.note(line)
 
     identity = context.origin.identity if context.origin is not None else None
-    engine = RepositoryEngine(context.repository(), context.config, identity)
+    config = replace(context.config, dump=overridden(context.config.dump, arguments))
+    engine = RepositoryEngine(context.repository(), config, identity)
     supervisor = Supervisor(plan, engine, write=write, emit=emit)
     return supervisor.run()
 

@@ -137,6 +137,14 @@ def _share(value: str | float) -> float:
     return share if 0 < share <= 1 else _refuse(value)
 
 
+def _share_or_auto(value: str | float) -> float:
+    """Return a share of at least 1 %; of ``auto``, and 0: 0."""
+    if value in ("auto", 0) or str(value).strip() in ("0", "0.0"):
+        return 0.0
+    share = _share(value)
+    return share if share >= 0.01 else _refuse(value)
+
+
 def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
@@ -185,6 +193,12 @@ KEEP: Kind[int] = Kind(
 )
 SHARE: Kind[float] = Kind(
     "a share such as '1%' or 0.01", _number(_share, float, int, float), _share, "SHARE"
+)
+SHARE_OR_AUTO: Kind[float] = Kind(
+    "a share from 1% to 100%, or 'auto'",
+    _number(_share_or_auto, _share_or_auto, float, int),
+    _share_or_auto,
+    "SHARE|auto",
 )
 SWITCH: Kind[bool] = Kind(
     "true or false",

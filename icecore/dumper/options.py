@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+from icecore.errors import UsageError
+
 
 @dataclass(frozen=True)
 class DumpOptions:
@@ -40,6 +42,9 @@ class DumpOptions:
         pinned: Never forget this snapshot by policy.
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
             (eight, if scanning needs the interpreter) and four.
+        background_cpu: Share of the cores that scanning and storing may use while the job runs; the
+            window is not bounded. 0: the cores that are idle as the dump begins, and at least an
+            eighth of all.
         memory: ``in-place``: CRIU only refers to the memory, which is read where it is.
             ``streamed``: CRIU sends all of it, which makes the window longer; for machines on which
             the other way does not work (too few descriptors, pipes that may not grow, a kernel
@@ -77,6 +82,7 @@ class DumpOptions:
     tags: tuple[str, ...] = field(default=())
     pinned: bool = False
     scan_threads: int = 0
+    background_cpu: float = 0.0
     memory: Literal["in-place", "streamed"] = "in-place"
     before: str = ""
     after: str = ""
@@ -91,5 +97,10 @@ class DumpOptions:
     tcp: InitVar[Literal["", "keep", "close"]] = ""
 
     def __post_init__(self, tcp: Literal["", "keep", "close"]) -> None:
+        if not 0 <= self.background_cpu <= 1:
+            raise UsageError(
+                f"background_cpu is {self.background_cpu}, which is no share of the cores",
+                cure="give a number from 0.01 to 1, or 0 for the default",
+            )
         if tcp:
             object.__setattr__(self, "connections", tcp)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from icecore.dumper.memory.budget import CpuBudget, own_seconds
 from icecore.dumper.memory.parent import Parent, choose_parent, load_parent
 from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
@@ -51,6 +52,7 @@ class Storing:
         encoders: Number of encoding threads.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
         under: Session without which the snapshot is not committed; empty: none.
+        processes: Pids whose CPU time counts as that of this work.
     """
 
     def __init__(
@@ -69,8 +71,13 @@ class Storing:
         link_rate: float,
         emit: Sink,
         under: str = "",
+        processes: Sequence[int] = (),
     ) -> None:
         self.stop = threading.Event()
+        # The threads that were there before belong to the program that calls the library.
+        mine = {threading.get_native_id(), loop.thread}
+        others = {thread.native_id or 0 for thread in threading.enumerate()} - mine
+        self.budget = CpuBudget(own_seconds(others, processes))
         record = loop.run(choose_parent(repository, job, parent))
         session = loop.run(
             repository.begin(record.snapshot if record else None, purpose, prove=False)
@@ -91,13 +98,18 @@ class Storing:
         self.staging = stack.enter_context(
             Staging(min(staging_bytes, limits.memory_available() // 3), threads)
         )
-        self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, encoders))
+        self.pipeline = stack.enter_context(
+            Pipeline(self.writer, self.staging, encoders, self.budget)
+        )
         seed = fingerprint_seed(repository.keys, self.lineage)
-        self.context = ScanContext(self.pipeline, self.staging, seed, threads, streams, self.stop)
+        self.context = ScanContext(
+            self.pipeline, self.staging, seed, threads, streams, self.stop, self.budget
+        )
 
     def abandon(self, why: BaseException) -> None:
         """Stop every thread that scans or waits for staging."""
         self.stop.set()
+        self.budget.lift()
         self.staging.abandon(why)
 
     def finish(self, captures: Sequence[SpaceCapture], reused: Sequence[Space] = ()) -> Stored:

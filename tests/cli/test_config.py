@@ -103,6 +103,7 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
         "N": "5",
         "PLACE …": "one two",
         "SHARE": "7%",
+        "SHARE|auto": "7%",
     }
     for section, key, kind, default in config.every_setting():
         text = next((word for word in kind.words if word != default), "") or texts.get(
@@ -120,6 +121,13 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "share"), [("50%", 0.5), ("1%", 0.01), ("0.25", 0.25), ("auto", 0.0), ("0.0", 0.0)]
+)
+def test_a_share_of_the_cores(given: str, share: float) -> None:
+    assert override(Config(), {"ICECORE_DUMP_BACKGROUND_CPU": given}).dump.background_cpu == share
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[dump]\nmax_window = 'soon'\n", ("dump.max_window", "'soon'", "a duration such as")),
@@ -128,6 +136,10 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
         ("[dump]\nscan_threads = -1\n", ("dump.scan_threads", "-1", "a whole number")),
         ("[dump]\nscan_threads = true\n", ("dump.scan_threads", "True", "a whole number")),
         ("[dump]\nscan_threads = 1.5\n", ("dump.scan_threads", "1.5", "a whole number")),
+        ("[dump]\nbackground_cpu = 1.5\n", ("dump.background_cpu", "1.5", "a share from 1%")),
+        ("[dump]\nbackground_cpu = '0.5%'\n", ("dump.background_cpu", "0.5%", "a share from 1%")),
+        ("[dump]\nbackground_cpu = -1\n", ("dump.background_cpu", "-1", "or 'auto'")),
+        ("[dump]\nbackground_cpu = nan\n", ("dump.background_cpu", "nan", "a share from 1%")),
         ("[dump]\nmax_window = nan\n", ("dump.max_window", "nan", "a duration")),
         ("[restore]\nmode = 'fast'\n", ("restore.mode", "'fast'", 'one of "full", "lazy"')),
         (

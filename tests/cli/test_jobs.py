@@ -39,6 +39,13 @@ def test_the_jobs_own_options_are_not_parsed(cli: Cli) -> None:
     )
 
 
+def test_a_bound_for_snapshots_that_are_not_taken(cli: Cli) -> None:
+    done = cli.run("run", "--background-cpu", "50%", "--", "true", status=2)
+    assert "--every" in done.stderr
+    done = cli.run("dump", "--background-cpu", "150%", "1", status=2)
+    assert "a share from 1% to 100%" in done.stderr
+
+
 def test_output_as_events(cli: Cli) -> None:
     events = cli.events(
         "run",

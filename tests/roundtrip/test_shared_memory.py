@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from icecore.errors import RestoreFailed
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.criu.program import find_criu
+from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
@@ -37,6 +39,7 @@ from icecore.sizes import PAGE
 from icecore.store.runtime.loop import LoopThread
 from tests.dumper.puppet import Puppet
 from tests.dumper.world import Events, Store
+from tests.host.memory_group import memory_group, used
 
 MIB = 1 << 20
 
@@ -520,3 +523,21 @@ def test_a_mapped_file_in_memory_is_stored_before_the_window(puppet: Puppet, sto
     recorded = store.read(result.snapshot)
     content = recorded.content("file", f"{store.workdir}/file")
     assert content[: 5 * MIB] == (store.workdir / "file").read_bytes()
+
+
+def test_the_jobs_cgroup_pays_for_what_is_filled(puppet: Puppet, store: Store) -> None:
+    puppet.do("m = mmap.mmap(-1, 32 * MIB); m[:] = os.urandom(MIB) * 32")
+    snapshot, _, _ = dumped(puppet.pid, store)
+    end_tree(puppet)
+    with memory_group() as (group, groups):
+        owner = replace(Identity.of_process(os.getpid()), cgroups=groups)
+        options = RestoreOptions(workdir=str(store.workdir), detach=False, identity=owner)
+        tree = restore(store.repository, store.loop, snapshot, options, emit=Events())
+        try:
+            tree.wait_resident(60)
+            assert used(group) >= 32 << 20
+        finally:
+            for pid in procfs.tree(tree.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            tree.wait(20)

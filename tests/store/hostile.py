@@ -14,6 +14,7 @@ import os
 import resource
 import shutil
 import signal
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from icecore.cli import main
 from icecore.dumper.memory.parent import load_parent
 from icecore.errors import IcecoreError
 from icecore.events import discard
+from icecore.host.criu.images import COMMON, MM
 from icecore.host.criu.pagemap_image import ENTRY as PAGEMAP_ENTRY
 from icecore.host.criu.pagemap_image import PE_PRESENT, encode_pagemap
 from icecore.host.criu.program import Criu
@@ -113,6 +115,10 @@ _RESIDENT = {
         }
     },
 }
+
+
+#: An address space without mappings.
+_MM = struct.pack("<III", COMMON, MM, 0)
 
 
 def _pagemap(pages: int) -> bytes:
@@ -200,7 +206,7 @@ class World:
 
 
 def make_world(pagemap: bytes = b"") -> World:
-    """Return a repository of two slightly different snapshots of a process, a file and two images;
+    """Return a repository of two slightly different snapshots of a process, a file and three images;
     it can be exported.
     """
     dice = np.random.default_rng(7)
@@ -243,6 +249,8 @@ def make_world(pagemap: bytes = b"") -> World:
                 size = int(small.sum()) * PAGE
                 image = np.array([stored(2, 0, map_bytes.ljust(size, b"\0"), one)], CELL)
                 content = np.array([stored(3, 0, b"".join(pages[40:60]), few)], CELL)
+                first = np.packbits(np.arange(CELL_PAGES) == 0, bitorder="little").tobytes()
+                mm = np.array([stored(4, 0, _MM.ljust(PAGE, b"\0"), first)], CELL)
                 spaces = [
                     writer.put_map("process", "1", 0, regions, process, spaces[0]),
                     writer.put_map(
@@ -260,6 +268,14 @@ def make_world(pagemap: bytes = b"") -> World:
                         [Region(0, 20 * PAGE, 0, kind="file")],
                         [content],
                         spaces[2],
+                    ),
+                    writer.put_map(
+                        "image",
+                        "mm-1.img",
+                        len(_MM),
+                        [Region(0, PAGE, 0, kind="image")],
+                        [mm],
+                        spaces[3],
                     ),
                 ]
                 prints = Fingerprints(
@@ -351,6 +367,7 @@ def _restore_plan(it: Reading) -> None:
         Criu(Path("/criu"), (4, 2)),
         str(it.folder),
         records=reader.records,
+        read=reader.content,
     )
 
 

@@ -172,6 +172,18 @@ def _overlap(spaces: list[dict[str, object]]) -> None:
     ]
 
 
+def _table(world: World) -> None:
+    """A data directory whose table claims 1 GiB, of which a few pages are there."""
+    manifest = world.manifest()
+    file = manifest["spaces"][2]
+    region = [0, 1 << 30, *file["regions"][0][2:]]
+    table = {**file, "key": "/d/./entries", "size": 1 << 30, "regions": [region]}
+    manifest["spaces"] += [table, {**file, "key": "/d/./content"}]
+    about = {"path": "/d", "entries": 1, "files": 0, "bytes": 0}
+    manifest["extra"]["data"] = json.dumps([about])
+    world.put_manifest(manifest)
+
+
 def _twice(world: World) -> None:
     world.state["tail"] = world.state["tail"] * 2
     world.put_state()
@@ -287,6 +299,7 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     ),
     "a parent of one's own": (lambda world: _set(world, parent=world.snapshots[1]), None),
     "parents in a circle": (_circular_parents, None),
+    "a table of 1 GiB": (_table, "not exactly these are there"),
     "a page outside its region": (_cells(_beyond), "outside its region"),
     "a delta on itself": (_cells(_own_base), "contradicts itself"),
     "a delta that is its base": (_cells(_circle), "chunk"),

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,7 +27,18 @@ from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot import reader as reader_module
 from icecore.store.snapshot.decoder import ChunkDecoder
 from icecore.store.snapshot.reader import plan_nodes
-from tests.store.images import FULL, NONE, Place, Taken, bitmap, image, make_data, place, touch
+from tests.store.images import (
+    FULL,
+    NONE,
+    Image,
+    Place,
+    Taken,
+    bitmap,
+    image,
+    make_data,
+    place,
+    touch,
+)
 
 
 @pytest.fixture
@@ -309,6 +322,46 @@ def test_too_little_room_is_refused(here: Place) -> None:
     taken = here.take({0: (FULL, make_data("random", CELL_PAGES))})
     with pytest.raises(ValueError, match="room"):
         here.reader(taken.snapshot).read_cell(taken.records[0], memoryview(bytearray(PAGE)))
+
+
+_PART = (bitmap(range(3)), make_data("random", 3, 7))
+_TABLE = {**image(2, "random"), 2: _PART}
+_TABLE_BYTES = 2 * CELL_BYTES + 2 * PAGE + 100
+
+
+def test_a_table_is_read(here: Place) -> None:
+    taken = here.take(_TABLE)
+    table = msgspec.structs.replace(taken.space, size=_TABLE_BYTES)
+    wanted = b"".join(data for _, data in _TABLE.values())[:_TABLE_BYTES]
+    assert here.reader(taken.snapshot).content(table, 1 << 30) == wanted
+    with pytest.raises(Damaged, match="more than"):
+        here.reader(taken.snapshot).content(table, _TABLE_BYTES - 1)
+
+
+@pytest.mark.parametrize(
+    ("cells", "size"),
+    [
+        (_TABLE, 1 << 30),
+        ({}, 1 << 30),
+        (_TABLE, _TABLE_BYTES - 2 * PAGE),
+        (_TABLE, 2 * CELL_BYTES),
+        ({0: _TABLE[0], 2: _PART}, _TABLE_BYTES),
+        ({**_TABLE, 1: (FULL, bytes(CELL_BYTES))}, _TABLE_BYTES),
+        ({**_TABLE, 1: (bitmap(range(255)), make_data("random", 255))}, _TABLE_BYTES),
+    ],
+)
+def test_a_table_of_which_the_map_lacks_something_or_has_more(
+    here: Place, cells: Image, size: int
+) -> None:
+    taken = here.take(cells)
+    table = msgspec.structs.replace(taken.space, size=size)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Damaged, match="not exactly these are there"):
+            here.reader(taken.snapshot).content(table, 1 << 30)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_threads_that_read_maps_share_their_memory(

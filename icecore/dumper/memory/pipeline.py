@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.background import lower_priority
+from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import ZERO, CellPlan
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
@@ -175,9 +176,13 @@ class Pipeline:
         writer: Stores the cells.
         staging: Where slots are given back.
         threads: Number of encoding threads.
+        budget: Bounds the CPU time of these threads while the job runs; None: no bound.
     """
 
-    def __init__(self, writer: CellStore, staging: Staging, threads: int) -> None:
+    def __init__(
+        self, writer: CellStore, staging: Staging, threads: int, budget: CpuBudget | None = None
+    ) -> None:
+        self._budget = budget or CpuBudget()
         self._writer = writer
         self._staging = staging
         self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | _Mark | None] = (
@@ -228,8 +233,9 @@ class Pipeline:
             self._gate.set()
 
     def close_gate(self) -> None:
-        """Begin the window: leave the cores to the scan."""
+        """Begin the window: leave the cores to the scan, and bound nothing."""
         self._gate.clear()
+        self._budget.lift()
 
     def open_gate(self, advance: Advance = unwatched) -> None:
         """End the window. ``advance`` is told of bytes as they are stored."""
@@ -275,6 +281,7 @@ class Pipeline:
                 self._staging.abandon(error)
             finally:
                 self._staging.release(slot)
+            self._budget.pause()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -288,6 +295,7 @@ class Pipeline:
         if error is not None:
             self._failure = self._failure or error
         self._gate.set()
+        self._budget.lift()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

@@ -35,8 +35,6 @@ from icecore.store.format.manifest import Region
 _REST_SECONDS = 0.5
 #: With fewer restless bytes than this, they are stored even if that may be in vain.
 _LEAST_RESTLESS = 64 << 20
-#: A process that runs for a larger share of this many seconds is busy.
-_BUSY_SECONDS, _BUSY_SHARE = 0.05, 0.02
 #: The first round stores this part of what is calm, and shows how fast it changes; each later one
 #: twice as much.
 _FIRST_ROUND = 16
@@ -44,8 +42,6 @@ _FIRST_ROUND = 16
 _IN_VAIN = 1 / 8
 #: Looks, in all rounds, that wait for the rest to calm down.
 _MOST_LOOKS = 3
-#: clock_gettime(2): the scheduler's clock of a whole process.
-_CPUCLOCK_SCHED = 2
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,7 @@ class _Scanner:
     seed: int
     threads: int
     stop: threading.Event
+    pause: Callable[[], None]
 
     def scan(
         self,
@@ -104,6 +101,7 @@ class _Scanner:
                 keep=keep,
                 stop=self.stop,
                 advance=advance,
+                pause=self.pause,
             ),
             self.stop,
         )
@@ -123,6 +121,7 @@ def pre_copy(
     before: ParentSpace | None,
     context: ScanContext,
     *,
+    busy: bool,
     advance: Advance = unwatched,
 ) -> PreCopied | None:
     """Scan a running process, store what its parent snapshot does not have, and wait until it is
@@ -132,11 +131,14 @@ def pre_copy(
     in the parent (storing them before the window was in vain), are stored only if they did not
     change between two looks, and only as long as that gains something.
 
+    Args:
+        busy: Whether the process runs all the time, so that no cell is stored before it was seen
+            not to change.
+
     Returns:
         What the window can rely on; None if the process has ended or cannot be read (the window
         reports why, if it matters).
     """
-    clock = CpuClock.of(pid)
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
@@ -145,7 +147,7 @@ def pre_copy(
                 cut(regions, allocations(reader, regions, extents)),
                 before.space.regions if before else [],
             )
-            source, busy = RunningReader(reader), is_busy(pid, clock)
+            source = RunningReader(reader)
             return copy_space(stream, regions, extents, source, before, context, advance, busy)
     except NotFound:
         return None
@@ -181,6 +183,7 @@ def copy_space(
         context.seed,
         context.threads,
         context.stop,
+        context.budget.pause,
     )
     held = _held(plan, before, busy)
     sink = scanner.sink(plan, known)
@@ -219,30 +222,6 @@ def _held(plan: CellPlan, before: ParentSpace | None, busy: bool) -> npt.NDArray
     if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
         restless[:] = False
     return restless
-
-
-@dataclass(frozen=True)
-class CpuClock:
-    """The CPU time of a process, all threads together, and when it was read; in seconds."""
-
-    used: float
-    at: float
-
-    @classmethod
-    def of(cls, pid: int) -> CpuClock:
-        """Read it (clock_getcpuclockid(3)); a process that has ended used no time."""
-        try:
-            used = time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
-        except OSError:
-            used = 0.0
-        return cls(used, time.monotonic())
-
-
-def is_busy(pid: int, since: CpuClock) -> bool:
-    """Return whether a process has run for a noticeable share of the time since."""
-    time.sleep(max(0.0, since.at + _BUSY_SECONDS - time.monotonic()))
-    now = CpuClock.of(pid)
-    return now.used - since.used > _BUSY_SHARE * (now.at - since.at)
 
 
 class _Rounds:

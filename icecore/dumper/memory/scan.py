@@ -82,6 +82,7 @@ class _Shared:
     stop: threading.Event
     failures: list[BaseException]
     advance: Advance
+    pause: Callable[[], None]
     native: NativeScan | None
 
     @property
@@ -131,6 +132,7 @@ def scan(
     keep: Callable[[int, Slot], None],
     stop: threading.Event,
     advance: Advance = unwatched,
+    pause: Callable[[], None] = lambda: None,
 ) -> ScanResult:
     """Read all cells of ``plan`` and hand those whose fingerprint differs from the known one to
     ``keep``.
@@ -142,6 +144,7 @@ def scan(
         threads: Number of threads that read.
         stop: When set, the scan ends at once.
         advance: Told of bytes that were read.
+        pause: Called by each thread after a batch (`CpuBudget.pause`).
 
     Raises:
         DumpFailed: A page could not be read, or ``stop`` was set.
@@ -177,6 +180,7 @@ def scan(
         stop,
         [],
         advance,
+        pause,
         native,
     )
     cursor = _Cursor(_batches(plan.length, threads, native is not None) if len(plan) else [])
@@ -211,6 +215,7 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
             while (batch := cursor.take()) and not shared.over:
                 slot = scan_batch(shared, batch, slot, packer)
                 shared.advance(int(shared.plan.length[batch.start : batch.stop].sum()))
+                shared.pause()
         finally:
             packer.close()
             shared.staging.release(slot)

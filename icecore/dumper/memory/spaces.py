@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import ZERO, CellPlan, inherit_origins, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
@@ -35,6 +36,7 @@ class ScanContext:
     threads: int
     streams: int
     stop: threading.Event
+    budget: CpuBudget
     advance: Advance = unwatched
 
     def scan(
@@ -57,6 +59,7 @@ class ScanContext:
             keep=sink.keep,
             stop=self.stop,
             advance=self.advance,
+            pause=self.budget.pause,
         )
         sink.unchanged(result.row)
         return Scanned(plan, sink, result)

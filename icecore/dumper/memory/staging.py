@@ -148,13 +148,18 @@ class Staging:
         """Bytes of memory allocated so far."""
         return self._made * SLOT_BYTES
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, pause: Callable[[], None] = lambda: None) -> None:
         """Fault in memory for ``slots`` free slots, within the limit, so that the window does not pay
         for it.
+
+        Args:
+            pause: Called after each arena (`CpuBudget.pause`). In a virtual machine that returns
+                free memory to its host, the first touch of a page costs as much as storing it.
         """
         while len(self._free) < slots and self._made < self.capacity:
             with self._change:
                 self._grow()
+            pause()
 
     @contextmanager
     def growing(self, slots: int) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
-from icecore.dumper.memory.precopy import CpuClock, PreCopied, is_busy, pre_copy
+from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import SharedMemory, open_mapped, open_shared
 from icecore.dumper.observe.files import FoundFile, find_files, tree_pids
 from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, reserve
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.prediction import predict
@@ -37,8 +38,6 @@ from icecore.host.kernel.scanning import native_scan_lacks
 from icecore.host.workdir import LOCK, make_work_directory
 from icecore.store.format.manifest import Manifest
 
-_PRE_COPY_BYTES = 256 << 20
-_PRE_COPY_STAGING = 128 << 20
 #: Resident memory without room on its GPU goes into the host's memory at a rate at which this many
 #: bytes take a tenth of a second of the window.
 _PRE_COPY_RESIDENT = 4 << 30
@@ -55,9 +54,6 @@ SCAN_THREADS = 8
 #: threads and an eighth from 12 to 16; the scan as a whole was not measured so.
 NATIVE_SCAN_THREADS = 12
 ENCODE_THREADS = 4
-#: Share of the private memory to prefault as staging when the parent does not tell how much
-#: changes.
-_GUESS = 0.125
 
 
 @dataclass(frozen=True)
@@ -123,24 +119,26 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         link_rate=options.link_rate,
         emit=request.emit,
         under=options.under,
+        processes=[guard.pid],
     )
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
-    data = _data(request, storing, stack)
     # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
     hiding = options.memory != "streamed" and hides(request.criu)
     shared = open_shared(found.processes, stack) if hiding else SharedMemory()
     mapped = open_mapped(found.files, stack)
-    copied = _pre_copy(request, found, storing, (shared, mapped))
+    activity = look_ahead(options, found, (shared, mapped), storing.budget)
+    data = _data(request, storing, stack)
+    copied = pre_copy(request, found, storing, (shared, mapped), activity)
     learnt = [*copied.values(), *shared.copied.values(), *mapped.copied.values()]
-    _reserve(found, storing, learnt, shared.used + mapped.used, threads)
+    reserve(found, storing, learnt, shared.used + mapped.used, threads)
     claim = _claim(request, found)
     stack.callback(claim.release)
     if devices is not None:
         _prepare_devices(request, found, devices, storing)
     if data is not None:
-        with storing.staging.limited(_PRE_COPY_STAGING):
+        with storing.staging.limited(PRE_COPY_STAGING):
             data.look_ahead(lambda: _open_files(request), once=True)
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
@@ -166,7 +164,7 @@ def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectori
     )
     with (
         phase(request.emit, "dump.data") as running,
-        storing.context.staging.limited(_PRE_COPY_STAGING),
+        storing.context.staging.limited(PRE_COPY_STAGING),
     ):
         running.bytes = data.look_ahead(lambda: _open_files(request))
     return data
@@ -279,78 +277,6 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
         )
 
 
-def _pre_copy(
-    request: Request, found: Inspection, storing: Storing, shared: Sequence[SharedMemory]
-) -> dict[int, PreCopied]:
-    """Pre-copy every process that is large enough, and shared memory.
-
-    Returns:
-        What was learnt, by pid in the tree's own namespace (the image id).
-    """
-    mode = request.options.pre_copy
-    size = found.private_bytes + sum(memory.used for memory in shared)
-    if mode == "off" or (mode == "auto" and size < _PRE_COPY_BYTES):
-        return {}
-    out = {}
-    parent, context = storing.parent, storing.context
-    pids = [process.pid for process in found.processes] if any(m.objects for m in shared) else []
-    clocks = {pid: CpuClock.of(pid) for pid in pids}
-    with (
-        phase(request.emit, "dump.precopy") as running,
-        context.staging.limited(_PRE_COPY_STAGING),
-    ):
-        advance = running.counter(size)
-        for number, process in enumerate(found.processes):
-            if process.status.zombie or process.private_bytes < (1 << 20):
-                continue
-            image = process.status.own_pid
-            before = parent.space("process", str(image)) if parent else None
-            learnt = pre_copy(
-                process.pid, number % context.streams, before, context, advance=advance
-            )
-            if learnt is not None:
-                out[image] = learnt
-                running.bytes += learnt.scanned
-        busy = any(is_busy(pid, clock) for pid, clock in clocks.items())
-        learned = [*out.values()]
-        for memory in shared:
-            memory.pre_copy(len(found.processes), parent, context, advance, busy)
-            running.bytes += sum(c.scanned for c in memory.copied.values())
-            learned += memory.copied.values()
-        running.fields |= {
-            "changed": sum(c.changed for c in learned),
-            "stored": sum(c.stored for c in learned),
-        }
-    return out
-
-
-def _reserve(
-    found: Inspection, storing: Storing, copied: Sequence[PreCopied], shared: int, threads: int
-) -> None:
-    """Prefault as much staging as the window will probably fill, judged by what changed since the
-    parent. Without pre-copy nothing is known, so all memory that is read in place counts.
-
-    Args:
-        shared: Bytes of shared memory that is read in place.
-    """
-    if copied and storing.parent_id:
-        guess = sum(c.changed for c in copied)
-    elif copied:
-        left = sum(c.left for c in copied)
-        guess = left + int(max(0, found.private_bytes + shared - left) * _GUESS)
-    else:
-        guess = found.private_bytes + shared
-    if found.gpus is not None:
-        # Pre-copy does not see device memory: assume that as much changes as did in the parent.
-        parent = storing.parent
-        guess += min(
-            found.gpus.most_bytes,
-            parent.manifest.sizes.changed if parent else found.gpus.most_bytes,
-        )
-    staging = storing.staging
-    staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * threads))
-
-
 def _claim(request: Request, found: Inspection) -> Claim:
     """Claim the tree's window, and those of its GPU processes. Two dumps that inspect device memory
     at once would take the room on the GPU from each other's window, and each would end the other's
@@ -369,7 +295,7 @@ def _prepare_devices(
     request: Request, found: Inspection, devices: Devices, storing: Storing
 ) -> None:
     least = {"off": None, "on": 0}.get(request.options.pre_copy, _PRE_COPY_RESIDENT)
-    with storing.staging.limited(_PRE_COPY_STAGING):
+    with storing.staging.limited(PRE_COPY_STAGING):
         devices.require(
             request.options.staging_bytes, storing.context, storing.parent, pre_copy=least
         )

@@ -28,6 +28,7 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.filewriter import FileTarget, FileWriter
 from icecore.restorer.files.images import PlacedMemory
+from icecore.restorer.fill.charging import allocate, paying_group, ranges_of
 from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import data_pages
@@ -78,6 +79,7 @@ class SharedFill:
         self._changed = threading.Condition()
         self._opened: list[FileTarget] = []
         self._filling = self._closed = False
+        self._group: Path | None = None
         self._fetcher: Fetcher | None = None
         self._filled = 0
         self._progress: Progress | None = None
@@ -170,7 +172,9 @@ class SharedFill:
             os.close(descriptor)
             raise RestoreFailed(f"CRIU made {name} of {size} bytes, which is too small")
         target = FileTarget(name, size, part.cells, descriptor=descriptor, offset=0)
+        group = paying_group(pid)
         with self._changed:
+            self._group = group  # CRIU makes the whole tree in one
             self._opened.append(target)
             self._changed.notify_all()
         peer.sendall(b"y")
@@ -206,6 +210,10 @@ class SharedFill:
             if self._closed:
                 return
             self._fetcher = fetcher
+            group = self._group
+        if group is not None:
+            pages = [(target.descriptor, ranges_of(target.cells)) for target in targets]
+            allocate(group, [(number, one) for number, one in pages if number is not None])
         fetcher.start(writer.order())
         try:
             fetcher.wait()

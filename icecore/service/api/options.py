@@ -17,10 +17,12 @@ SUPERVISE = (
     "requeue_command",
     "notice_command",
     "notice_url",
+    "background_cpu",
 )
 DUMP = (
     "max_window",
     "pre_copy",
+    "background_cpu",
     "memory",
     "files",
     "with_files",

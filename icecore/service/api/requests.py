@@ -19,6 +19,8 @@ Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\
 Labels = Annotated[list[Label], msgspec.Meta(max_length=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+#: 0: auto.
+Percent = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Keep = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -119,6 +121,7 @@ class Supervise(Request, frozen=True, kw_only=True):
     requeue_command: Text | None = None
     notice_command: Text | None = None
     notice_url: Text | None = None
+    background_cpu: Percent | None = None
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
@@ -172,6 +175,7 @@ class DumpRequest(Request, frozen=True, kw_only=True):
     pinned: bool = False
     max_window: Seconds | None = None
     pre_copy: Literal["auto", "on", "off"] | None = None
+    background_cpu: Percent | None = None
     memory: Literal["in-place", "streamed"] | None = None
     files: Literal["content", "check"] | None = None
     with_files: bool | None = None

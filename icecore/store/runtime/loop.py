@@ -24,6 +24,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._serve, name="icecore-loop", daemon=True)
         self._thread.start()
 
+    @property
+    def thread(self) -> int:
+        """The native id of the thread."""
+        return self._thread.native_id or 0
+
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()

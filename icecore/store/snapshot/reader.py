@@ -18,7 +18,7 @@ from icecore.errors import Damaged, ObjectMissing, StoreError
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format import codec
-from icecore.store.format.cell import Records, page_mask
+from icecore.store.format.cell import Records
 from icecore.store.format.cellmap import NodeDecoder, check_regions, parse_refs
 from icecore.store.format.chunk import chunk_id, pages_of
 from icecore.store.format.keys import Keys
@@ -211,8 +211,8 @@ class SnapshotReader:
         return [records[a:b] for a, b in pairwise(edges)]
 
     def content(self, space: Space, most: int) -> bytearray:
-        """Return the bytes of a space of kind ``file`` or ``image``, such as a table; absent pages
-        are zeros.
+        """Return the bytes of a table: a space of kind ``file`` of which no page is absent and no
+        cell holds only zeros. Memory is allocated for what was read, not for what is claimed.
 
         Args:
             most: Bytes that it may have.
@@ -227,16 +227,23 @@ class SnapshotReader:
                 self.manifest.snapshot,
                 f"{space.kind} {space.key!a} has {space.size} bytes, more than {most}",
             )
-        out = bytearray(space.size)
+        out = bytearray()
         room = memoryview(bytearray(CELL_BYTES))
         for record in self.records(space)[0] if space.regions else ():
-            data = self.read_cell(record, room)
-            base = int(record["cell"]) * CELL_BYTES
-            for number, page in enumerate(np.flatnonzero(page_mask(record["data"])).tolist()):
-                start = base + page * PAGE
-                length = min(PAGE, space.size - start)
-                out[start : start + length] = data[number * PAGE : number * PAGE + length]
+            length = min(CELL_BYTES, space.size - len(out))
+            if not _continues(record, len(out), length):
+                raise self._incomplete(space)
+            out += self.read_cell(record, room)[:length]
+        if len(out) != space.size:
+            raise self._incomplete(space)
         return out
+
+    def _incomplete(self, space: Space) -> Damaged:
+        return Damaged(
+            "map",
+            f"of snapshot {self.manifest.snapshot}",
+            f"{space.kind} {space.key!a} has {space.size} bytes, but not exactly these are there",
+        )
 
     def decode(
         self,
@@ -326,3 +333,13 @@ class SnapshotReader:
             work.close()
             raise ValueError("this back end needs an event loop to read")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _continues(record: np.void, done: int, length: int) -> bool:
+    """Return whether a cell holds the ``length`` bytes of a table after the first ``done``."""
+    pages = -(-length // PAGE)
+    return bool(
+        int(record["cell"]) * CELL_BYTES == done
+        and int.from_bytes(record["data"].tobytes(), "little") == (1 << pages) - 1
+        and int(record["place"]["codec"]) != codec.ZERO
+    )

@@ -1,0 +1,101 @@
+"""The CPU time that icecore's own work may take while the job runs. The threads that do the work
+pause once they have used it up.
+
+The kernel's means do not suffice. A nice value counts only within a cgroup or an autogroup
+(sched(7)), and job and dump are rarely in the same. A cgroup with a limit contains whole processes,
+so it would slow down CRIU, the window, and a program that calls the library.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from icecore.host.kernel.cpu import process_seconds, thread_seconds
+
+#: Time that is saved up at most, in seconds of the bound: pauses are about as long.
+_SAVED_SECONDS = 0.05
+
+
+def own_seconds(
+    others: Collection[int] = (), processes: Collection[int] = ()
+) -> Callable[[], float]:
+    """Return a clock of icecore's own CPU time in seconds: that of this process and of ``processes``,
+    less that of the threads ``others``, which belong to the program that calls the library.
+
+    Args:
+        others: Native thread ids.
+        processes: Pids.
+    """
+    last_other = dict.fromkeys(others, 0.0)
+    last_process = dict.fromkeys(processes, 0.0)
+
+    def read() -> float:
+        for thread in last_other:
+            last_other[thread] = thread_seconds(thread) or last_other[thread]
+        for pid in last_process:
+            last_process[pid] = process_seconds(pid) or last_process[pid]
+        return time.process_time() + sum(last_process.values()) - sum(last_other.values())
+
+    return read
+
+
+class CpuBudget:
+    """A bound on CPU time, shared by all threads of a dump: a token bucket. Without `bound` there is
+    none.
+
+    Work that does not pause by itself (uploads) counts too, and makes the other threads pause for
+    longer.
+
+    Args:
+        used: Clock of the CPU time that counts, in seconds.
+        now: Clock of the time that passes, in seconds.
+    """
+
+    def __init__(
+        self,
+        used: Callable[[], float] = time.process_time,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._used, self._now = used, now
+        self._cores = 0.0
+        self._left = 0.0
+        self._at = self._spent = 0.0
+        self._lock = threading.Lock()
+        self._lifted = threading.Event()
+        self._lifted.set()
+
+    @property
+    def cores(self) -> float | None:
+        """CPU seconds that a second allows; None: no bound."""
+        return None if self._lifted.is_set() else self._cores
+
+    def bound(self, cores: float) -> None:
+        """From now on, allow no more than ``cores`` CPU seconds a second."""
+        with self._lock:
+            self._cores, self._left = cores, 0.0
+            self._at, self._spent = self._now(), self._used()
+            self._lifted.clear()
+
+    def lift(self) -> None:
+        """Allow any CPU time, and wake the threads that pause."""
+        self._lifted.set()
+
+    def resume(self) -> None:
+        """Apply the last bound again, if there was one. What was used in between does not count."""
+        if self._cores:
+            self.bound(self._cores)
+
+    def pause(self) -> None:
+        """Wait until the CPU time used so far is allowed. Call it after each piece of work."""
+        if self._lifted.is_set():
+            return
+        with self._lock:
+            now, spent = self._now(), self._used()
+            saved = self._left + (now - self._at) * self._cores
+            self._left = min(saved, _SAVED_SECONDS * self._cores) - (spent - self._spent)
+            self._at, self._spent = now, spent
+            seconds = -self._left / self._cores
+        if seconds > 0:
+            self._lifted.wait(seconds)

@@ -1,0 +1,205 @@
+"""The bound on the CPU time of a dump's work while the job runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from icecore.dumper import storing
+from icecore.dumper.memory.budget import CpuBudget, own_seconds
+from icecore.dumper.options import DumpOptions
+from icecore.errors import UsageError
+from icecore.events import Event
+from icecore.host.kernel import cpu
+
+from .conftest import Store
+from .puppet import Puppet
+from .world import Events
+
+_WAIT = 30.0
+
+
+class Clock:
+    """Time that passes while a thread works or pauses, and CPU time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
+        self.now = self.used = 100.0
+        self.budget = CpuBudget(lambda: self.used, lambda: self.now)
+        monkeypatch.setattr(self.budget._lifted, "wait", self.sleep)
+        self.budget.bound(cores)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def work(self, seconds: float, threads: int = 1) -> None:
+        self.now += seconds
+        self.used += seconds * threads
+        self.budget.pause()
+
+
+@pytest.mark.parametrize("cores", [0.02, 0.25, 1.5])
+def test_work_that_pauses_gets_what_is_allowed(
+    cores: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, cores)
+    for _ in range(1000):
+        clock.work(0.003, threads=2)
+    assert clock.used - 100 == pytest.approx(cores * (clock.now - 100), rel=0.01)
+
+
+def test_what_was_not_used_is_not_saved_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.5)
+    clock.work(0.01)
+    clock.now += 3600
+    began, used = clock.now, clock.used
+    for _ in range(100):
+        clock.work(0.01)
+    assert clock.used - used <= 0.5 * (clock.now - began) + 0.05
+
+
+def test_work_that_does_not_pause_makes_the_rest_pause_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, 0.5)
+    clock.used += 2.0
+    clock.budget.pause()
+    assert clock.now - 100 == pytest.approx(4.0)
+
+
+def test_nothing_is_bounded_before_it_is_asked_for_and_in_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, 0.5)
+    clock.budget.lift()
+    clock.work(5.0, threads=4)
+    assert clock.now == 105 and clock.budget.cores is None
+    clock.budget.resume()  # what was used meanwhile does not count
+    clock.budget.pause()
+    assert clock.now == 105 and clock.budget.cores == 0.5
+    fresh = CpuBudget()
+    fresh.resume()
+    assert fresh.cores is None
+
+
+def test_the_window_wakes_threads_that_pause() -> None:
+    used = 0.0
+    budget = CpuBudget(lambda: used)
+    budget.bound(1e-6)
+    used = 1.0
+    threads = [threading.Thread(target=budget.pause, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    budget.lift()
+    for thread in threads:
+        thread.join(_WAIT)
+        assert not thread.is_alive()
+
+
+def test_the_threads_of_a_calling_program_do_not_count() -> None:
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    other = threading.Thread(target=spin, daemon=True)
+    other.start()
+    assert other.native_id is not None
+    read = own_seconds([other.native_id])
+    began, process = read(), time.process_time()
+    first = cpu.thread_seconds(other.native_id)
+    assert first is not None
+    end = time.monotonic() + _WAIT
+    while (cpu.thread_seconds(other.native_id) or 0.0) < first + 0.3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    own, all_of_it = read() - began, time.process_time() - process
+    over.set()
+    other.join(_WAIT)
+    assert all_of_it - own >= 0.29
+    assert read() >= began  # a thread that has ended keeps what it had used
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_that_is_none(share: float) -> None:
+    with pytest.raises(UsageError, match="background_cpu"):
+        DumpOptions(background_cpu=share)
+
+
+def test_what_runs_is_seen() -> None:
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    seen = cpu.look_at([os.getpid(), 1 << 22])
+    over.set()
+    thread.join(_WAIT)
+    assert seen.busy == {os.getpid()}
+    assert 0 <= seen.idle <= cpu.usable_cores()
+
+
+class Recording(CpuBudget):
+    """Notes the bound at each piece of work."""
+
+    phase = ""
+    found: list[tuple[str, float | None]]
+
+    def pause(self) -> None:
+        Recording.found.append((Recording.phase, self.cores))
+        super().pause()
+
+
+_PHASES = ("dump.precopy", "dump.window", "dump.store")
+
+
+def _enter(event: Event) -> None:
+    Recording.phase = event.name if event.fields["state"] == "begin" else ""
+
+
+def _fill(puppet: Puppet, mib: int) -> None:
+    puppet.do(f"area = private({mib} * MIB); put(area, os.urandom(MIB) * {mib})")
+    puppet.do(f"for cell in range({mib}): put(area + cell * MIB, cell.to_bytes(8, 'little'))")
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_bound_holds_until_the_window_and_after_it(
+    stop: bool, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --stop, the job stands still until the commit, so nothing is bounded after the window."""
+    monkeypatch.setattr(storing, "CpuBudget", Recording)
+    Recording.found, Recording.phase = [], ""
+    _fill(puppet, 32)
+    options = DumpOptions(pre_copy="on", background_cpu=0.5, stop=stop)
+    hooks = {(name, state): _enter for name in _PHASES for state in ("begin", "end")}
+    store.dump(puppet.pid, options, events=Events(hooks))
+    cores = 0.5 * cpu.usable_cores()
+    seen = {name: {bound for phase, bound in Recording.found if phase == name} for name in _PHASES}
+    assert seen == {
+        "dump.precopy": {cores},
+        "dump.window": {None},
+        "dump.store": {None} if stop else {cores},
+    }
+
+
+@pytest.mark.criu
+def test_pre_copy_uses_no_more_cpu_time_than_it_may(puppet: Puppet, store: Store) -> None:
+    """CPU time is compared with the time that passed: a loaded machine only makes that longer."""
+    _fill(puppet, 256)
+    at: list[tuple[float, float]] = []
+
+    def look(_event: Event) -> None:
+        at.append((time.process_time(), time.monotonic()))
+
+    events = Events({("dump.precopy", state): look for state in ("begin", "end")})
+    store.dump(puppet.pid, DumpOptions(pre_copy="on", background_cpu=0.02), events=events)
+    used, passed = (after - before for before, after in zip(*at, strict=True))
+    # What the last pieces of work have used is not waited for.
+    assert used <= 0.02 * cpu.usable_cores() * passed + 0.1

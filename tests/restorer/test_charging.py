@@ -1,0 +1,97 @@
+"""The cgroup of a job pays for its restored shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from icecore.errors import RestoreFailed
+from icecore.restorer.fill.charging import allocate, paying_group, ranges_of
+from icecore.restorer.plan.cells import space_cells
+from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.cell import CELL
+from icecore.store.format.manifest import Region
+from tests.host.memory_group import USAGE, memory_group, used
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    with memory_group() as (made, _):
+        yield made
+
+
+@pytest.fixture
+def member(group: Path) -> Iterator[int]:
+    """A process in the group."""
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("charged")
+    os.ftruncate(descriptor, 64 * MIB)
+    yield descriptor
+    os.close(descriptor)
+
+
+RANGES = np.array([(0, 16 * MIB), (32 * MIB, 16 * MIB)], np.uint64)
+
+
+def test_the_group_pays_and_holes_stay_holes(group: Path, member: int, memory: int) -> None:
+    paying = paying_group(member)
+    assert paying == group
+    before = used(group)
+    assert allocate(paying, [(memory, RANGES)])
+    assert used(group) - before >= 32 * MIB
+    content = os.urandom(MIB) * 16
+    assert os.pwrite(memory, content, 0) == os.pwrite(memory, content, 32 * MIB) == len(content)
+    assert used(group) - before >= 32 * MIB  # who writes does not pay
+    assert os.fstat(memory).st_blocks * 512 == 32 * MIB
+    assert os.pread(memory, 16 * MIB, 32 * MIB) == content
+    assert os.pread(memory, MIB, 16 * MIB) == bytes(MIB)
+
+
+def test_a_process_of_the_same_group_pays_anyway() -> None:
+    assert paying_group(os.getpid()) is None
+    assert paying_group(os.getppid() if os.getppid() > 1 else os.getpid()) is None
+    assert paying_group(1 << 22) is None
+
+
+def test_a_group_without_room(group: Path, member: int, memory: int) -> None:
+    limit = next(limit for name, limit in USAGE.items() if (group / name).exists())
+    (group / limit).write_text(str(16 * MIB))
+    with pytest.raises(RestoreFailed, match="has no room"):
+        allocate(group, [(memory, RANGES)])
+
+
+def test_a_group_that_cannot_be_joined(tmp_path: Path, memory: int) -> None:
+    assert not allocate(tmp_path / "gone", [(memory, RANGES)])
+    assert os.fstat(memory).st_blocks == 0
+
+
+def test_runs_of_pages() -> None:
+    rows = np.zeros(3, CELL)
+    rows["cell"] = [0, 1, 4]
+    rows["data"][0, -1] = 0x80  # the last page of a cell
+    rows["data"][1, 0] = 0x0B  # pages 0, 1 and 3
+    rows["data"][2] = 0xFF
+    cells = space_cells([Region(0, 5 * CELL_BYTES, 0)], [rows])
+    assert ranges_of(cells).tolist() == [
+        [CELL_BYTES - PAGE, 3 * PAGE],
+        [CELL_BYTES + 3 * PAGE, PAGE],
+        [4 * CELL_BYTES, CELL_BYTES],
+    ]
+    assert ranges_of(space_cells([], [])).shape == (0, 2)
