@@ -27,7 +27,7 @@ from icecore.restorer import restore as restorer
 from icecore.restorer.options import RestoreOptions
 from icecore.store.runtime.loop import LoopThread
 from tests.dumper.world import Events, Store
-from tests.gpu.fake_world import Target, World
+from tests.fakes.world import Target, World
 from tests.programs import plain_criu
 
 PART = "device file"

@@ -142,6 +142,7 @@ def run(
         ipc=own.ipc == "private",
         network=own.network == "private",
         root=own.root == "private",
+        tmp=own.tmp == "private",
     )
     if gpu:
         pid, root = _word(said.pid if said else None), _word(said.root if said else None)

@@ -143,8 +143,8 @@ def main() -> int:
     wanted = files.read_stored(directory)
     if wanted is None:
         return 1
-    if (directory / "cancel").exists():
-        files.write(directory, "result.json", Result(exit_status=130, ended=time.time()))
+    if asked := files.cancelled_by(directory):
+        files.write(directory, "result.json", Result(exit_status=128 + asked, ended=time.time()))
         return 0
     with suppress(NotFound):
         if attempt > 1 and (status := _ended_by_itself(wanted)) is not None:

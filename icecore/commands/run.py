@@ -100,6 +100,11 @@ def add(commands: Commands) -> None:
             "root",
             "file system: private binds the host's mounts into a root with its own /proc and /dev/shm; wanted by programs that look processes up in /proc",
         ),
+        (
+            "tmp",
+            "/tmp and /var/tmp: private ones are empty at first, part of each snapshot, and removed"
+            " with the job",
+        ),
     ):
         add_setting(parser, RunSettings, key, what)
     about = "with --gpu: keep device memory in place during snapshots, which shortens the window"
@@ -162,6 +167,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         ipc=own.ipc == "private",
         network=own.network == "private",
         root=own.root == "private",
+        tmp=own.tmp == "private",
     )
     identity = _identity(arguments, context)
     environment = _environment(arguments, context, identity)

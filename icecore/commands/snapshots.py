@@ -77,6 +77,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 units.moment(record.created_ns / 1e9),
                 units.size(record.logical),
                 units.size(record.device) if record.device else "–",
+                units.size(record.data) if record.data else "–",
                 units.size(record.changed),
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
@@ -96,13 +97,20 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
         "TAKEN",
         "LOGICAL",
         "ON GPUS",
+        "DATA",
         "CHANGED",
         "STORED",
         "WINDOW",
         "PARENT",
         "TAGS",
     ]
-    context.output.table(columns, rows, right=["LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW"])
+    right = ["LOGICAL", "ON GPUS", "DATA", "CHANGED", "STORED", "WINDOW"]
+    if not any(record.data for record in everything):
+        at = columns.index("DATA")
+        del columns[at]
+        right.remove("DATA")
+        rows = [[*row[:at], *row[at + 1 :]] for row in rows]
+    context.output.table(columns, rows, right=right)
     return 0
 
 
@@ -161,6 +169,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
                 else []
             ),
             *([("allocated", words)] if (words := left_words(left)) else []),
+            *([("data", f"{units.size(record.data)} in files")] if record.data else []),
             ("zeros", f"{units.size(sizes.zero)} in all memory, not stored"),
             (
                 "changed",
@@ -282,7 +291,7 @@ def _show_data(manifest: Manifest, context: Context) -> None:
                 str(fields["entries"]),
                 str(fields["files"]),
                 units.size(_count(fields["bytes"])),
-                printable(str(fields["path"])),
+                printable(str(fields["path"])) + (" (the job's own)" if fields["own"] else ""),
             ]
         )
     if rows:

@@ -176,6 +176,7 @@ def run(
         failure_seconds=own.failure_seconds,
         slow_down=own.slow_down,
         keep=_policy(arguments, context),
+        data=arguments.data,
     )
     writers: dict[str, Callable[[LogPiece], None]] = {}
 
@@ -213,6 +214,13 @@ def words(event: Event) -> list[str]:
             ]
         case "run.adopted":
             return [f"job {job} already runs, as process {known['pid']}; taking over"]
+        case "run.data_ignored":
+            paths = known["paths"]
+            named = ", ".join(map(str, paths)) if isinstance(paths, list) else ""
+            return [
+                f"warning: job {job} keeps the data directories with which it was started;"
+                f" not among them: {named}"
+            ]
         case "run.resumed":
             return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
         case "run.stopping":

@@ -106,6 +106,7 @@ class RunSettings:
     ipc: Literal["host", "private"] = _setting("private", choice("host", "private"))
     network: Literal["host", "private"] = _setting("host", choice("host", "private"))
     root: Literal["host", "private"] = _setting("host", choice("host", "private"))
+    tmp: Literal["host", "private"] = _setting("host", choice("host", "private"))
     resident: bool = _setting(True, SWITCH)
     keep_resident: bool = _setting(False, SWITCH)
     io_uring: bool = _setting(False, SWITCH)

@@ -324,6 +324,7 @@ def as_record(one: models.Snapshot) -> SnapshotRecord:
         tags=one.tags,
         pinned=one.pinned,
         device=one.device,
+        data=one.data,
         quarantined=one.quarantined,
     )
 

@@ -32,5 +32,6 @@ def _record(one: dict[str, Any]) -> SnapshotRecord:
         tags=one["tags"],
         pinned=one["pinned"],
         device=one["device"],
+        data=one.get("data", 0),
         quarantined=one["quarantined"],
     )

@@ -27,6 +27,7 @@ def snapshot_fields(record: SnapshotRecord) -> Fields:
         "changed": record.changed,
         "stored": record.stored,
         "device": record.device,
+        "data": record.data,
         "window_seconds": record.window_seconds,
         "tags": list(record.tags),
         "pinned": record.pinned,
@@ -47,6 +48,7 @@ def details(manifest: Manifest) -> Fields:
     from icecore.restorer.owner import snapshot_owner
     from icecore.store.format.archive import container_title
     from icecore.store.format.contract import left_to_driver
+    from icecore.store.format.data import data_bytes
 
     sizes = manifest.sizes
     resident, moved = device_bytes(manifest)
@@ -67,6 +69,7 @@ def details(manifest: Manifest) -> Fields:
         "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
         "resident_bytes": resident,
         "moved_bytes": moved,
+        "data_bytes": data_bytes(manifest),
         "left": dict(left_to_driver(manifest)),
         "user": owner,
         "user_name": user_name(owner),
@@ -139,11 +142,21 @@ def regions(manifest: Manifest) -> Iterator[Fields]:
 
 
 def data(manifest: Manifest) -> Iterator[Fields]:
-    """Yield the data directories."""
+    """Yield the data directories. ``own``: the job has it for itself, as a private /tmp."""
+    from icecore.host.jobs.temporary import private_points
+    from icecore.store.format.contract import read_run
     from icecore.store.format.data import read_data
 
+    run = read_run(manifest)
+    own = private_points(run.data) if run is not None and run.isolation.tmp is True else []
     for one in read_data(manifest):
-        yield {"path": one.path, "entries": one.entries, "files": one.files, "bytes": one.bytes}
+        yield {
+            "path": one.path,
+            "entries": one.entries,
+            "files": one.files,
+            "bytes": one.bytes,
+            "own": one.path in own,
+        }
 
 
 def files(manifest: Manifest) -> Iterator[Fields]:

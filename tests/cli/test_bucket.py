@@ -24,10 +24,10 @@ from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.format import keys
 from icecore.store.format.names import CONFIG
 from icecore.store.log.repository import StoredRepository
-from tests.bad_proxy import at_random, unreliable
-from tests.canned_s3 import Reply, canned
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import check_event, documented_events
+from tests.fakes.bad_proxy import at_random, unreliable
+from tests.fakes.canned_s3 import Reply, canned
 from tests.seaweedfs import Server
 from tests.store.miniature import page, take
 

@@ -19,9 +19,9 @@ import pytest
 
 import icecore
 from icecore.store.backend.s3 import S3Backend, S3Place
-from tests.bad_proxy import hold_after, unreliable
 from tests.cli.conftest import SECONDS, Cli, until
 from tests.conftest import BUCKET
+from tests.fakes.bad_proxy import hold_after, unreliable
 from tests.seaweedfs import ACCESS_KEY, SECRET_KEY, Server
 from tests.store.miniature import read, take
 

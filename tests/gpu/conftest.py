@@ -15,9 +15,10 @@ from icecore.store.runtime.loop import LoopThread
 from tests.cli.conftest import cli as cli
 from tests.cli.conftest import zygote as zygote
 from tests.dumper.world import Store, leftovers
+from tests.fakes.world import GPUS, Target, World
 from tests.programs import plain_criu
-
-from .fake_world import GPUS, Target, World
+from tests.resident.conftest import new_machine as new_machine
+from tests.resident.conftest import programs as programs
 
 Launch = Callable[..., Target]
 

@@ -18,6 +18,7 @@ from icecore.errors import RestoreFailed
 from icecore.host.criu.program import find_criu
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
+from tests import fakes
 from tests.dumper.world import Events, Store
 
 from .conftest import Launch
@@ -30,7 +31,7 @@ def plugins(tmp_path: Path) -> Path:
     """A directory with the plugin alone."""
     folder = tmp_path / "plugins"
     folder.mkdir()
-    source = Path(__file__).with_name("amdgpu_plugin.c")
+    source = Path(fakes.__file__).with_name("amdgpu_plugin.c")
     subprocess.run(
         ["gcc", "-O1", "-shared", "-fPIC", "-o", folder / "amdgpu_plugin.so", source],
         check=True,

@@ -1,69 +1,97 @@
-"""The driver's back end through the real cuda.bindings, down to a libcuda that prints what it is
-given: runs where cuda.bindings is installed, GPU or not.
+"""The driver's back end through the real cuda.bindings, down to the fake libcuda: runs where
+cuda.bindings is installed, GPU or not.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fakes.machine import MIB, until, uuid_of
+from tests.resident.conftest import NewMachine
+
 _SCRIPT = """
-import threading, time
+import json, os, struct, sys, threading, time
 from icecore.host.cuda.api import DeviceError
 from icecore.host.cuda.driver import Driver
+from icecore.host.cuda.fake import CONTROL, MILLISECONDS_AT, REQUEST_AT
 
-driver = Driver()
-began = time.monotonic()
-threads = [threading.Thread(target=driver.lock, args=(pid, 1.5)) for pid in (21, 22, 23)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print("parallel", time.monotonic() - began < 2.8)
-print(driver.state(21).value, driver.state(7).value, driver.restore_thread(21), driver.checkpoint(21).value)
-driver.restore(21, {})
-driver.restore(21, {"GPU-00112233-4455-6677-8899-aabbccddeeff": "GPU-ffffffff-4455-6677-8899-aabbccddee00"})
-driver.unlock(21)
-print(driver.state(21).value)
-for call in (lambda: driver.lock(8, 0.1), lambda: driver.restore(9, {})):
-    try: call()
-    except DeviceError as error: print(type(error).__name__, error.code, error.name)
+order = json.loads(sys.argv[1])
+driver, pid, found = Driver(), order["pid"], {}
+
+def said(call, *arguments):
+    try:
+        call(*arguments)
+    except DeviceError as error:
+        return [type(error).__name__, error.code, error.name]
+
+def words(at, kind):
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        return struct.unpack(kind, os.pread(memory.fileno(), struct.calcsize(kind), CONTROL + at))
+
+found["states"] = [driver.state(pid).value, driver.state(os.getppid()).value]
+found["while it is in a call"] = said(driver.lock, pid, 0.25)
+found["milliseconds"] = words(MILLISECONDS_AT, "<I")
+(asked, _) = words(REQUEST_AT, "<QQ")
+locking = threading.Thread(target=driver.lock, args=(pid, 60.0))
+locking.start()
+while words(REQUEST_AT, "<QQ") != (asked + 1, asked):  # the thread is in the driver's call
+    time.sleep(0.001)
+os.unlink(order["pause"])
+locking.join()
+found["locked"] = driver.state(pid).value
+found["placement"] = driver.checkpoint(pid).value
+found["checkpointed"] = driver.state(pid).value
+found["thread"] = driver.restore_thread(pid)
+driver.restore(pid, {})
+driver.checkpoint(pid)
+driver.restore(pid, order["gpus"])
+driver.unlock(pid)
+found["state"] = driver.state(pid).value
+found["not locked"] = said(driver.checkpoint, pid)
+print(json.dumps(found))
 """
 
 
-def test_what_reaches_the_driver(tmp_path: Path) -> None:
+def test_what_reaches_the_driver(new_machine: NewMachine) -> None:
+    """Also that a call does not hold the interpreter's lock: another thread ends what it waits for."""
     pytest.importorskip(
         "cuda.bindings", reason="cuda.bindings is not installed (pip install 'icecore[gpu]')"
     )
-    source = Path(__file__).with_name("stub_libcuda.c")
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source],
-        check=True,
-        timeout=60,
-    )
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    machine = new_machine(gpus=2, world=True)
+    process = machine.target(resident=False)
+    context = process("start(0)")
+    code, address = process("alloc(4 * MIB)")
+    assert code == 0
+    content = process(f"fill({address}, 4 * MIB, 7)")
+    pause, paused = (machine.cuda / f"{name}-cuCtxPushCurrent_v2" for name in ("pause", "paused"))
+    pause.touch()
+    process(f"begun(lambda: cuda.cuCtxPushCurrent_v2(ctypes.c_void_p({context})))")
+    until(paused.exists)
+    order = {"pid": process.pid, "pause": str(pause), "gpus": {uuid_of(0): uuid_of(1)}}
     done = subprocess.run(
-        [sys.executable, "-P", "-u", "-c", _SCRIPT],
-        env=environment,
+        [sys.executable, "-P", "-c", _SCRIPT, json.dumps(order)],
+        env=machine.environment(resident=False),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
-    lines = done.stdout.splitlines()
-    assert sorted(lines[:3]) == [f"lock {pid} 1500" for pid in (21, 22, 23)], done.stderr
-    old = "00 11 22 33 44 55 66 77 88 99 aa bb cc dd ee ff"
-    new = "ff ff ff ff 44 55 66 77 88 99 aa bb cc dd ee 00"
-    assert lines[3:] == [
-        "parallel True",
-        "locked not-cuda 22 process",
-        "restore 21",
-        f"restore 21 pairs 1: {old} {new}",
-        "running",
-        "lock 8 100",
-        "LockTimeout 600 CUDA_ERROR_NOT_READY",
-        "restore 9",
-        "NotSupported 801 CUDA_ERROR_NOT_SUPPORTED",
-    ]
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert str(found.pop("thread")) in os.listdir(f"/proc/{process.pid}/task")
+    assert found == {
+        "states": ["running", "not-cuda"],
+        "while it is in a call": ["LockTimeout", 600, "CUDA_ERROR_NOT_READY"],
+        "milliseconds": [250],
+        "locked": "locked",
+        "placement": "process",
+        "checkpointed": "checkpointed",
+        "state": "running",
+        "not locked": ["IllegalState", 401, "CUDA_ERROR_ILLEGAL_STATE"],
+    }
+    assert (machine.used(0), machine.used(1)) == (0, 4 * MIB), "on the GPU that the pair names"
+    assert process("ended()") == 0 and process(f"hashed({address}, 4 * MIB)") == content

@@ -38,11 +38,11 @@ from tests import zygote
 from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.fakes import fake_cuda
+from tests.fakes.world import GPUS, MIB, Target, World
 from tests.moments import Due, at
-from tests.programs import fake_cuda
 
 from .conftest import Launch
-from .fake_world import GPUS, MIB, Target, World
 
 pytestmark = pytest.mark.criu
 
@@ -234,8 +234,8 @@ def test_a_window_that_breaks_off(who: str, due: Due, store: Store, launch: Laun
                 assert isinstance(caught.value, GuardLost)
             runs_on(target, store.workdir)
             assert store.snapshots() == before
-            store.dump(target.pid)
-            runs_on(target, store.workdir)
+    store.dump(target.pid)
+    runs_on(target, store.workdir)
 
 
 def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -> None:

@@ -21,9 +21,9 @@ from icecore.host.cuda.api import (
 )
 from icecore.host.gpu.client import Helper, start_here
 from icecore.host.kernel import limits
+from tests.fakes.world import GPUS, World
 
 from .conftest import Launch
-from .fake_world import GPUS, World
 
 
 @pytest.fixture

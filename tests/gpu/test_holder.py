@@ -29,10 +29,10 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store
+from tests.fakes.world import GPUS, World
 from tests.host.criu_harness import crius
 
 from .conftest import Launch
-from .fake_world import GPUS, World
 from .test_dump import runs_on
 
 pytestmark = pytest.mark.criu

@@ -17,9 +17,9 @@ from icecore.dumper.preflight.judge import refuse
 from icecore.host.criu.program import find_criu
 from icecore.host.cuda import holder, nccl
 from icecore.host.kernel import limits
+from tests.fakes.world import GPUS, Target, World
 
 from .conftest import Launch
-from .fake_world import GPUS, Target, World
 
 pytestmark = pytest.mark.criu
 

@@ -47,11 +47,12 @@ from icecore.store.format.contract import Gpus
 from icecore.store.format.manifest import Manifest
 from tests import zygote
 from tests.dumper.world import Events, Store
+from tests.fakes import fake_cuda
+from tests.fakes.world import GPUS, MIB, Target, World
 from tests.host.criu_harness import crius
-from tests.programs import driving, fake_cuda
+from tests.programs import driving
 
 from .conftest import Launch
-from .fake_world import GPUS, MIB, Target, World
 
 #: Where a target's driver has its mapping; so many that it comes back through a file.
 DEVICE, MIBS = fake_cuda.DEVICE, 70

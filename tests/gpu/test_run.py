@@ -20,9 +20,8 @@ from icecore.host.jobs.gpu import gpu_run
 from icecore.host.jobs.namespaces import Isolation
 from tests.cli.conftest import Cli
 from tests.cli.documents import check_event, documented_events
-from tests.programs import fake_cuda
-
-from .fake_world import GPUS, MIB, Target, World
+from tests.fakes import fake_cuda
+from tests.fakes.world import GPUS, MIB, Target, World
 
 pytestmark = pytest.mark.criu
 

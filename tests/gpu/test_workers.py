@@ -28,12 +28,12 @@ from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.dumper.world import Events, Store, standing
+from tests.fakes import fake_cuda
+from tests.fakes.world import GPUS, MIB, Target, World
 from tests.host.criu_harness import crius
 from tests.host.target import eventually
-from tests.programs import fake_cuda
 
 from .conftest import Launch
-from .fake_world import GPUS, MIB, Target, World
 
 pytestmark = pytest.mark.criu
 

@@ -13,12 +13,11 @@ import pytest
 from icecore.host.gpu.backend import VARIABLE
 from icecore.host.resident import keeper
 from icecore.store.runtime.loop import LoopThread
+from tests import sanitized
 from tests.dumper.world import Store, until_clean
+from tests.fakes.joined import Job
+from tests.fakes.machine import Machine, Target, build
 from tests.programs import plain_criu
-
-from . import sanitized
-from .joined import Job
-from .machine import Machine, Target, build
 
 NewMachine = Callable[..., Machine]
 

@@ -25,8 +25,7 @@ from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL
 from icecore.store.format.fingerprints import FINGERPRINT
 from icecore.store.format.manifest import Region, Space
-
-from .machine import MIB, Machine, Target, until, uuid_of
+from tests.fakes.machine import MIB, Machine, Target, until, uuid_of
 
 SEED = 77
 GPU = uuid_of(0)

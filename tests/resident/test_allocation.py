@@ -12,9 +12,9 @@ import pytest
 from icecore.errors import NotFound
 from icecore.host.resident.client import State
 from icecore.host.resident.protocol import Counts
+from tests.fakes.machine import MIB, Machine, Target, until, uuid_of
 
 from .conftest import NewMachine
-from .machine import MIB, Machine, Target, until
 
 DOORS = [
     "None",
@@ -43,7 +43,7 @@ def test_every_way_to_the_allocation_leads_to_resident_memory(
         6 * MIB,
         0,
     )
-    assert found.device == "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0"
+    assert found.device == uuid_of(0)
     report = target.agent.report()
     assert (report.state, report.counts.resident_bytes, report.counts.unheld) == (
         State.RUNNING,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .machine import MIB, Machine
+from tests.fakes.machine import MIB, Machine
 
 # Last, and not first as the benchmarks themselves have it: icecore is the installed one.
 sys.path.append(str(Path(__file__).resolve().parents[2]))

@@ -10,9 +10,9 @@ from pathlib import Path
 from icecore.host.criu.program import Criu
 from icecore.host.resident.client import Agent, State
 from icecore.host.resident.window import give_back
+from tests.fakes.machine import HERE, MIB, Machine, Process, until
 from tests.host.criu_harness import parametrize
 
-from .machine import HERE, MIB, Machine, Process, until
 from .test_window import take
 
 #: Counts in device memory and beside it; writes both, and a hash of the rest of that memory.

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from icecore.host.resident import digest, fingerprint
+from tests.fakes.machine import HERE, MIB, uuid_of
 
 from . import test_digest, test_fingerprint
 from .conftest import NewMachine
-from .machine import HERE, MIB, uuid_of
 
 _SCRIPT = """
 import os, sys

@@ -35,12 +35,12 @@ from tests import zygote
 from tests.dumper import driver
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.fakes import job as program
+from tests.fakes.job import fresh
+from tests.fakes.joined import Job
+from tests.fakes.machine import MIB, Machine, until, uuid_of
 from tests.moments import Due, at
 
-from . import job as program
-from .job import fresh
-from .joined import Job
-from .machine import MIB, Machine, until, uuid_of
 from .test_restore import bring_back
 
 pytestmark = pytest.mark.criu
@@ -443,12 +443,15 @@ def test_what_fails_costs_a_snapshot(
     due: Due, store: Store, launch: Launch, joined: Machine
 ) -> None:
     job = launch(gpus=(0, 1), children=1)
+
+    def breaking(name: str) -> Callable[[Event], None]:
+        return lambda _: fault(joined, *FAULTS[name])
+
     for name in due([*FAULTS]):
         with at(name):
             before = store.snapshots()
             # The look before the window may fail: that costs nothing.
-            strike = partial(fault, joined, *FAULTS[name])
-            events = Events({("dump.resident.unmap", "begin"): lambda _: strike()})  # noqa: B023
+            events = Events({("dump.resident.unmap", "begin"): breaking(name)})
             with pytest.raises(IcecoreError):
                 store.dump(job.pid, events=events)
             assert not list((joined.cuda / "faults").iterdir())
@@ -813,7 +816,7 @@ def test_a_worker_that_ended_costs_no_window(store: Store, launch: Launch) -> No
 
 
 class Late(Job):
-    """One of `tests.resident.late`, with an agent that takes three seconds to begin."""
+    """One of `tests.fakes.late`, with an agent that takes three seconds to begin."""
 
     def __init__(self, machine: Machine, folder: Path, *, how: str) -> None:
         folder.mkdir(parents=True)

@@ -10,8 +10,8 @@ import pytest
 
 from icecore.host.resident.sharing import Shares, find_shares
 from icecore.host.resident.tree import ResidentTree
+from tests.fakes.machine import MIB, Machine, Target, until
 
-from .machine import MIB, Machine, Target, until
 from .test_sharing import INVALID, SIZE, Ranks, seen
 
 INVALID_CONTEXT, MAP_FAILED, INVALID_HANDLE = 201, 205, 400

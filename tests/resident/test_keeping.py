@@ -33,10 +33,10 @@ from icecore.host.resident.sharing import repeated
 from icecore.restorer.gpu.keepers import let_go
 from icecore.restorer.gpu.resident import Resident
 from tests.dumper.world import Events, Store
+from tests.fakes.joined import Job, Ring
+from tests.fakes.machine import HERE, MIB, Machine, gone, until, uuid_of
+from tests.fakes.machine import Target as Process
 
-from .joined import Job, Ring
-from .machine import HERE, MIB, Machine, gone, until, uuid_of
-from .machine import Target as Process
 from .test_restore import bring_back, ended
 
 pytestmark = pytest.mark.timeout(120)

@@ -18,8 +18,7 @@ import pytest
 from icecore.host.kernel import ptrace
 from icecore.host.resident import signals
 from icecore.host.resident.client import ResidentFailed, State
-
-from .machine import Machine, Target, until
+from tests.fakes.machine import Machine, Target, until
 
 PARK_SIGNAL = 33
 ITS_BIT = 1 << (PARK_SIGNAL - 1)

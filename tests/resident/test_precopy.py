@@ -18,9 +18,9 @@ from icecore.host.gpu.working import Worker
 from icecore.host.resident.client import Keeper
 from icecore.store.backend.faulty import FaultyBackend, Outcome
 from tests.dumper.world import Events, Store
+from tests.fakes.joined import Job
+from tests.fakes.machine import MIB, Machine
 
-from .joined import Job
-from .machine import MIB, Machine
 from .test_dump import fault, rewrite, runs_on
 from .test_restore import bring_back
 

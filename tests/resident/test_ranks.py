@@ -24,11 +24,11 @@ from icecore.host.resident.client import Agent
 from icecore.host.resident.protocol import Counts
 from icecore.store.format.contract import RESIDENT, read_resident
 from tests.dumper.world import Events, Store
+from tests.fakes.joined import Job, Ring
+from tests.fakes.machine import MIB, Machine, until, uuid_of
 from tests.moments import Due, at
 from tests.programs import driving
 
-from .joined import Job, Ring
-from .machine import MIB, Machine, until, uuid_of
 from .test_restore import bring_back, ended
 
 pytestmark = pytest.mark.criu

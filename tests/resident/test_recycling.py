@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from icecore.host.resident.window import give_back
+from tests.fakes.machine import MIB, Machine, Target, until
 
 from .conftest import NewMachine
-from .machine import MIB, Machine, Target, until
 from .test_window import digests, take
 
 OUT_OF_MEMORY, INVALID = 2, 1

@@ -30,10 +30,9 @@ from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store
+from tests.fakes.joined import Job
+from tests.fakes.machine import MIB, Machine, until, uuid_of
 from tests.programs import driving
-
-from .joined import Job
-from .machine import MIB, Machine, until, uuid_of
 
 pytestmark = pytest.mark.criu
 

@@ -33,12 +33,12 @@ from icecore.restorer.phases import releasing
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.cli.documents import check_event, documented_events
+from tests.fakes import job as program
+from tests.fakes.joined import Ring
+from tests.fakes.machine import HERE, MIB, Machine, until, uuid_of
 from tests.zygote import Zygote
 
-from . import job as program
 from .conftest import NewMachine
-from .joined import Ring
-from .machine import HERE, MIB, Machine, until, uuid_of
 
 pytestmark = pytest.mark.criu
 BUFFERS = 2

@@ -16,8 +16,7 @@ from icecore.host.resident.client import ResidentFailed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import Shares, find_shares
 from icecore.host.resident.tree import ResidentTree
-
-from .machine import MIB, Machine, Target, until
+from tests.fakes.machine import MIB, Machine, Target, until
 
 INVALID = 1
 SIZE = "4 * MIB"

@@ -11,8 +11,7 @@ import pytest
 from icecore.errors import IcecoreError
 from icecore.host.resident.client import ResidentFailed, State
 from icecore.host.resident.tree import ResidentTree
-
-from .machine import MIB, Machine, Target, until
+from tests.fakes.machine import MIB, Machine, Target, until
 
 
 class Job:

@@ -23,8 +23,7 @@ from icecore.host.gpu.backend import find_backend
 from icecore.host.resident import client, signals
 from icecore.host.resident.client import Agent, Keeper, ResidentFailed
 from icecore.host.resident.protocol import VARIABLE, Message, Operation
-
-from .machine import MIB, Machine, until
+from tests.fakes.machine import MIB, Machine, until
 
 NOBODY = 65534
 #: A process of nobody's that listens at PLACE/agent-PID and answers every packet with the same

@@ -16,8 +16,7 @@ from icecore.errors import NotFound, UsageError
 from icecore.host.resident import keeper
 from icecore.host.resident.client import Keeper, ResidentFailed
 from icecore.host.resident.protocol import Message, Operation
-
-from .machine import until
+from tests.fakes.machine import until
 
 STRANGER, NOBODY = 12345, 65534
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import pytest
 
+from icecore.host.cuda.driver import uuid_bytes
 from icecore.host.resident.client import Agent, ResidentFailed, State
 from icecore.host.resident.protocol import Allocation, Message, Operation, receive
-
-from .machine import MIB, Machine, Target, uuid_of
+from tests.fakes.machine import MIB, Machine, Target, uuid_of
 
 OLD = 1
 
@@ -111,7 +111,7 @@ def test_the_keeper_of_an_older_process(machine: Machine) -> None:
             address=2 * MIB,
             size=2 * MIB,
             requested=5,
-            device=bytes([0xA0]) * 16,
+            device=uuid_bytes(uuid_of(0)),
             token=token,
         )
         ask(about, held.fileno(), answered=False)

@@ -23,9 +23,9 @@ from icecore.host.cuda.api import LockTimeout
 from icecore.host.resident.client import Agent, ResidentFailed, State
 from icecore.host.resident.keeper import keeper_path
 from icecore.host.resident.window import give_back, take_away
+from tests.fakes.machine import MIB, Machine, Process, Target, gone, until
 
 from .conftest import NewMachine
-from .machine import MIB, Machine, Process, Target, gone, until
 
 
 def take(process: Process, lease: float = 30.0) -> int:

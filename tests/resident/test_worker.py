@@ -20,9 +20,9 @@ from icecore.host.resident.fingerprint import reference
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
 from icecore.sizes import CELL_BYTES as CELL
 from icecore.store.format.chunk import chunk_id
+from tests.fakes.machine import MIB, Machine, until, uuid_of
 
 from .conftest import NewMachine
-from .machine import MIB, Machine, until, uuid_of
 
 GPU = uuid_of(0)
 SEED = 0x1234

@@ -96,18 +96,19 @@ def lay_out(top: Path) -> list[Action]:
     home.mkdir(parents=True)
     os.chown(home, HOSTILE, HOSTILE)
     made = {}
-    for name in ("replaced", "gone", "grown", "linked"):
+    for name in ("replaced", "gone", "grown", "linked", "kept"):
         path = home / name
         path.write_bytes(THEN)
         path.chmod(0o640)
         os.chown(path, HOSTILE, HOSTILE)
         os.utime(path, ns=(10**18, 10**18))
         made[name] = recorded(path)
-    for name in ("replaced", "linked"):
+    for name in ("replaced", "linked", "kept"):
         (home / name).write_bytes(NEWER)
     with open(home / "grown", "ab") as file:
         file.write(NEWER)
     os.utime(home / "linked", ns=(2 * 10**18, 2 * 10**18))
+    os.utime(home / "kept", ns=(2 * 10**18, 2 * 10**18))
     os.utime(home / "grown", ns=(2 * 10**18, 2 * 10**18))
     (home / "gone").unlink()
 
@@ -121,6 +122,7 @@ def lay_out(top: Path) -> list[Action]:
         Action("create", at(made["gone"], "made/below/gone")),
         Action("truncate", made["grown"]),
         Action("rewrite", at(made["linked"], "link_remap.7", "linked")),
+        Action("replace", made["kept"], keep=True),
     ]
 
 
@@ -273,7 +275,8 @@ def _is_kept(
         and before["replaced"][3] in contents
         and any(NEWER in one for one in saved)
         and all(
-            f"/{name} was before the restore" in told for name in ("replaced", "grown", "linked")
+            f"/{name} was before the restore" in told
+            for name in ("replaced", "grown", "linked", "kept")
         )
     )
 

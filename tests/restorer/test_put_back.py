@@ -15,14 +15,14 @@ import pytest
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event
-from icecore.restorer.files import file_recovery
+from icecore.restorer.files import file_recovery, plan
 from icecore.restorer.files.file_journal import FileJournal
 from icecore.restorer.files.file_recovery import recover
-from icecore.restorer.files.plan import plan_files
+from icecore.restorer.files.plan import can_keep, plan_files
 from icecore.restorer.files.put_back import PutBack
 from tests.restorer import killed_put_back
 from tests.restorer.job_file_places import look, manifest_of, recorded, written
-from tests.restorer.killed_put_back import NEWER, THEN, lay_out
+from tests.restorer.killed_put_back import HOSTILE, NEWER, THEN, lay_out
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="files of several users")
 
@@ -204,6 +204,55 @@ def test_who_reads_a_file_keeps_what_he_has(tmp_path: Path) -> None:
         back.hand_over()
         assert back.finish() == []
         assert reader.seek(0) == 0 and reader.read() == NEWER
+
+
+def test_a_file_that_is_still_the_job_s_stays_the_same_inode(tmp_path: Path) -> None:
+    actions = [action for action in lay_out(tmp_path) if action.keep]
+    kept = tmp_path / "home" / "kept"
+    inode = kept.stat().st_ino
+    back = written(actions, THEN, tmp_path / "state")
+    back.exchange()
+    about = kept.stat()
+    assert kept.read_bytes() == THEN and (about.st_ino, about.st_mtime_ns) == (inode, 10**18)
+    assert (about.st_dev, inode) in back.inodes
+    back.hand_over()
+    assert back.finish() == [] and not list((tmp_path / "home").glob(".*"))
+
+
+def test_a_kept_file_that_is_as_it_was_is_not_written(tmp_path: Path) -> None:
+    actions = [action for action in lay_out(tmp_path) if action.keep]
+    kept = tmp_path / "home" / "kept"
+    kept.write_bytes(THEN)
+    os.utime(kept, ns=(10**18, 10**18))
+    changed = kept.stat().st_ctime_ns
+    back = written(actions, THEN, tmp_path / "state")
+    back.exchange()
+    assert kept.stat().st_ctime_ns == changed and not list(
+        (tmp_path / "state" / "restores").glob("*/*.saved")
+    )
+    assert back.abandon() == []
+
+
+@pytest.mark.parametrize("what", ["linked", "another", "of another", "mode", "large"])
+def test_when_a_file_is_replaced_by_another(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(THEN)
+    file = recorded(path)
+    assert can_keep(file, path.stat())
+    if what == "linked":
+        (tmp_path / "backup").hardlink_to(path)
+    elif what == "another":
+        path.rename(tmp_path / "old")
+        path.write_bytes(THEN)
+    elif what == "of another":
+        os.chown(path, HOSTILE, HOSTILE)
+    elif what == "mode":
+        path.chmod(0o600 if path.stat().st_mode & 0o777 != 0o600 else 0o640)
+    else:
+        monkeypatch.setattr(plan, "_KEPT_BYTES", len(THEN) - 1)
+    assert not can_keep(file, path.stat())
 
 
 def test_a_job_that_was_never_let_go_has_its_files_undone_also_after_the_hand_over(

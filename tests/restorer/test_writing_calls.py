@@ -67,9 +67,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
             "os.open",
             "os.chown",
             "os.mkdir",
-            "os.rename",
             "os.rmdir",
-            "os.unlink",
             "os.utime",
         },
         "the module for it: names below checked directory descriptors, and descriptors",
@@ -80,6 +78,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
             "os.chmod",
             "os.chown",
             "os.mkfifo",
+            "os.removexattr",
             "os.setxattr",
             "os.symlink",
             "os.unlink",
@@ -186,8 +185,9 @@ def writing_calls(source: str) -> set[str]:
             "ctypes",
         ):
             found |= {f"from {node.module} import {alias.name}" for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module == "icecore.host.kernel.filesystem":
-            found |= {f"filesystem.{alias.name}" for alias in node.names}
+        kernel, _, module = (getattr(node, "module", "") or "").rpartition(".")
+        if kernel == "icecore.host.kernel" and module in ("filesystem", "removal"):
+            found |= {f"{module}.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
             found |= {
                 f"import {alias.name} as {alias.asname}"
@@ -273,6 +273,7 @@ def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
         "filesystem.open_confined",
         "filesystem.RENAME_EXCHANGE",
         "filesystem.RENAME_NOREPLACE",
+        "removal.remove_tree",
     }
     if name in {*JOB_FILES, "files/jobpaths.py"}:
         allowed = allowed | primitives

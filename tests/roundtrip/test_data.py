@@ -4,9 +4,11 @@ job has long closed, replaced, removed or added, as it was in the window.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from icecore.errors import DumpFailed, NotFound, RestoreFailed, RestoreRefused, 
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
+from icecore.host.kernel.listing import TooMany, walk
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check, restore
 from icecore.snapshots.difference import compare
@@ -153,14 +156,16 @@ def still(top: Path) -> dict[str, tuple[object, ...]]:
         if path.is_symlink():
             content = os.readlink(path)
         elif path.is_file():
-            content = path.read_bytes(), {n: os.getxattr(path, n) for n in os.listxattr(path)}
+            content = path.read_bytes()
+        link = path.is_symlink()
+        attributes = {} if link else {n: os.getxattr(path, n) for n in os.listxattr(path)}
         same = first.setdefault(about.st_ino, str(path))
         found[str(path)] = (
             oct(about.st_mode),
             about.st_uid,
             about.st_gid,
             about.st_mtime_ns,
-            content,
+            (content, attributes),
             same,
         )
     return found
@@ -402,6 +407,8 @@ def test_the_command_line(world: World, tmp_path: Path) -> None:
         assert eventually((world.one / "count").exists)
         snapshot = run("dump", "--stop", "cli").split()[0]
         assert str(world.one) in run("show", snapshot)
+        assert "DATA" in run("ls").splitlines()[0]
+        assert json.loads(run("--json", "ls"))["data"] > 8 << 20
         run("export", "--data", world.one, snapshot, tmp_path / "out")
         exported, mine = still(tmp_path / "out/deep"), still(world.one / "deep")
         assert [one[:5] for one in exported.values()] == [one[:5] for one in mine.values()]
@@ -522,3 +529,195 @@ def test_what_was_written_through_a_mapping_that_is_gone(world: World) -> None:
 def _command_of(job: Job) -> int:
     """The pid of the job's command, the only child of its init."""
     return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[0])
+
+
+def acl(user: int, mask: int = 7) -> bytes:
+    """An access control list: of the owner, one user, the group, a mask, and others."""
+    rows = [(1, 7, -1), (2, 6, user), (4, 5, -1), (16, mask, -1), (32, 0, -1)]
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *row) for row in rows)
+
+
+def test_attributes_of_directories_and_programs(world: World) -> None:
+    """Access control lists, attributes of users and of root, and capabilities come back; what new
+    files inherit from their directory does not stay.
+    """
+    deep = world.one / "deep"
+    fill(world.one)
+    os.setxattr(deep, "user.kind", b"directory")
+    os.setxattr(deep, "trusted.kind", b"root's own")
+    os.setxattr(deep / "empty", "system.posix_acl_access", acl(7, 5))
+    os.setxattr(deep, "system.posix_acl_default", acl(8))
+    capability = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
+    os.setxattr(deep / "closed", "security.capability", capability)
+    os.setxattr(deep / "owned", "security.capability", capability)
+    (deep / "empty").chmod(0o550)
+    before = still(deep)
+    job = world.start()
+    snapshot = world.dump(job, stop=True).snapshot
+    for name in ("closed", "nothing", "fifo"):
+        (deep / name).unlink()
+    os.setxattr(deep / "empty", "system.posix_acl_access", acl(9))
+    os.setxattr(deep, "user.since", b"1")
+    os.removexattr(deep, "user.kind")
+    changed = still(deep)
+    broken = world.trip.work / "criu"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    whole = world.trip.criu
+    world.trip.criu = replace(whole, path=broken)
+    with pytest.raises(RestoreFailed):
+        world.restore(snapshot)
+    assert still(deep) == changed
+    world.trip.criu = whole
+    world.end(world.restore(snapshot))
+    assert still(deep) == before
+    shutil.rmtree(world.one)
+    trip = world.trip
+    found = check(trip.repository, trip.loop, snapshot, criu=trip.criu, registry=world.registry)
+    assert [one.message for one in found.warnings if "had capabilities" in one.message] == [
+        f"{deep}/owned had capabilities, which a restore gives back to files of root alone"
+    ]
+    world.end(world.restore(snapshot))
+    after = still(deep)
+    content = before[f"{deep}/owned"][4]
+    assert isinstance(content, tuple)
+    assert content[1].pop("security.capability") == capability
+    assert after == before
+
+
+def test_more_files_than_descriptors(world: World, tmp_path: Path) -> None:
+    """A restore writes any number of files in any number of directories, whatever its limits."""
+    many = world.one / "many"
+    for number in range(400):
+        (many / f"{number}").mkdir(parents=True)
+        (many / f"{number}/file").write_text(f"{number}")
+        (many / f"{number}/other").write_text(f"other {number}")
+    before = still(many)
+    words = [sys.executable, "-P", "-m", "icecore", "-r", str(tmp_path / "mine")]
+    environment = {**os.environ, "ICECORE_STATE": str(tmp_path / "state")}
+
+    def run(*more: object, before: tuple[str, ...] = ()) -> str:
+        done = subprocess.run(
+            [*before, *words, *map(str, more)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("init")
+    run("run", "-d", "--name", "many", "--cwd", "/", "--data", world.one, "--", "sleep", "1000")
+    snapshot = run("dump", "--stop", "many").split()[0]
+    for number in range(400):
+        (many / f"{number}/file").write_text("changed")
+        (many / f"{number}/other").unlink()
+    try:
+        run("restore", snapshot, before=("prlimit", "--nofile=512:512"))
+        assert still(many) == before
+        shutil.rmtree(many)
+        run("kill", "-s", "KILL", "many")
+        run("restore", "--name", "again", snapshot, before=("prlimit", "--nofile=512:512"))
+        assert still(many) == before
+    finally:
+        for name in ("many", "again"):
+            stop = [*words, "kill", "-s", "KILL", name]
+            subprocess.run(stop, env=environment, timeout=60, check=False, capture_output=True)
+
+
+def test_a_directory_of_too_many_entries(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory bounds what is listed, also in one flat directory."""
+    job = world.start()
+    snapshot = world.dump(job).snapshot
+    for number in range(300):
+        (world.one / f"flat-{number}").touch()
+    monkeypatch.setattr("icecore.dumper.data.capture.most_entries", lambda: 200)
+    with pytest.raises(DumpFailed, match="more than 200 entries"):
+        world.dump(job)
+    before = world.number(job)
+    assert eventually(lambda: world.number(job) > before)
+    world.end(job)
+    monkeypatch.setattr("icecore.restorer.files.data.most_entries", lambda: 200)
+    with pytest.raises(RestoreRefused, match="more than 200 entries"):
+        world.restore(snapshot)
+    top = os.open(world.one, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(TooMany):
+            walk(top, {}, 200)
+        assert len(walk(top, {}, 400).found) > 300
+    finally:
+        os.close(top)
+
+
+#: Rewrites large files all the time, in place, and compares them with its memory.
+REWRITER = """
+import sys
+top, number, size = sys.argv[1], 0, 2 << 20
+names = [f"{top}/big-{each}" for each in range(3)]
+for name in names:
+    open(name, "wb").write(bytes(size))
+while True:
+    for name in names:
+        with open(name, "rb") as file:
+            head = file.read(8)
+            file.seek(size - 8)
+            if {head, file.read(8)} != {number.to_bytes(8, "little")}:
+                sys.exit(f"{name} does not hold {number}")
+    number += 1
+    for name in names:
+        with open(name, "r+b") as file:
+            file.write(number.to_bytes(8, "little"))
+            file.seek(size - 8)
+            file.write(number.to_bytes(8, "little"))
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def reflinks(tmp_path: Path) -> Iterator[Path]:
+    """A file system that can copy files without copying their blocks."""
+    program = shutil.which("mkfs.xfs", path="/usr/sbin:/sbin")
+    if program is None:
+        pytest.skip("needs mkfs.xfs (apt-get install xfsprogs)")
+    image, top = tmp_path / "image", tmp_path / "mounted"
+    top.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(400 << 20)
+    subprocess.run([program, "-q", "-m", "reflink=1", image], timeout=60, check=True)
+    done = subprocess.run(
+        ["mount", "-o", "loop", image, top], timeout=60, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"this machine cannot mount an image of XFS: {done.stderr.strip()}")
+    try:
+        yield top
+    finally:
+        subprocess.run(["umount", top], timeout=60, check=True)
+
+
+def test_files_are_cloned_in_the_window(world: World, reflinks: Path) -> None:
+    """Files that always change cost the window nothing where the file system has reflinks, and are
+    read after it as they were in it.
+    """
+    for top, cloned in ((reflinks, True), (world.one, False)):
+        job = world.registry.start(
+            [sys.executable, "-c", REWRITER, str(top)], name="clones", cwd="/", data=[top]
+        )
+        assert eventually(lambda: world.number(job) > 3), job.log_path("stderr").read_text()  # noqa: B023
+        if not cloned:
+            with pytest.raises(DumpFailed, match="more than the 0 MiB"):
+                world.dump(job, data_budget=1)
+            world.end(job)
+            break
+        snapshots = [world.dump(job, data_budget=1).snapshot for _ in range(2)]
+        world.end(job)
+        for snapshot in snapshots:
+            (top / "big-0").write_bytes(b"changed")
+            restored = world.restore(snapshot)
+            before = world.number(restored)
+            assert eventually(lambda: world.number(restored) > before + 3), (  # noqa: B023
+                restored.log_path("stderr").read_text()
+            )
+            world.end(restored)

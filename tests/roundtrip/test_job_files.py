@@ -27,6 +27,7 @@ from icecore.restorer.restore import check, restore
 from icecore.restorer.restored import Restored
 from icecore.restorer.tree import Tree
 from tests import zygote
+from tests.host.target import eventually
 from tests.restorer.criu_place import await_gone
 from tests.restorer.job_file_places import look
 from tests.roundtrip.conftest import Trip
@@ -360,3 +361,64 @@ def test_a_restore_that_is_killed_leaves_files_all_old_or_all_new(
         ) == ["log"]
     else:
         assert look(stopped.home) == before
+
+
+#: Inserts a row into a database with a rollback journal each time a file is there.
+DATABASE = """
+import os, sqlite3, sys, time
+base = sqlite3.connect("base", isolation_level=None)
+base.execute("CREATE TABLE rows (number INTEGER)")
+for number in range(5):
+    while not os.path.exists(f"go{number}"):
+        time.sleep(0.01)
+    base.execute("INSERT INTO rows VALUES (?)", (number,))
+    print(base.execute("SELECT count(*), sum(number) FROM rows").fetchall(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_database_is_the_file_that_it_was(trip: Trip, tmp_path: Path, data: bool) -> None:
+    """SQLite refuses to write to a database whose inode number has changed."""
+    registry = Registry(tmp_path / "jobs")
+    home = tmp_path / "home"
+    home.mkdir()
+    words = [sys.executable, "-c", DATABASE]
+    job = registry.start(words, name="base", cwd=home, data=[home] if data else [])
+
+    def inserts(number: int) -> None:
+        (home / f"go{number}").touch()
+        log = job.log_path("stdout")
+        assert eventually(lambda: log.read_text().count("\n") > number), job.log_path(
+            "stderr"
+        ).read_text()
+
+    try:
+        inserts(0)
+        snapshot = take(trip, job)
+        inode = (home / "base").stat().st_ino
+        inserts(1)
+        for _ in range(2):
+            if job.alive:
+                job.kill(signal.SIGKILL)
+            job.wait(10)
+            restored = restore(
+                trip.repository,
+                trip.loop,
+                snapshot,
+                RestoreOptions(),
+                criu=trip.criu,
+                registry=registry,
+            )
+            restored.wait_resident(60)
+            assert restored.job is not None
+            job = restored.job
+            for number in range(1, 5):
+                inserts(number)
+            assert job.wait(30).code == 0
+            assert (home / "base").stat().st_ino == inode
+            assert job.log_path("stdout").read_text().splitlines()[-1] == "[(5, 10)]"
+    finally:
+        for one in registry.instances():
+            if one.alive:
+                one.kill(signal.SIGKILL)
+                one.wait(10)

@@ -17,8 +17,8 @@ import yaml
 
 from icecore.service.supervision.supervisor import OF_NOTICE
 from tests.cli.conftest import Cli, until
-from tests.service import kubelet
-from tests.service.kubelet import Pod
+from tests.fakes import kubelet
+from tests.fakes.kubelet import Pod
 
 FOLDER = kubelet.MANIFEST.parent
 MANIFESTS = sorted(FOLDER.glob("*.yaml"))

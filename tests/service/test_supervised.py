@@ -479,3 +479,55 @@ def test_a_job_is_paused_while_another_could_take_its_name(
         assert supervisor.run() == 0
     assert states == ["stopped", "goes on"] and "run.lease_lost" not in told
     assert b"".join(lines).decode().splitlines() == counter.whole()
+
+
+#: Counts up to LAST; its number in memory, one that it keeps in a directory, and the number of files
+#: there may never differ.
+FILED = """
+import os, sys, time
+last, top = int(sys.argv[1]), sys.argv[2]
+number = 0
+while number < last:
+    kept = int(open(f"{top}/count").read()) if number else 0
+    files = [name for name in os.listdir(top) if name.startswith("segment-")]
+    if kept != number or len(files) != number:
+        sys.exit(f"{number} in memory, {kept} in the file, {len(files)} segments")
+    with open(f"{top}/segment-{number}", "w") as file:
+        file.write(f"{number}\\n" * 1000)
+    number += 1
+    with open(f"{top}/new", "w") as file:
+        file.write(str(number))
+    os.rename(f"{top}/new", f"{top}/count")
+    print("line", number - 1, flush=True)
+    time.sleep(0.1)
+"""
+
+
+def test_data_comes_back_with_a_job_that_is_resumed(cli: Cli) -> None:
+    program, top = cli.folder / "filed.py", cli.folder / "filed"
+    program.write_text(FILED)
+    top.mkdir()
+    cli.run("init")
+    words = ["run", "--name", "filed", "--resume", "--every", "0.5s", "--data", str(top), "--"]
+    words += [sys.executable, str(program), "60", str(top)]
+    first = cli.start(*words)
+    until(lambda: len(cli.run("ls").stdout.splitlines()) > 2, "two snapshots")
+    taken = len(list(top.glob("segment-*")))
+    until(lambda: len(list(top.glob("segment-*"))) > taken + 3, "it goes on")
+    first.kill()  # nobody takes another snapshot
+    first.communicate(timeout=SECONDS)
+    job = cli.job("filed")
+    job.kill(signal.SIGKILL)
+    job.wait(SECONDS)
+    (top / "segment-0").write_text("overwritten")
+    (top / "segment-of-another").write_text("added")
+    words[words.index("--")] = "--data=/srv"
+    words.insert(words.index("--data=/srv") + 1, "--")
+    status, after, said = ended(cli.start(*words))
+    assert status == 0 and "was restored from" in said, said
+    assert "not among them: /srv" in said and str(top) not in said.partition("not among")[2]
+    assert after[-1] == "line 59" and after[0] != "line 0"
+    assert {path.name: path.read_text() for path in top.iterdir()} == {
+        "count": "60",
+        **{f"segment-{number}": f"{number}\n" * 1000 for number in range(60)},
+    }

@@ -45,7 +45,7 @@ from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.backend.testing import BackendConformance
 from icecore.store.backend.wrapper import Wrapper
 from icecore.store.log.repository import StoredRepository, probe
-from tests.store import moto_server
+from tests.fakes import moto_server
 
 
 class TestMemory(BackendConformance):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import msgspec
 import pytest
@@ -45,13 +44,14 @@ def test_what_is_written_is_read() -> None:
     assert decode_entries(encode_entries(GOOD), "/data", SIZE) == GOOD
 
 
-def test_a_mode_without_its_access_control_list() -> None:
-    """``group::---, user:7:rwx, mask::rwx``: the mode's bits of the group are the mask."""
-    rows = [(1, 7, -1), (2, 7, 7), (4, 0, -1), (16, 7, -1), (32, 5, -1)]
-    listed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *row) for row in rows)
-    entry = Entry("directory", b"d", 0o775, attributes={b"system.posix_acl_access": listed})
-    assert entry.mode_without_list() == 0o705
-    assert TOP.mode_without_list() == TOP.mode
+def test_attributes_that_give_rights() -> None:
+    """Only a snapshot of root's gives those back, and capabilities only to a program of root's."""
+    own, trusted, capability = b"user.a", b"trusted.b", b"security.capability"
+    every = {own: b"1", trusted: b"2", capability: b"3"}
+    of_root, of_user = (Entry("file", b"f", user=user, attributes=every) for user in (0, 7))
+    assert set(of_root.attributes_for(0)) == {own, trusted, capability}
+    assert set(of_user.attributes_for(0)) == {own, trusted}
+    assert set(of_root.attributes_for(7)) == set(of_user.attributes_for(7)) == {own}
 
 
 def test_later_versions_may_add_to_an_entry() -> None:
@@ -67,9 +67,9 @@ BAD = {
     "precedes its directory": [TOP, Entry("fifo", b"d/p")],
     "leads nowhere": [TOP, Entry("symlink", b"s")],
     "not in the table": [TOP, Entry("link", b"l", target=b"file")],
-    "gives rights to programs": [
+    "no restore gives back": [
         TOP,
-        msgspec.structs.replace(FILE, attributes={b"security.capability": b"\1"}),
+        msgspec.structs.replace(FILE, attributes={b"security.selinux": b"\1"}),
     ],
     "beyond the end": [TOP, msgspec.structs.replace(FILE, location=SIZE)],
     "overlap": [

@@ -21,7 +21,7 @@ from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance import gc
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.stats import stats
-from tests.canned_s3 import Reply, canned
+from tests.fakes.canned_s3 import Reply, canned
 from tests.store.miniature import read, take
 
 SECONDS = 60

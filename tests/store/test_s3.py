@@ -26,7 +26,7 @@ from icecore.errors import (
 from icecore.store.backend.base import Backend, ObjectInfo
 from icecore.store.backend.s3 import S3Backend, S3Place, _Order
 from icecore.store.log.repository import probe
-from tests.canned_s3 import Reply, canned
+from tests.fakes.canned_s3 import Reply, canned
 from tests.seaweedfs import ACCESS_KEY, SECRET_KEY, Server
 
 

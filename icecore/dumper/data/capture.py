@@ -23,7 +23,14 @@ from icecore.dumper.memory.scan import ScanResult
 from icecore.dumper.memory.sources import FileSource
 from icecore.dumper.memory.spaces import ParentSpace, ScanContext, Scanned, SpaceCapture
 from icecore.errors import DumpFailed
-from icecore.host.kernel.listing import Attributes, Listing, TooMany, attributes_of, walk
+from icecore.host.kernel.limits import soft_descriptor_limit
+from icecore.host.kernel.listing import (
+    Attributes,
+    Listing,
+    TooMany,
+    most_entries,
+    walk,
+)
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.data import (
     MAX_ENTRIES,
@@ -72,15 +79,24 @@ class DataCapture:
         path: As the job sees it.
         parent: The parent snapshot.
         budget: Bytes of files that may be read in the window.
+        privileged: As in `icecore.host.kernel.listing.attributes_of`.
     """
 
     def __init__(
-        self, top: int, path: str, parent: Parent | None, context: ScanContext, budget: int
+        self,
+        top: int,
+        path: str,
+        parent: Parent | None,
+        context: ScanContext,
+        budget: int,
+        *,
+        privileged: bool,
     ) -> None:
         self.path = path
         self._top = top
         self._context = context
         self._budget = budget
+        self._most = min(MAX_ENTRIES, most_entries())
         self._before: dict[str, Entry] = {}
         self._known_ns = 0
         self._mapped: set[int] = set()
@@ -95,7 +111,7 @@ class DataCapture:
         region = Region(0, CELL_BYTES << 32, 0, kind="file", name=path)
         known = self._space.known if self._space else KnownCells.none()
         self._layout = Layout(placed)
-        self._reader = Reader(top, path, self._layout, known, context, region)
+        self._reader = Reader(top, path, self._layout, known, context, region, privileged)
         self._read: dict[str, ReadFile] = {}
         self._listing = Listing()
         self._attributes: dict[str, tuple[int, Attributes]] = {}
@@ -168,16 +184,17 @@ class DataCapture:
 
     def _list(self) -> Listing:
         try:
-            listing = walk(self._top, self._folders, MAX_ENTRIES)
+            listing = walk(self._top, self._folders, self._most, privileged=self._reader.privileged)
         except OSError as error:
             raise DumpFailed(
                 f"cannot list the data directory {self.path}/{error.filename}: {error.strerror}",
                 cure="let the job's user read it, or start the job with another --data",
             ) from error
-        except TooMany:
+        except TooMany as error:
             raise DumpFailed(
-                f"{self.path} has more than {MAX_ENTRIES} entries",
-                cure="start the job with a smaller directory in --data",
+                f"{self.path} has more than {error.most} entries, the most of a data directory with"
+                " the memory that is available",
+                cure="remove some, free memory, or start the job with a smaller directory in --data",
             ) from None
         for path, found in listing.attributes.items():
             self._folders[path] = listing.found[path]
@@ -277,6 +294,8 @@ class DataCapture:
         """Copy a file without copying its blocks, into a file without a name; return whether the
         file system can.
         """
+        if len(self._clones) >= soft_descriptor_limit() // 4:  # others need descriptors, too
+            return False
         source = self._reader.open(path)
         if source < 0:
             return False
@@ -287,7 +306,7 @@ class DataCapture:
             except OSError:
                 os.close(copy)
                 raise
-            self._clones[path] = Clone(copy, os.fstat(source), attributes_of(source))
+            self._clones[path] = Clone(copy, os.fstat(source), self._reader.attributes(source))
             return True
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -365,7 +384,7 @@ class DataCapture:
         if descriptor < 0:
             return {}
         try:
-            return attributes_of(descriptor)
+            return self._reader.attributes(descriptor)
         finally:
             os.close(descriptor)
 

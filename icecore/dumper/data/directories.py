@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -13,7 +12,9 @@ from icecore.dumper.data.capture import DataCapture, Identity, OpenHere
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.files import FoundFile
-from icecore.errors import DumpFailed
+from icecore.errors import DumpFailed, NotFound
+from icecore.host.jobs.identity import file_rights
+from icecore.host.kernel import procfs
 from icecore.host.kernel.filesystem import acting_as, open_confined
 from icecore.store.format.data import DataDirectory
 
@@ -43,13 +44,15 @@ class DataDirectories:
         budget: int,
     ) -> None:
         self._user = user
+        self._group, self._groups = _rights(pid, user) if user else (0, [])
         # No signal handler runs there, between taking a user's identity and giving it back.
         self._thread = ThreadPoolExecutor(1, "data")
         self._captures: list[DataCapture] = []
         try:
             for path in paths:
                 top = self._open(pid, path)
-                self._captures.append(DataCapture(top, path, parent, context, budget))
+                capture = DataCapture(top, path, parent, context, budget, privileged=not user)
+                self._captures.append(capture)
         except BaseException:
             self.close()
             raise
@@ -137,13 +140,16 @@ class DataDirectories:
     def _as_user(self, work: Callable[[], Result]) -> Result:
         if not self._user:
             return work()
-        try:
-            about = pwd.getpwuid(self._user)
-        except KeyError:
-            raise DumpFailed(
-                f"the job's user {self._user} is unknown, whose rights its --data is read with",
-                cure="make the user again, or snapshot a job of root",
-            ) from None
-        groups = os.getgrouplist(about.pw_name, about.pw_gid)
-        with acting_as(self._user, about.pw_gid, groups):
+        with acting_as(self._user, self._group, self._groups):
             return work()
+
+
+def _rights(pid: int, user: int) -> tuple[int, list[int]]:
+    try:
+        return file_rights(user, procfs.tree(pid))
+    except NotFound as error:
+        raise DumpFailed(
+            f"{error.message}, and no process of the job runs as this user alone, whose rights"
+            " --data is read with",
+            cure="make the user again, or snapshot a job of root",
+        ) from error

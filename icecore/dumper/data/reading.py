@@ -121,6 +121,7 @@ class Reader:
         name: Its path, for messages.
         known: What the parent knows of the space.
         region: All of the space.
+        privileged: As in `icecore.host.kernel.listing.attributes_of`.
     """
 
     top: int
@@ -129,6 +130,11 @@ class Reader:
     known: KnownCells
     context: ScanContext
     region: Region
+    privileged: bool = False
+
+    def attributes(self, descriptor: int) -> Attributes:
+        """Return the extended attributes of an open file."""
+        return attributes_of(descriptor, privileged=self.privileged)
 
     def read(
         self,
@@ -180,7 +186,7 @@ class Reader:
                 if descriptor < 0:
                     continue
                 about = os.fstat(descriptor) if clone is None else clone.about
-                found = attributes_of(descriptor) if clone is None else clone.attributes
+                found = self.attributes(descriptor) if clone is None else clone.attributes
                 location = self.layout.place(path, about.st_size)
                 opened.append((location, descriptor, path, about, found))
             opened.sort(key=lambda one: one[0])

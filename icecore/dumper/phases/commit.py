@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from icecore.dumper.capture import Captured
 from icecore.dumper.freeze.window import wait_running
 from icecore.dumper.observe.deaths import DeathWatch
@@ -164,7 +166,11 @@ def recorded_run(record: RunRecord) -> Run:
         command=record.command,
         cwd=record.cwd,
         isolation=RunIsolation(
-            pid=isolation.pid, ipc=isolation.ipc, network=isolation.network, root=isolation.root
+            pid=isolation.pid,
+            ipc=isolation.ipc,
+            network=isolation.network,
+            root=isolation.root,
+            tmp=isolation.tmp or msgspec.UNSET,
         ),
         files=RunFiles(
             stdout=files["stdout.log"],

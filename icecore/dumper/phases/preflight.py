@@ -12,6 +12,7 @@ from icecore.dumper.preflight.judge import check_target, require, warn
 from icecore.dumper.preflight.prediction import predict
 from icecore.errors import PreflightRefused
 from icecore.events import Event, phase
+from icecore.host.jobs import temporary
 from icecore.host.kernel import procfs
 
 #: How long to wait for the window of another dump. That of a GPU job is preceded by copies.
@@ -61,6 +62,7 @@ def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
     deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
     require(found)
     _require_one_mount_namespace(request, found)
+    _require_seen(request)
     for warning in warn(found):
         fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
         request.emit(Event("dump.warning", {**fields}))
@@ -82,23 +84,37 @@ def _inspect(request: Request) -> Inspection:
         claim.release()
 
 
+def _require_seen(request: Request) -> None:
+    """Refuse a job with its own /tmp if CRIU, which works in the job's mount namespace, is there."""
+    record = request.target.record
+    if record is None or not record.own_view:
+        return
+    hidden = temporary.hidden_from_criu(record.tmp, request.workdir, request.criu.path)
+    if hidden is not None:
+        raise PreflightRefused([("workdir", *hidden)])
+
+
 def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
-    """Refuse a job with copies of files whose processes have mount namespaces of their own.
+    """Refuse a job with copies of files or its own /tmp whose processes have mount namespaces of
+    their own.
 
     CRIU then works in the root's mount namespace, and would take any other for one of its own to
     restore.
     """
     record = request.target.record
-    if record is None or not record.copies or record.isolation.root:
+    if record is None or not record.own_view:
         return
     own = {(process.namespaces or {}).get("mnt") for process in found.living}
     if len(own) > 1:
-        cure = "snapshot it before it makes them, or restore it without --files-to"
+        what, option = (
+            ("copies of files", "--files-to") if record.copies else ("its own /tmp", "--tmp")
+        )
+        cure = f"snapshot it before it makes them, or have it without {option}"
         raise PreflightRefused(
             [
                 (
                     "namespaces",
-                    "the job has copies of files (--files-to), and processes with mount namespaces of their own",
+                    f"the job has {what} ({option}), and processes with mount namespaces of their own",
                     cure,
                 )
             ]

@@ -1,7 +1,7 @@
 """A fake driver for tests without a GPU. The state lives in the target process, so that it outlives
 the caller.
 
-The target (tests/programs/fake_device.c) has a page at a fixed address in which this leaves its
+The target (tests/fakes/fake_device.c) has a page at a fixed address in which this leaves its
 request; a thread of the target, as the driver has one there, acts on it and answers. So it works by
 pid, from any process, through dumps, restores and namespaces. The *world* is a directory:
 

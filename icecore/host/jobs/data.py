@@ -17,12 +17,12 @@ from icecore.host.kernel.filesystem import acting_as
 _NOT_DATA = ("/proc", "/sys", "/dev", "/run")
 
 
-def data_directories(paths: Sequence[str], user: int, state: Path) -> list[str]:
+def data_directories(paths: Sequence[str], identity: Identity | None, state: Path) -> list[str]:
     """Return the directories with symbolic links resolved.
 
     Args:
         paths: Absolute.
-        user: The job's user; one other than root must own each directory.
+        identity: The job's user, who must own each directory; None: this process's.
         state: icecore's state directory, which must be outside.
 
     Raises:
@@ -31,7 +31,7 @@ def data_directories(paths: Sequence[str], user: int, state: Path) -> list[str]:
     """
     # No signal handler runs there, between taking a user's identity and giving it back.
     with ThreadPoolExecutor(1, "data") as thread:
-        found = [thread.submit(_resolved, path, user).result() for path in paths]
+        found = [thread.submit(_resolved, path, identity).result() for path in paths]
     for number, path in enumerate(found):
         if path == "/" or any(_within(path, own) for own in _NOT_DATA):
             raise UsageError(
@@ -54,13 +54,12 @@ def _within(path: str, above: str) -> bool:
     return path == above or path.startswith(f"{above}/")
 
 
-def _resolved(path: str, user: int) -> str:
+def _resolved(path: str, identity: Identity | None) -> str:
     """Look a directory up with the rights of the user."""
-    if not user:
-        return _looked_up(path, user)
-    identity = Identity.of_user(str(user))
-    with acting_as(user, identity.group, identity.groups):
-        return _looked_up(path, user)
+    if identity is None or not identity.user:
+        return _looked_up(path, 0)
+    with acting_as(identity.user, identity.group, identity.groups):
+        return _looked_up(path, identity.user)
 
 
 def _looked_up(path: str, user: int) -> str:

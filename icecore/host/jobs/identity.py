@@ -14,8 +14,8 @@ import pwd
 import re
 import resource
 import select
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -362,6 +362,30 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def file_rights(user: int, pids: Iterable[int]) -> tuple[int, list[int]]:
+    """Return the group and all groups with which a user accesses files.
+
+    Args:
+        pids: Processes of the user's job. A user without an entry in the user database has the
+            groups of one that runs as this user alone.
+
+    Raises:
+        NotFound: The user is unknown, and has none.
+    """
+    try:
+        about = pwd.getpwuid(user)
+        return about.pw_gid, os.getgrouplist(about.pw_name, about.pw_gid)
+    except KeyError:
+        pass
+    for pid in pids:
+        with suppress(NotFound):
+            found = _credentials(pid)
+            if set(found["Uid"]) == {str(user)} and len(set(found["Gid"])) == 1:
+                group = int(found["Gid"][0])
+                return group, [group, *map(int, found["Groups"])]
+    raise NotFound(f"user {user} is unknown on this machine")
 
 
 def _credentials(pid: int) -> dict[str, list[str]]:

@@ -316,23 +316,37 @@ class Job:
             raise TimeoutError(f"job {self.name} still runs")
         status = job.status()
         assert status is not None
-        job.remove_group()
+        job.tidy()
         return status
 
-    def remove_group(self, seconds: float = _LEAVE_SECONDS) -> None:
-        """Remove the cgroup of a job that has ended.
+    def tidy(self, seconds: float = _LEAVE_SECONDS) -> None:
+        """Remove the cgroup and the temporary directories of a job that has ended. What cannot be
+        removed stays for the next call.
 
         Args:
             seconds: How long to wait for processes that its init left, which are still ending.
         """
-        if self.description.group and self.state in ("ended", "failed"):
-            freezer.remove_group(Path(self.description.group), seconds)
+        known = self.description
+        if not (known.group or known.isolation.tmp) or self.state not in ("ended", "failed"):
+            return
+        if known.group:
+            freezer.remove_group(Path(known.group), seconds)
+        self._remove_temporary()
 
     def discard(self) -> None:
         """Remove the directory and the cgroup of an instance that does not run."""
         if self.group is not None:
             freezer.remove_group(self.group)
+        self._remove_temporary()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _remove_temporary(self) -> None:
+        """Remove the job's own temporary directories, if it has any."""
+        if self.description.isolation.tmp:
+            from icecore.host.jobs import temporary  # few jobs have them
+
+            with suppress(OSError):
+                temporary.remove(self.directory)
 
     @property
     def group(self) -> Path | None:

@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = (
@@ -34,10 +35,11 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
     2,
     4,
     8,
+    32,
     4096,
     16384,
     1 << 18,
@@ -120,6 +122,22 @@ def raise_loopback() -> None:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | IFF_UP))
 
 
+def cover(binds: Iterable[Sequence[str]]) -> None:
+    """Bind directories over others, each ``(directory, mount point)``, in the calling thread's mount
+    namespace, which must be its own. No program there gains rights by set-ID bits or devices.
+
+    Later mounts and unmounts outside are visible inside too (propagation ``slave``).
+    """
+    mount("none", "/", None, MS_REC | MS_SLAVE)
+    for source, point in binds:
+        _bind_private(source, point)
+
+
+def _bind_private(source: str, point: str) -> None:
+    mount(source, point, None, MS_BIND)
+    mount("none", point, None, MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV)
+
+
 def bind_root(root: str) -> None:
     """Make ``root`` a mount of the host's root alone, in the calling thread's mount namespace,
     which must be its own.
@@ -128,9 +146,11 @@ def bind_root(root: str) -> None:
     mount("/", root, None, MS_BIND)
 
 
-def _enter_root(root: str, binds: list[list[str]], private: list[list[str]]) -> None:
-    """Move into the private root: the host's root, its ``[source, mount point]`` binds, and fresh
-    ``[mount point, type, options]``.
+def _enter_root(
+    root: str, binds: list[list[str]], private: list[list[str]], covers: list[list[str]]
+) -> None:
+    """Move into the private root: the host's root, its ``[source, mount point]`` binds and covers
+    (see `cover`), and fresh ``[mount point, type, options]``.
 
     pivot_root(2) in the form with one directory: the old root ends up on top of the new one, and is
     let go of.
@@ -138,6 +158,8 @@ def _enter_root(root: str, binds: list[list[str]], private: list[list[str]]) -> 
     bind_root(root)
     for source, point in binds:
         mount(source, root + point, None, MS_BIND)
+    for source, point in covers:
+        _bind_private(source, root + point)
     for point, kind, options in private:
         flags = (
             MS_NOSUID
@@ -369,7 +391,9 @@ def _fork_command(launch: dict[str, Any]) -> int:
 def _become_init(launch: dict[str, Any]) -> NoReturn:
     """Become the job's first process (pid 1 if it has a pid namespace)."""
     if launch["root"] is not None:
-        _enter_root(launch["root"], launch["binds"], launch["private"])
+        _enter_root(launch["root"], launch["binds"], launch["private"], launch["covers"])
+    elif launch["covers"]:
+        cover(launch["covers"])
     os.setsid()
     # Opened in here: a descriptor from outside belongs to a mount that CRIU does not find in this
     # namespace.

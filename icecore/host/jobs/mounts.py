@@ -55,14 +55,17 @@ def in_thread(make: Callable[[], T]) -> T:
     return made[0]
 
 
-def new_view() -> int:
+def new_view(covers: Iterable[tuple[str, str]] = ()) -> int:
     """Give the calling thread a mount namespace like its own, for `bind`; return its descriptor.
+
+    Args:
+        covers: ``(directory, mount point)`` of what is bound there.
 
     Later mounts and unmounts outside are visible inside too (propagation ``slave``), never the
     other way round.
     """
     launch.unshare(launch.CLONE_NEWNS)
-    launch.mount("none", "/", None, launch.MS_REC | launch.MS_SLAVE)
+    launch.cover(covers)
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -9,11 +9,15 @@ is named at the dump and supplied anew at each restore.
   `INSTANCE_MOUNT`, so that a restore gives each instance its own logs there. CRIU keeps the content
   of the private /dev/shm in its images.
 
+- tmp: directories of the instance are bound over /tmp and /var/tmp (`icecore.host.jobs.temporary`).
+
 - copies: an instance may see some files as copies of its own (``restore --files-to``), which are
-  bound over them (`icecore.host.jobs.mounts`). Without a private root the tree and the CRIU that
-  restores or dumps it share a mount namespace that differs from the host's in these binds alone, so
-  CRIU takes no notice of any mount. In a private root they are external mounts, as its other binds
-  are; those that the snapshot's images do not have yet are added to them.
+  bound over them (`icecore.host.jobs.mounts`); those that the snapshot's images do not have yet are
+  added to them.
+
+Without a private root, a tree with a tmp or copies, and the CRIU that restores or dumps it, share a
+mount namespace that differs from the host's in these binds alone, so CRIU takes no notice of any
+mount. In a private root they are external mounts, as its other binds are.
 
 Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a
 restore gives it the new instance's as inherited descriptors. CRIU then checks neither size nor
@@ -48,6 +52,7 @@ OWN_FILES = {
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
 _COPY_NAME = "icecore-copy-{}"
+_TMP_NAME = "icecore{}"
 #: What CRIU's option syntax cannot say of a mount point.
 _UNSPEAKABLE = re.compile(r"[\]:\s]")
 # File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen
@@ -85,12 +90,14 @@ class Isolation:
         ipc: Its own System V IPC and POSIX message queues.
         network: A network of its own that has loopback only.
         root: A mount namespace with a private root (see the module); needs ``pid``.
+        tmp: A /tmp and a /var/tmp of its own.
     """
 
     pid: bool = True
     ipc: bool = True
     network: bool = False
     root: bool = False
+    tmp: bool = False
 
     def __post_init__(self) -> None:
         if self.root and not self.pid:
@@ -104,7 +111,7 @@ class Isolation:
             ("pid", self.pid),
             ("ipc", self.ipc),
             ("network", self.network),
-            ("mount", self.root),
+            ("mount", self.root or self.tmp),
         )
         return [name for name, own in pairs if own]
 
@@ -143,16 +150,40 @@ class RunRecord:
     user_name: str = "root"
     data: list[str] = field(default_factory=list)
 
+    @property
+    def tmp(self) -> list[str]:
+        """Return the directories among ``data`` that the job has for itself."""
+        if not self.isolation.tmp:
+            return []
+        from icecore.host.jobs import temporary  # few jobs have them
+
+        return temporary.private_points(self.data)
+
+    def covers(self, directory: Path) -> list[tuple[str, str]]:
+        """Return ``(source, mount point)`` of what is bound over ``tmp`` for an instance.
+
+        Args:
+            directory: The instance's.
+        """
+        from icecore.host.jobs import temporary
+
+        return temporary.covers(directory, self.tmp)
+
+    @property
+    def own_view(self) -> bool:
+        """Return whether the job has a mount namespace, but no private root."""
+        return bool(self.copies or self.tmp) and not self.isolation.root
+
     def is_own(self, path: str) -> bool:
         """Return whether a path in CRIU's images is the instance's own: nothing may be read or put
         back at that path of the host.
 
-        These are `OWN_FILES`, and in a private root whatever lies on its private mounts (CRIU's
-        images hold what is in them).
+        These are `OWN_FILES`, whatever lies in its own temporary directories, and in a private root
+        on its private mounts (CRIU's images hold what is in them).
         """
         if path in self.files.values():
             return True
-        own = _OWN_MOUNTS if self.isolation.root else ()
+        own = (*(_OWN_MOUNTS if self.isolation.root else ()), *self.tmp)
         return any(path == point or path.startswith(f"{point}/") for point in own)
 
 
@@ -186,17 +217,20 @@ def own_paths(directory: Path, isolation: Isolation) -> dict[str, str]:
     return {name: f"{seen}/{name}" for name in OWN_FILES}
 
 
-def bindable_mounts() -> list[str]:
+def bindable_mounts(hidden: Sequence[str] = ()) -> list[str]:
     """Return the mount points of this process that are bound into a private root, parents first,
     without "/".
 
     Left out: what the private root has anew, the kernel's own file systems, and paths that CRIU's
     option syntax cannot say.
+
+    Args:
+        hidden: Directories that are covered: what is mounted in them is left out, too.
     """
     found: list[str] = []
     for mount in procfs.mounts():
         point = mount.point
-        own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
+        own = any(point == own or point.startswith(f"{own}/") for own in (*_OWN_MOUNTS, *hidden))
         if (
             point == "/"
             or own
@@ -248,19 +282,21 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
         for point in record.binds:
             options += ["--external", f"mnt[{point}]:{point}"]
         options += ["--external", f"mnt[{INSTANCE_MOUNT}]:{_INSTANCE_NAME}"]
+        for point in record.tmp:
+            options += ["--external", f"mnt[{point}]:{_TMP_NAME.format(point.replace('/', '-'))}"]
         for number, path in enumerate(record.copies):
             options += ["--external", f"mnt[{path}]:{_COPY_NAME.format(number)}"]
     return options
 
 
 def dump_prefix(pid: int, record: RunRecord) -> list[str]:
-    """Return the command before ``criu dump``: CRIU must see the copies where the job whose init is
-    ``pid`` sees them.
+    """Return the command before ``criu dump``: CRIU must see the copies and temporary directories
+    where the job whose init is ``pid`` sees them.
 
     Raises:
         MissingTool: nsenter is missing.
     """
-    if not record.copies or record.isolation.root:
+    if not record.own_view:
         return []
     return [_nsenter(), f"--mount=/proc/{pid}/ns/mnt", "--"]
 
@@ -311,7 +347,7 @@ class RestoreNamespaces:
             else:
                 own = (
                     in_thread(lambda: self._in_view(directory))
-                    if record.copies
+                    if record.own_view
                     else _open_own(directory)
                 )
                 for name, fd in own.items():
@@ -335,7 +371,7 @@ class RestoreNamespaces:
         from icecore.host.jobs.mounts import new_view
 
         nsenter = _nsenter()
-        self._view = self._keep(new_view())
+        self._view = self._keep(new_view(self._record.covers(directory)))
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
         return _open_own(directory)
 
@@ -352,7 +388,7 @@ class RestoreNamespaces:
         """
         from icecore.host.jobs.mounts import bind
 
-        if self._view >= 0:
+        if self._view >= 0 and self._record.copies:
             bind(self._view, self._record.files_to, self._record.copies)
         elif self._added:
             from icecore.host.criu.image_changes import add_external_mounts  # loads numpy
@@ -379,6 +415,9 @@ class RestoreNamespaces:
         self.options += ["--root", str(root), "--external", f"mnt[{_INSTANCE_NAME}]:{directory}"]
         for point in record.binds:
             self.options += ["--external", f"mnt[{point}]:{point}"]
+        for source, point in record.covers(directory):
+            name = _TMP_NAME.format(point.replace("/", "-"))
+            self.options += ["--external", f"mnt[{name}]:{source}"]
         added = [path for path in record.copies if path not in dumped]
         for number, path in enumerate([*dumped, *added]):
             name = _COPY_NAME.format(number)

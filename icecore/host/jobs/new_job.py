@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from icecore.environment import job_environment
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink
-from icecore.host.jobs import keepers
+from icecore.host.jobs import keepers, temporary
 from icecore.host.jobs.description import Description, describe
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation, bindable_mounts
@@ -84,7 +84,8 @@ class NewJob:
         own = dict(job_environment(os.environ)[0] if environment is None else environment)
         directory = os.path.abspath(cwd or os.getcwd())
         path = command[0] if identity is not None else _program(command[0], directory, own)
-        binds = bindable_mounts() if isolation.root else []
+        own_tmp = temporary.points_here() if isolation.tmp else []
+        binds = bindable_mounts(own_tmp) if isolation.root else []
         described = describe(name or os.path.basename(path), command, directory, isolation, binds)
         if identity is not None:
             described = replace(described, user=identity.user, user_name=identity.name)
@@ -92,8 +93,11 @@ class NewJob:
             from icecore.host.jobs.data import data_directories  # most jobs have none
 
             paths = [os.path.join(directory, path) for path in data]
-            chosen = data_directories(paths, described.user, state)
+            chosen = data_directories(paths, identity, state)
             described = replace(described, data=chosen)
+        if own_tmp:
+            temporary.require_visible(own_tmp, state, directory, described.data)
+            described = replace(described, data=[*described.data, *own_tmp])
         return cls(
             described,
             path,
@@ -116,7 +120,9 @@ class NewJob:
             StartFailed: The kernel refused a step.
         """
         environment = dict(self.environment)
+        own_tmp = job.record().tmp
         try:
+            temporary.make(job.directory, own_tmp, job.description.user)
             job = job.with_group(None if self.identity is None else self.identity.cgroups)
             if self.resident:
                 job = job.with_resident(keepers.keeper_place(job), keep=self.keep_resident)
@@ -131,6 +137,7 @@ class NewJob:
                 binds=job.description.binds,
                 identity=self.identity,
                 group=job.group,
+                tmp=own_tmp,
                 io_uring=self.io_uring,
             )
             with Starting(wanted) as starting:

@@ -166,7 +166,8 @@ class Registry:
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
-                a data directory that cannot be one (`icecore.host.jobs.data`);
+                a data directory that cannot be one (`icecore.host.jobs.data`); a directory that a
+                job with a private /tmp would not see;
                 ``keep_resident`` without ``resident``; an ``identity`` that only root can take.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
@@ -213,7 +214,8 @@ class Registry:
 
         Raises:
             UsageError: A bad name, or one that a living job has.
-            RestoreRefused: This machine lacks a mount that the job had.
+            RestoreRefused: This machine lacks a mount that the job had, or a directory that it had
+                for itself.
         """
         described = describe(
             name or record.name,
@@ -232,19 +234,32 @@ class Registry:
             user_name=record.user_name,
             data=record.data,
         )
+        from icecore.host.jobs import temporary
         from icecore.host.jobs.restoring import Restoring  # most commands restore nothing
 
+        if record.tmp:
+            temporary.require_here(record.tmp, self.state)
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
+            temporary.make(job.directory, record.tmp, record.user)
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
+        except OSError as error:
+            job.discard()
+            if record.tmp:
+                raise temporary.refusal(record.tmp, error) from error
+            raise
         except BaseException:
-            shutil.rmtree(job.directory, ignore_errors=True)
+            job.discard()
             raise
 
     def thaw_left(self) -> None:
-        """Let jobs run that a dump left frozen because all its processes were killed."""
+        """Let jobs run that a dump left frozen because all its processes were killed, and remove the
+        temporary directories of jobs whose end nobody waited for.
+        """
         for job in self.instances():
-            if job.group is not None and job.alive and freezer.thaw_left(job.group):
+            if job.description.isolation.tmp and not job.alive:
+                job.tidy(0.0)
+            elif job.group is not None and job.alive and freezer.thaw_left(job.group):
                 self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
@@ -289,7 +304,7 @@ class Registry:
             place = keepers.keeper_place(job)
             if place.exists() and keepers.has_last(job, self.instances()):
                 keepers.let_go_unless_claimed(place, f"job {job.name} ({job.instance})")
-            job.remove_group()
+            job.tidy()
             shutil.rmtree(job.directory)
 
     def remove_damaged(self, instance: str) -> None:
@@ -310,6 +325,9 @@ class Registry:
             for place in keepers.places_of_unknown(directory):
                 if place.exists():
                     keepers.let_go_unless_claimed(place, f"job {instance}")
+            from icecore.host.jobs import temporary  # few commands need it
+
+            temporary.remove(directory)
             shutil.rmtree(directory)
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
@@ -349,7 +367,7 @@ class Registry:
         with self._lock():
             instances = self.instances()
             for ended in instances:
-                ended.remove_group(0.0)
+                ended.tidy(0.0)
             taken = {job.name for job in instances if job.state in ("running", "starting")}
             if exact and name in taken:
                 raise UsageError(

@@ -28,6 +28,7 @@ from icecore.host.jobs.namespaces import (
     own_paths,
     private_mounts,
 )
+from icecore.host.jobs.temporary import NO_MOUNTS, covering, covers
 
 
 class StartFailed(IcecoreError):
@@ -44,6 +45,8 @@ class Launch:
         cwd, environment, umask: The command's.
         isolation: Its namespaces.
         binds: The host's mount points to bind into a private root.
+        tmp: Its own temporary directories, by mount point; they are there
+            (`icecore.host.jobs.temporary`).
         identity: The user that it runs as, who looks up the program in the environment's PATH;
             None: this process's.
         group: Directory of the cgroup of its own; None: it gets none.
@@ -59,6 +62,7 @@ class Launch:
     binds: Sequence[str]
     identity: Identity | None = None
     group: Path | None = None
+    tmp: Sequence[str] = ()
     io_uring: bool = False
 
     def as_line(self) -> bytes:
@@ -77,6 +81,7 @@ class Launch:
                     "root": str(self.directory / "root") if private else None,
                     "binds": binds if private else [],
                     "private": private_mounts() if private else [],
+                    "covers": covers(self.directory, self.tmp),
                     "stdout": paths["stdout.log"],
                     "stderr": paths["stderr.log"],
                     "status": paths["status"],
@@ -194,7 +199,11 @@ class Starting:
         if "exec_errno" in answer:
             number = int(answer["exec_errno"])
             if number == errno.ENOENT:
-                return NotFound(f"there is no program {program}, or its interpreter is missing")
+                point = covering(self._wanted.tmp, program)
+                return NotFound(
+                    f"there is no program {program}, or its interpreter is missing",
+                    cure=f"the job gets an empty {point}; leave out --tmp private" if point else "",
+                )
             if number in (errno.EACCES, errno.ENOEXEC):
                 return UsageError(
                     f"cannot run {program}: {os.strerror(number)}",
@@ -212,6 +221,8 @@ class Starting:
             if number == errno.ENOENT:
                 return NotFound(f"there is no directory {directory}")
             cure = f"name one that the job's user can enter, with --cwd instead of {directory}"
+        elif self._wanted.tmp and step.startswith(("making the namespaces", "mounting")):
+            cure = NO_MOUNTS
         elif number == errno.EPERM:
             cure = "icecore run needs root, with the capabilities that 'icecore doctor' names"
         elif number == errno.EACCES and str(self._wanted.directory) in text:

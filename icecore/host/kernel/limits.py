@@ -113,6 +113,11 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
+def soft_descriptor_limit() -> int:
+    """Return how many descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def threads_for(most: int) -> int:
     """Return one thread for each core, but at most ``most``.
 

@@ -12,13 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from icecore.host.kernel.filesystem import open_confined
+from icecore.host.kernel.limits import memory_available
 
 #: Files that a restore has made beside others, and has not removed yet
 #: (`icecore.restorer.files.put_back`): no part of a listing.
 TEMPORARY = re.compile(r"\..*\.icecore-[0-9a-f]{12}(-old)?", re.DOTALL)
+#: Bytes of memory that an entry takes in a dump or a restore (measured: 1.7 to 2.6 KiB), and entries
+#: for which every machine has room.
+_ENTRY_BYTES = 3 << 10
+_LEAST_ENTRIES = 10_000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 Attributes = dict[bytes, bytes]
+#: Beginnings of the names of extended attributes that owners of files can set, and that root can.
+OF_USERS = ("user.", "system.posix_acl_")
+OF_ROOT = ("trusted.", "security.capability")
 
 
 @dataclass(frozen=True)
@@ -38,16 +46,30 @@ class Listing:
 
 
 class TooMany(Exception):
-    """A directory has more entries than a listing may hold."""
+    """A directory has more entries than a listing may hold: ``most``."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.most = most
 
 
-def walk(top: int, known: Mapping[str, os.stat_result], most: int) -> Listing:
+def most_entries() -> int:
+    """Return how many entries a listing may hold: they and what is derived from them may take a
+    quarter of the available memory.
+    """
+    return max(_LEAST_ENTRIES, memory_available() // 4 // _ENTRY_BYTES)
+
+
+def walk(
+    top: int, known: Mapping[str, os.stat_result], most: int, *, privileged: bool = False
+) -> Listing:
     """List a directory.
 
     Args:
         top: Its descriptor.
         known: Directories whose attributes are known, if their status is still this one.
         most: Entries.
+        privileged: As in `attributes_of`.
 
     Raises:
         OSError: A directory cannot be read.
@@ -68,19 +90,21 @@ def walk(top: int, known: Mapping[str, os.stat_result], most: int) -> Listing:
                 continue
             raise OSError(error.errno, error.strerror, folder) from error
         try:
-            pending += _list(here, folder, out)
+            pending += _list(here, folder, out, most)
             before, now = known.get(folder), out.found[folder]
             if before is None or before.st_ctime_ns != now.st_ctime_ns:
-                out.attributes[folder] = attributes_of(here)
+                out.attributes[folder] = attributes_of(here, privileged=privileged)
         finally:
             os.close(here)
-        if len(out.found) > most:
-            raise TooMany
     return out
 
 
-def _list(here: int, folder: str, out: Listing) -> list[str]:
-    """Add the entries of one directory; return its directories."""
+def _list(here: int, folder: str, out: Listing, most: int) -> list[str]:
+    """Add the entries of one directory; return its directories.
+
+    Raises:
+        TooMany: There are more than ``most`` in all.
+    """
     inner = []
     prefix = f"{folder}/" if folder else ""
     with os.scandir(here) as entries:
@@ -91,6 +115,8 @@ def _list(here: int, folder: str, out: Listing) -> list[str]:
                 about = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
+            if len(out.found) >= most:
+                raise TooMany(most)
             path = prefix + entry.name
             out.found[path] = about
             if stat.S_ISDIR(about.st_mode):
@@ -98,17 +124,21 @@ def _list(here: int, folder: str, out: Listing) -> list[str]:
     return inner
 
 
-def attributes_of(descriptor: int) -> Attributes:
+def attributes_of(descriptor: int, *, privileged: bool = False) -> Attributes:
     """Return the extended attributes that a restore can give back: the user's own, and access
     control lists.
+
+    Args:
+        privileged: Also those that only root can set: capabilities of programs, and ``trusted.*``.
     """
+    wanted = OF_USERS + (OF_ROOT if privileged else ())
     try:
         names = os.listxattr(descriptor)
     except OSError:  # a file system without any
         return {}
     found = {}
     for name in names:
-        if name.startswith(("user.", "system.posix_acl_")):
+        if name.startswith(wanted):
             try:
                 found[os.fsencode(name)] = os.getxattr(descriptor, name)
             except OSError:

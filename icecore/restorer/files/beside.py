@@ -18,6 +18,8 @@ from icecore.restorer.files.plan import Action, FilesMode
 from icecore.store.format.manifest import Manifest
 
 _NAMED = 3
+#: Files that are open together.
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,7 @@ def find_conflicts(
         if file.writable and file.policy != "absent" and file.path not in skip
     }
     files = {**untouched, **kinds}
-    with ExitStack() as stack:
-        descriptors = dict(_opened(files, root, stack))
-        found = find_holders(descriptors) if descriptors else {}
+    found = _holders([*files], root)
     out: list[Conflict] = []
     for path, holders in found.items():
         file, kind = files[path]
@@ -127,6 +127,16 @@ _OUTCOMES = {
 def _names(action: Action) -> Sequence[str]:
     """Return the names of the file that an action changes."""
     return action.file.links if action.kind == "rewrite" else [action.file.path]
+
+
+def _holders(names: Sequence[str], root: str) -> dict[str, list[Holder]]:
+    """Return who has the files open, by name."""
+    found: dict[str, list[Holder]] = {}
+    for first in range(0, len(names), _AT_ONCE):
+        with ExitStack() as stack:
+            descriptors = dict(_opened(names[first : first + _AT_ONCE], root, stack))
+            found |= find_holders(descriptors) if descriptors else {}
+    return found
 
 
 def _opened(names: Iterable[str], root: str, stack: ExitStack) -> Iterator[tuple[str, int]]:

@@ -56,6 +56,11 @@ def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -
     Raises:
         UsageError: It cannot.
     """
+    if options.root and record is not None and record.tmp:
+        raise UsageError(
+            f"a job with its own {record.tmp[0]} (--tmp) cannot have another root (--root)",
+            cure="leave out --root",
+        )
     if options.root and (options.files_to or (record is not None and record.copies)):
         raise UsageError(
             "a job with its own copies (--files-to) cannot have another root (--root)",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from icecore.host.kernel.filesystem import open_confined
-from icecore.host.kernel.listing import Listing, TooMany, walk
+from icecore.host.kernel.listing import Listing, TooMany, most_entries, walk
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused
 from icecore.restorer.files.plan import Action, FilePlan, Problem
 from icecore.restorer.files.rights import Inode, inode_of
@@ -20,6 +20,7 @@ from icecore.restorer.plan.cells import SpaceCells
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.data import (
     MAX_ENTRIES,
+    OF_ROOT,
     OPEN,
     TICK_NS,
     DataDirectory,
@@ -61,12 +62,14 @@ class DataPlan:
         contents: Path → where the content of a file lies that is written.
         handled: Open files that the job only reads, and that are compared here.
         present: Files that are there now and are replaced or removed, also within directories.
+        left: Files that do not get all their attributes back (`Entry.attributes_for`).
     """
 
     files: FilePlan
     contents: Mapping[str, Content] = field(default_factory=dict)
     handled: frozenset[str] = frozenset()
     present: tuple[Action, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 NO_DATA = DataPlan(FilePlan([], []))
@@ -89,6 +92,8 @@ class _Planning:
     problems: list[Problem] = field(default_factory=list)
     folders: list[Folder] = field(default_factory=list)
     settled: list[Folder] = field(default_factory=list)
+    attributes: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
     contents: dict[str, Content] = field(default_factory=dict)
     untouched: set[Inode] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
@@ -145,9 +150,10 @@ def plan_data(
     """
     plan, contents = FilePlan([], []), dict[str, Content]()
     present: list[Action] = []
+    left: list[str] = []
     for one in directories:
         with JobPaths(root) as paths:
-            listing = _listed(paths, one)
+            listing = _listed(paths, one, privileged=not owner)
             if isinstance(listing, Problem):
                 plan = plan.joined(FilePlan([], [listing]))
                 continue
@@ -178,11 +184,13 @@ def plan_data(
                 tuple(planning.folders),
                 (),
                 tuple(planning.settled),
+                planning.attributes,
             )
         )
         contents |= planning.contents
         present += _present(planning)
-    return DataPlan(plan, contents, handled, tuple(present))
+        left += planning.left
+    return DataPlan(plan, contents, handled, tuple(present), tuple(left))
 
 
 def _present(planning: _Planning) -> list[Action]:
@@ -201,7 +209,7 @@ def _present(planning: _Planning) -> list[Action]:
     return out
 
 
-def _listed(paths: JobPaths, one: DataDirectory) -> Listing | Problem:
+def _listed(paths: JobPaths, one: DataDirectory, *, privileged: bool) -> Listing | Problem:
     """Return what a directory contains now; nothing if it is missing."""
     try:
         place = paths.directory(one.path)
@@ -213,13 +221,14 @@ def _listed(paths: JobPaths, one: DataDirectory) -> Listing | Problem:
         return Problem(one.path, f"cannot use it: {error.strerror}", "move away what is there")
     top = open_confined(place.descriptor, ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return walk(top, {}, 4 * MAX_ENTRIES)
+        return walk(top, {}, min(4 * MAX_ENTRIES, most_entries()), privileged=privileged)
     except OSError as error:
         return Problem(
             f"{one.path}/{error.filename}", f"cannot list it: {error.strerror}", "run as root"
         )
-    except TooMany:
-        return Problem(one.path, "it has too many entries", "move some away")
+    except TooMany as error:
+        message = f"it has more than {error.most} entries, too many for the memory available"
+        return Problem(one.path, message, "move some away, or free memory")
     finally:
         os.close(top)
 
@@ -333,10 +342,12 @@ def _plan_entry(planning: _Planning, name: str, entry: Entry, now: os.stat_resul
         None if now is None else now.st_mtime_ns,
         data=True,
         target=entry.target,
-        attributes=entry.attributes,
+        attributes=entry.attributes_for(planning.owner),
         cleared=name in planning.cleared,
     )
     planning.actions.append(action)
+    if len(action.attributes) < len(entry.attributes):
+        planning.left.append(planning.path(name))
     if entry.kind == "file":
         planning.contents[planning.path(name)] = Content(
             content_key(planning.about.path), entry.location, entry.cells
@@ -381,10 +392,11 @@ def _is_unchanged(planning: _Planning, entry: Entry, now: os.stat_result) -> boo
 def _plan_folder(planning: _Planning, name: str, entry: Entry) -> None:
     path = planning.path(name)
     now = planning.listing.found.get(name)
-    mode = entry.mode if now is not None else entry.mode_without_list()
-    folder = Folder(path, mode, entry.user, entry.group, entry.mtime_ns)
+    wanted = entry.attributes_for(planning.owner)
+    folder = Folder(path, entry.mode, entry.user, entry.group, entry.mtime_ns)
     if now is None:
         planning.folders.append(folder)
+        planning.attributes[path] = wanted
         planning.change(name)
     elif not stat.S_ISDIR(now.st_mode):
         planning.problem(name, "it is no directory any more", "move it away")
@@ -399,8 +411,20 @@ def _plan_folder(planning: _Planning, name: str, entry: Entry) -> None:
         name in planning.touched
         or stat.S_IMODE(now.st_mode) != entry.mode
         or (now.st_mtime_ns, now.st_gid) != (entry.mtime_ns, entry.group)
+        or _attributes_now(planning, name, wanted) != wanted
     ):
         planning.settled.append(folder)
+        planning.attributes[path] = wanted
+
+
+def _attributes_now(
+    planning: _Planning, name: str, wanted: Mapping[bytes, bytes]
+) -> dict[bytes, bytes]:
+    """Return the attributes of a directory, without those of root that a restore leaves."""
+    now = planning.listing.attributes.get(name, {})
+    return {
+        key: value for key, value in now.items() if key in wanted or not key.startswith(OF_ROOT)
+    }
 
 
 def _require_own(planning: _Planning) -> None:

@@ -21,7 +21,9 @@ from icecore.restorer.files.job_directories import MadeDirectory
 from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
 from icecore.restorer.files.rights import Owner, inode_of
+from icecore.restorer.owner import snapshot_owner
 from icecore.restorer.plan.cells import SpaceCells
+from icecore.store.backend.base import Backend
 from icecore.store.format.data import (
     MAX_TABLE,
     OPEN,
@@ -31,7 +33,7 @@ from icecore.store.format.data import (
     decode_entries,
     read_data,
 )
-from icecore.store.format.manifest import OpenFile
+from icecore.store.format.manifest import Manifest, OpenFile
 from icecore.store.log.repository import UNREGISTERED, StoredRepository
 from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
@@ -81,7 +83,7 @@ def export_data(
     try:
         reader = SnapshotReader.open(repository, snapshot, loop.loop)
         with phase(emit, "export.write", snapshot=snapshot) as running:
-            done = _export(repository, loop, reader, data, Path(directory).absolute())
+            done = _export(repository.backend, loop, reader, data, Path(directory).absolute())
             running.bytes = done.bytes
     finally:
         try:
@@ -94,15 +96,40 @@ def export_data(
 
 
 def _export(
-    repository: StoredRepository, loop: LoopThread, reader: SnapshotReader, data: str, folder: Path
+    backend: Backend, loop: LoopThread, reader: SnapshotReader, data: str, folder: Path
 ) -> DataExport:
-    began, manifest = time.perf_counter(), reader.manifest
-    paths = [one.path for one in read_data(manifest)]
+    paths = [one.path for one in read_data(reader.manifest)]
     if data not in paths:
         raise NotFound(
             f"the snapshot has no data directory {data}",
             cure=f"it has {', '.join(paths)}" if paths else "start the job with --data",
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty", cure="name a new directory")
+        return write_data(backend, loop, reader, data, folder)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {error.filename or folder}: {error.strerror}",
+            cure=f"remove {folder}, and export as root to a directory that only root can change",
+        ) from error
+
+
+def write_data(
+    backend: Backend, loop: LoopThread, reader: SnapshotReader, data: str, folder: Path
+) -> DataExport:
+    """Write the content of a data directory of a snapshot, with owners, modes and times.
+
+    Args:
+        folder: An empty directory, which nobody else can change meanwhile.
+
+    Raises:
+        NotFound: The content of a file is missing.
+        OSError: Something cannot be written.
+        StoreError: There is no room, or the storage failed.
+    """
+    began, manifest = time.perf_counter(), reader.manifest
     table, content = data_spaces(manifest, data)
     entries = decode_entries(reader.content(table, MAX_TABLE), data, content.size)
     opened = {os.fsencode(space.key): space for space in manifest.spaces if space.kind == "file"}
@@ -116,40 +143,52 @@ def _export(
             raise NotFound(f"the content of {os.fsdecode(entry.path)!a} is not in the snapshot")
         return read_spaces(reader, [space], parallel=False)[0]
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty", cure="name a new directory")
-        if short := shortage(folder, [FileTarget(str(folder), content.size, whole)]):
-            raise StoreError(
-                f"there is no room for the export: {short}",
-                cure="name a directory on a larger file system",
-            )
-        with ExitStack() as stack:
-            files = stack.enter_context(JobFiles(str(folder)))
-            _Writer(files, entries, folder).write(
-                lambda targets: write_files(
-                    repository.backend,
-                    reader,
-                    targets,
-                    Limits(threads_for(PLACE_THREADS), _BUDGET, 4, 60.0),
-                    loop,
-                ),
-                cells,
-            )
-    except OSError as error:
+    if short := shortage(folder, [FileTarget(str(folder), content.size, whole)]):
         raise StoreError(
-            f"cannot write {error.filename or folder}: {error.strerror}",
-            cure=f"remove {folder}, and export as root to a directory that only root can change",
-        ) from error
+            f"there is no room for the files of {data}: {short}",
+            cure="free space there, or name a directory on a larger file system",
+        )
+    with ExitStack() as stack:
+        files = stack.enter_context(JobFiles(str(folder)))
+        _Writer(files, entries, folder, snapshot_owner(manifest)).write(
+            lambda targets: write_files(
+                backend,
+                reader,
+                targets,
+                Limits(threads_for(PLACE_THREADS), _BUDGET, 4, 60.0),
+                loop,
+            ),
+            cells,
+        )
+        _link_lost_names(files, manifest, data)
     size = sum(entry.size for entry in entries)
     return DataExport(folder, len(entries) - 1, size, time.perf_counter() - began)
+
+
+def _link_lost_names(files: JobFiles, manifest: Manifest, data: str) -> None:
+    """Give files, under which the job has them open, the names again that they had lost: CRIU opens
+    them by these, and removes them.
+    """
+    for file in manifest.files:
+        source = next((name for name in file.links if name.startswith(f"{data}/")), "")
+        if not source or not file.path.startswith(f"{data}/"):
+            continue
+        place, there = (files.locate(name.removeprefix(data)) for name in (file.path, source))
+        about = there.stat()
+        if place.stat() is not None or about is None:
+            continue
+        known = files.open_path(there, inode_of(about))
+        try:
+            files.link(known, place, Owner(os.geteuid(), os.getegid()))
+        finally:
+            os.close(known)
 
 
 class _Writer:
     """Writes the entries of a table below a new directory."""
 
-    def __init__(self, files: JobFiles, entries: Sequence[Entry], folder: Path) -> None:
+    def __init__(self, files: JobFiles, entries: Sequence[Entry], folder: Path, owner: int) -> None:
+        self._snapshot_owner = owner
         self._files = files
         self._entries = entries
         self._folder = folder
@@ -195,8 +234,11 @@ class _Writer:
                 os.close(descriptor)
         for made, entry in reversed(self._made):
             self._files.hand_directory(
-                made, self._owner(entry), entry.mode_without_list(), entry.mtime_ns
+                made, self._owner(entry), entry.mode, entry.mtime_ns, self._attributes(entry)
             )
+
+    def _attributes(self, entry: Entry) -> dict[bytes, bytes]:
+        return entry.attributes_for(self._snapshot_owner or self._me.user)
 
     def _owner(self, entry: Entry) -> Owner:
         return Owner(entry.user, entry.group) if self._me.user == 0 else self._me
@@ -221,9 +263,8 @@ class _Writer:
                 targets.append(FileTarget(shown, entry.size, cells(entry), descriptor=descriptor))
             fill(targets)
             for entry, descriptor in opened:
-                if entry.attributes:
-                    self._files.set_attributes(descriptor, self._me, entry.attributes)
-                self._files.settle(descriptor, _as_file(entry, self._owner(entry)))
+                file = _as_file(entry, self._owner(entry))
+                self._files.settle(descriptor, file, self._attributes(entry))
 
 
 def _as_file(entry: Entry, owner: Owner) -> OpenFile:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.restorer.files.file_journal import Change, FileJournal, Made
 from icecore.restorer.files.job_directories import MadeDirectory
-from icecore.restorer.files.jobfiles import UNSUPPORTED, JobFiles
-from icecore.restorer.files.jobpaths import Place
+from icecore.restorer.files.jobfiles import JobFiles
+from icecore.restorer.files.jobpaths import UNSUPPORTED, Place
 from icecore.restorer.files.rights import Inode, Owner, inode_of
 
 _COPY_BYTES = 1 << 20
@@ -81,7 +81,7 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
         elif change.kind == "remove":
             _remove(files, located)
         elif change.kind == "settle":
-            _settle(files, located, change.then, change.group)
+            _settle(files, located, change.then, change.group, change.gets, ())
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
@@ -121,11 +121,19 @@ def _remove(files: JobFiles, located: Located) -> None:
         )
 
 
-def _settle(files: JobFiles, located: Located, to: tuple[int, int], group: int) -> None:
-    """Give a directory that is there a group, a mode and a time."""
-    assert located.change.old is not None
-    made = MadeDirectory(located.place, located.change.old)
-    files.settle_directory(made, Owner(located.change.user, group), *to)
+def _settle(
+    files: JobFiles,
+    located: Located,
+    to: tuple[int, int],
+    group: int,
+    attributes: Mapping[bytes, bytes] | None,
+    before: Collection[bytes],
+) -> None:
+    """Give a directory that is there a group, a mode, a time and attributes."""
+    change = located.change
+    assert change.old is not None
+    made = MadeDirectory(located.place, change.old)
+    files.settle_directory(made, Owner(change.user, group), *to, attributes, before)
 
 
 def _put_in_steps(files: JobFiles, located: Located) -> None:
@@ -154,14 +162,17 @@ def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) ->
             raise RestoreFailed(
                 f"{located.path} became shorter while it was being restored", cure="restore again"
             )
-        _save(journal, change, descriptor, about)
         if change.kind == "truncate":
+            _save(journal, change, descriptor, about)
             os.ftruncate(descriptor, change.size)
             return
         assert change.new is not None
         prepared = files.open_inode(located.temporary, change.new, change.user, os.O_RDONLY)
         try:
             content = os.fstat(prepared)
+            if _are_alike(descriptor, about, prepared, content):
+                return
+            _save(journal, change, descriptor, about)
             _copy(prepared, 0, descriptor, 0)
             os.ftruncate(descriptor, content.st_size)
             os.utime(descriptor, ns=(content.st_mtime_ns, content.st_mtime_ns))
@@ -169,6 +180,18 @@ def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) ->
             os.close(prepared)
     finally:
         os.close(descriptor)
+
+
+def _are_alike(one: int, about: os.stat_result, other: int, about_other: os.stat_result) -> bool:
+    """Return whether two files have the same content and time."""
+    if (about.st_size, about.st_mtime_ns) != (about_other.st_size, about_other.st_mtime_ns):
+        return False
+    position = 0
+    while piece := os.pread(one, _COPY_BYTES, position):
+        if os.pread(other, len(piece), position) != piece:
+            return False
+        position += len(piece)
+    return True
 
 
 def _save(journal: FileJournal, change: Change, descriptor: int, about: os.stat_result) -> None:
@@ -218,7 +241,9 @@ def undo(
         with _told(left, located.path):
             if located.change.kind == "settle":
                 if has(located.place) == located.change.old:
-                    _settle(files, located, located.change.was, located.change.was_group)
+                    was, group = located.change.was, located.change.was_group
+                    had, got = located.change.had, located.change.gets or ()
+                    _settle(files, located, was, group, had, got)
             elif located.change.kind == "remove":
                 _bring_back(files, located, left)
             elif located.change.kind == "put":

@@ -49,6 +49,7 @@ class Change(msgspec.Struct, frozen=True):
             in place.
         was, then: For ``settle``: mode and mtime_ns before and after.
         was_group: For ``settle``: the directory's group before.
+        had, gets: For ``settle``: extended attributes before and after; None: they stay.
         data: It is in a data directory: removing what was replaced leaves the time of the directory
             as it is.
     """
@@ -68,6 +69,8 @@ class Change(msgspec.Struct, frozen=True):
     then: tuple[int, int] = (0, 0)
     was_group: int = 0
     data: bool = False
+    had: dict[bytes, bytes] | None = None
+    gets: dict[bytes, bytes] | None = None
 
 
 class Made(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ rebuilt from memory cells. A file is as sparse as it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,8 @@ class FileTarget:
         mode: Permission bits.
         existing: The file exists, empty and perhaps open: it is filled in place.
         descriptor: The file, open for writing; the caller closes it. None: the file is opened by
-            its path.
+            ``opened``, or by its path.
+        opened: Opens the file for writing, from any thread; each use closes it again.
         offset: Where in the file of ``descriptor`` the content begins; that file has its size
             already. None: the content is the whole file.
     """
@@ -54,6 +55,7 @@ class FileTarget:
     existing: bool = False
     descriptor: int | None = None
     offset: int | None = None
+    opened: Callable[[], int] | None = None
 
 
 class FileWriter(CellSink):
@@ -97,7 +99,10 @@ class FileWriter(CellSink):
             flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             if not target.existing:
                 flags |= os.O_CREAT | os.O_EXCL
-            descriptor = os.open(target.path, flags, target.mode)
+            if target.opened is not None:
+                descriptor = target.opened()
+            else:
+                descriptor = os.open(target.path, flags, target.mode)
             try:
                 os.ftruncate(descriptor, target.size)
             finally:
@@ -130,9 +135,12 @@ class FileWriter(CellSink):
             assert target.within is not None
             runs = target.layout.runs(base, bitmap, target.within[cell])
         own, first = target.descriptor, target.offset or 0
-        descriptor = (
-            os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if own is None else own
-        )
+        if own is not None:
+            descriptor = own
+        elif target.opened is not None:
+            descriptor = target.opened()
+        else:
+            descriptor = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for position, offset, length in runs:
                 length = min(length, target.size - offset)  # the last page of a file is padded

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from icecore.host.kernel.filesystem import acting_as, open_confined
+from icecore.host.kernel.filesystem import acting_as
+from icecore.host.kernel.listing import attributes_of
+from icecore.host.kernel.removal import remove_tree as remove_all
+from icecore.restorer.files.job_inodes import replace_attributes
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
 from icecore.restorer.files.rights import Inode, Owner, as_allowed, give, groups_of, inode_of
-
-#: Levels of directories that are removed, and times that another process adds one meanwhile.
-_MOST_LEVELS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,14 @@ def make_directories(paths: JobPaths, path: str, owner: Owner, mode: int) -> lis
     return [*made, MadeDirectory(place, inode_of(about))]
 
 
-def settle_directory(made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None) -> None:
+def settle_directory(
+    made: MadeDirectory,
+    owner: Owner,
+    mode: int,
+    mtime_ns: int | None,
+    attributes: Mapping[bytes, bytes] | None,
+    before: Collection[bytes],
+) -> None:
     """Do what `JobFiles.settle_directory` says."""
     # The owner need not have access to the directory above. Nothing else is opened than a
     # directory, and it is not read.
@@ -74,6 +80,9 @@ def settle_directory(made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int
             )
         give(descriptor, owner)
         with acting_as(*owner, [owner.group]):
+            if attributes is not None:
+                os.fchmod(descriptor, mode | 0o700)  # without it, nobody may set attributes
+                replace_attributes(descriptor, attributes, before)
             os.fchmod(descriptor, mode)
             if mtime_ns is not None:
                 os.utime(descriptor, ns=(mtime_ns, mtime_ns))
@@ -81,7 +90,25 @@ def settle_directory(made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int
         os.close(descriptor)
 
 
-def hand_directory(made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int) -> None:
+def attributes(place: Place, known: Inode) -> dict[bytes, bytes]:
+    """Do what `JobFiles.attributes` says."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(place.name, flags, dir_fd=place.directory.descriptor)
+    try:
+        if inode_of(os.fstat(descriptor)) != known:
+            raise PathRefused(f"{place.name} was replaced", cure="restore again")
+        return attributes_of(descriptor, privileged=True)
+    finally:
+        os.close(descriptor)
+
+
+def hand_directory(
+    made: MadeDirectory,
+    owner: Owner,
+    mode: int,
+    mtime_ns: int,
+    attributes: Mapping[bytes, bytes],
+) -> None:
     """Do what `JobFiles.hand_directory` says."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(made.place.name, flags, dir_fd=made.place.directory.descriptor)
@@ -89,6 +116,7 @@ def hand_directory(made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int) 
         if inode_of(os.fstat(descriptor)) != made.inode:
             raise PathRefused(f"{made.place.name} was replaced during the export")
         give(descriptor, owner)
+        replace_attributes(descriptor, attributes)
         os.fchmod(descriptor, mode)
         os.utime(descriptor, ns=(mtime_ns, mtime_ns))
     finally:
@@ -118,65 +146,5 @@ def remove_tree(place: Place, known: Inode, owner: Owner) -> bool:
         return False
     groups = groups_of(owner) if owner.user else []
     with acting_as(*owner, groups):
-        _remove(place.directory.descriptor, place.name)
+        remove_all(place.directory.descriptor, place.name)
     return True
-
-
-def _remove(directory: int, name: str) -> None:
-    """Remove a name in a directory, with all that is below it."""
-    if _is_removed(directory, name):
-        return
-    inner = _open_directory(directory, name)
-    try:
-        _empty(inner)
-    finally:
-        os.close(inner)
-    os.rmdir(name, dir_fd=directory)
-
-
-def _empty(top: int) -> None:
-    """Remove what is in a directory, however deep it is: each directory in it hands what it holds
-    up to it first.
-
-    Raises:
-        OSError: Something cannot be removed, or is added all the time.
-    """
-    for _ in range(_MOST_LEVELS):
-        names = os.listdir(top)
-        for name in names:
-            if _is_removed(top, name):
-                continue
-            inner = _open_directory(top, name)
-            try:
-                for below in os.listdir(inner):
-                    if not _is_removed(inner, below):
-                        own = f".icecore-{secrets.token_hex(8)}"
-                        os.rename(below, own, src_dir_fd=inner, dst_dir_fd=top)
-            finally:
-                os.close(inner)
-            os.rmdir(name, dir_fd=top)
-        if not names:
-            return
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
-def _is_removed(directory: int, name: str) -> bool:
-    """Remove a file or an empty directory; False: it is a directory that holds something."""
-    try:
-        os.unlink(name, dir_fd=directory)
-        return True
-    except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.EPERM):
-            raise
-    try:
-        os.rmdir(name, dir_fd=directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
-
-
-def _open_directory(directory: int, name: str) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    return open_confined(directory, name, flags, cross=False)

@@ -6,13 +6,22 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 from icecore.host.kernel.filesystem import acting_as
-from icecore.restorer.files.jobpaths import PathRefused, Place
-from icecore.restorer.files.rights import Inode, Owner, as_allowed, give, inode_of
+from icecore.restorer.files.jobpaths import UNSUPPORTED, PathRefused, Place
+from icecore.restorer.files.rights import (
+    Inode,
+    Owner,
+    as_allowed,
+    give,
+    inode_of,
+)
 from icecore.store.format.manifest import OpenFile
 
+#: Beginnings of names of extended attributes that the owner of a file can set.
+_OF_USERS = (b"user.", b"system.posix_acl_")
 #: Set-ID bits are never put back: the owner could write to the file before it got them.
 _MODES = 0o1777
 
@@ -33,12 +42,14 @@ def create(place: Place, owner: Owner) -> int:
     return descriptor
 
 
-def settle(descriptor: int, file: OpenFile) -> bool:
+def settle(descriptor: int, file: OpenFile, attributes: Mapping[bytes, bytes] | None) -> bool:
     """Do what `JobFiles.settle` says."""
     owner = Owner(file.user, file.group)
-    give(descriptor, owner)
+    give(descriptor, owner)  # which would remove capabilities
 
     def rest() -> None:
+        if attributes is not None:
+            replace_attributes(descriptor, attributes)
         os.fchmod(descriptor, file.mode & _MODES)
         os.utime(descriptor, ns=(file.mtime_ns, file.mtime_ns))
 
@@ -88,6 +99,8 @@ def settle_fifo(descriptor: int, owner: Owner, mode: int, mtime_ns: int | None) 
     if (about.st_uid, about.st_gid) != owner:
         os.chown(name, *owner)
     with acting_as(*owner, [owner.group]):
+        with suppress(OSError):  # it inherited no access control list, or there are none
+            os.removexattr(name, b"system.posix_acl_access")
         os.chmod(name, mode)
         if mtime_ns is not None:
             os.utime(name, ns=(mtime_ns, mtime_ns))
@@ -118,11 +131,26 @@ def create_symlink(place: Place, owner: Owner, target: bytes, mtime_ns: int) -> 
     return found
 
 
-def set_attributes(descriptor: int, owner: Owner, attributes: Mapping[bytes, bytes]) -> None:
-    """Do what `JobFiles.set_attributes` says."""
-    with acting_as(*owner, [owner.group]):
-        for name, value in attributes.items():
-            os.setxattr(descriptor, name, value)
+def replace_attributes(
+    descriptor: int, wanted: Mapping[bytes, bytes], before: Collection[bytes] = ()
+) -> None:
+    """Give a file or directory extended attributes, and take away others that owners can set: a
+    directory hands its access control list on to what is made in it.
+
+    Args:
+        before: Names of more attributes that it loses if they are not wanted.
+    """
+    try:
+        there = [os.fsencode(name) for name in os.listxattr(descriptor)]
+    except OSError as error:
+        if wanted or error.errno not in UNSUPPORTED:
+            raise
+        return
+    for name in there:
+        if name not in wanted and (name.startswith(_OF_USERS) or name in before):
+            os.removexattr(descriptor, name)
+    for name, value in wanted.items():
+        os.setxattr(descriptor, name, value)
 
 
 def open_path(place: Place, known: Inode) -> int:

@@ -8,9 +8,8 @@ users gain nothing from names in their own directories.
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -20,13 +19,11 @@ from typing import TypeVar
 from icecore.host.kernel.filesystem import RENAME_EXCHANGE, RENAME_NOREPLACE, rename
 from icecore.restorer.files import job_directories, job_inodes
 from icecore.restorer.files.job_directories import MadeDirectory
-from icecore.restorer.files.jobpaths import Directory, JobPaths, Place
+from icecore.restorer.files.jobpaths import UNSUPPORTED, Directory, JobPaths, Place
 from icecore.restorer.files.rights import Inode, Owner, as_allowed
 from icecore.store.format.manifest import OpenFile
 
 Result = TypeVar("Result")
-#: Errors of file systems without an operation.
-UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class JobFiles:
@@ -80,24 +77,51 @@ class JobFiles:
         return self._do(lambda: job_directories.make_directories(self._paths, path, owner, mode))
 
     def settle_directory(
-        self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int | None
+        self,
+        made: MadeDirectory,
+        owner: Owner,
+        mode: int,
+        mtime_ns: int | None,
+        attributes: Mapping[bytes, bytes] | None = None,
+        before: Collection[bytes] = (),
     ) -> None:
         """Give a directory that was made its group, its mode and its time, as its owner.
 
         Args:
             mtime_ns: ns since the epoch; None: it keeps its time.
+            attributes: Its extended attributes; None: it keeps those that it has.
+            before: Names of attributes that it had, and loses if they are not among these.
 
         Raises:
             PathRefused: It was replaced.
             OSError: As fchmod(2).
         """
-        self._do(lambda: job_directories.settle_directory(made, owner, mode, mtime_ns))
+        self._do(
+            lambda: job_directories.settle_directory(
+                made, owner, mode, mtime_ns, attributes, before
+            )
+        )
 
-    def hand_directory(self, made: MadeDirectory, owner: Owner, mode: int, mtime_ns: int) -> None:
-        """Give a directory that this process made for itself to ``owner``, in a directory that only
-        root can change; mode and time as in `settle_directory`.
+    def attributes(self, place: Place, known: Inode) -> dict[bytes, bytes]:
+        """Return all extended attributes of a directory that a restore may change.
+
+        Raises:
+            PathRefused: It is another one.
         """
-        self._do(lambda: job_directories.hand_directory(made, owner, mode, mtime_ns))
+        return self._do(lambda: job_directories.attributes(place, known))
+
+    def hand_directory(
+        self,
+        made: MadeDirectory,
+        owner: Owner,
+        mode: int,
+        mtime_ns: int,
+        attributes: Mapping[bytes, bytes],
+    ) -> None:
+        """Give a directory that this process made for itself to ``owner``, in a directory that only
+        root can change; mode, time and attributes as in `settle_directory`.
+        """
+        self._do(lambda: job_directories.hand_directory(made, owner, mode, mtime_ns, attributes))
 
     # -- files
 
@@ -129,16 +153,6 @@ class JobFiles:
             OSError: FileExistsError: the name is taken, by whatever. Others as symlink(2).
         """
         return self._do(lambda: job_inodes.create_symlink(place, owner, target, mtime_ns))
-
-    def set_attributes(
-        self, descriptor: int, owner: Owner, attributes: Mapping[bytes, bytes]
-    ) -> None:
-        """Give a file that was created extended attributes, as its owner.
-
-        Raises:
-            OSError: The file system has none, or as setxattr(2).
-        """
-        self._do(lambda: job_inodes.set_attributes(descriptor, owner, attributes))
 
     def create(self, place: Place, owner: Owner) -> int:
         """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for
@@ -172,11 +186,23 @@ class JobFiles:
         """
         return self._do(lambda: job_inodes.open_path(place, known))
 
-    def settle(self, descriptor: int, file: OpenFile) -> bool:
+    def settle(
+        self,
+        descriptor: int,
+        file: OpenFile,
+        attributes: Mapping[bytes, bytes] | None = None,
+    ) -> bool:
         """Give a file that was created its recorded owner, mode and times; returns whether set-ID
         bits were left out.
+
+        Args:
+            attributes: Its extended attributes; None: it keeps those that it got when it was
+                created.
+
+        Raises:
+            OSError: The file system has none, or as setxattr(2).
         """
-        return self._do(lambda: job_inodes.settle(descriptor, file))
+        return self._do(lambda: job_inodes.settle(descriptor, file, attributes))
 
     # -- names
 
@@ -259,9 +285,10 @@ class JobFiles:
         """Give a directory the time again that it had when the block began. A change that another
         process makes meanwhile keeps its time only if it comes afterwards.
         """
-        link = f"/proc/self/fd/{directory.descriptor}"  # names this directory and no other
-        before = os.stat(link)
+        # The descriptor's own link names this directory and no other.
+        before = os.stat(f"/proc/self/fd/{directory.descriptor}")
         yield
+        link = f"/proc/self/fd/{directory.descriptor}"
         os.utime(link, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     # -- rights

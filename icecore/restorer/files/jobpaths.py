@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,11 @@ from typing import Self
 from icecore.errors import Damaged, RestoreFailed
 from icecore.host.kernel.filesystem import open_confined
 
+#: Errors of file systems without an operation.
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_LINKS = 40
+#: Directories of one job that are open together. A restore may change files in many more.
+_MOST_OPEN = 128
 
 
 class PathRefused(RestoreFailed):
@@ -33,17 +38,28 @@ class Directory:
     """A directory that was resolved and checked; what is done in it goes through its descriptor.
 
     Attributes:
-        descriptor: Open with O_PATH, owned by the `JobPaths`.
         path: As requested, below the root.
         device, inode: Which directory it is.
         root_only: Only root can make, rename and remove names in it.
+        opened: Returns the descriptor.
     """
 
-    descriptor: int
     path: str
     device: int
     inode: int
     root_only: bool
+    opened: Callable[[Directory], int] = field(repr=False, compare=False)
+
+    @property
+    def descriptor(self) -> int:
+        """Return a descriptor, open with O_PATH, which the `JobPaths` owns: valid until it has
+        opened many others. One call at a time may use a `JobPaths`.
+
+        Raises:
+            PathRefused: The directory was closed meanwhile, and its path leads elsewhere now.
+            OSError: As open(2).
+        """
+        return self.opened(self)
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,10 @@ class JobPaths:
 
     root: str = ""
     _directories: dict[str, Directory] = field(default_factory=dict)
+    #: Open descriptors by directory, those used last at the end.
+    _open: OrderedDict[Directory, int] = field(default_factory=OrderedDict)
+    #: Directories that were reached through a link in the last component: always open.
+    _linked: dict[Directory, int] = field(default_factory=dict)
     _guarded: dict[str, bool] = field(default_factory=dict)
     _root: int = -1
 
@@ -103,9 +123,10 @@ class JobPaths:
 
     def forget(self) -> None:
         """Close the directories; those that were handed out are void."""
-        for directory in self._directories.values():
-            os.close(directory.descriptor)
-        self._directories.clear()
+        for descriptor in (*self._open.values(), *self._linked.values()):
+            os.close(descriptor)
+        for known in (self._directories, self._open, self._linked):
+            known.clear()
 
     def close(self) -> None:
         """Close all descriptors; directories that were handed out are void."""
@@ -135,16 +156,17 @@ class JobPaths:
         known = self._directories.get(path)
         if known is not None:
             return known
+        return self._keep(path, self._resolved(path))
+
+    def _resolved(self, path: str) -> int:
         try:
-            descriptor = open_confined(
-                self._root, path.lstrip("/") or ".", os.O_PATH | os.O_DIRECTORY
-            )
+            return open_confined(self._root, path.lstrip("/") or ".", os.O_PATH | os.O_DIRECTORY)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise
             descriptor, name = self._walk(path, last_is_directory=True)
             assert not name
-        return self._keep(path, descriptor)
+            return descriptor
 
     def guarded(self, folder: str) -> bool:
         """Return whether only root can change a directory's names, and where its path leads."""
@@ -179,10 +201,44 @@ class JobPaths:
     def _keep(self, key: str, descriptor: int, path: str | None = None) -> Directory:
         about = os.fstat(descriptor)
         directory = Directory(
-            descriptor, key if path is None else path, about.st_dev, about.st_ino, root_only(about)
+            key if path is None else path,
+            about.st_dev,
+            about.st_ino,
+            root_only(about),
+            self._descriptor_of,
         )
         self._directories[key] = directory
+        if path is None:
+            self._remember(directory, descriptor)
+        elif directory in self._linked:
+            os.close(descriptor)
+        else:
+            self._linked[directory] = descriptor
         return directory
+
+    def _remember(self, directory: Directory, descriptor: int) -> None:
+        self._open[directory] = descriptor
+        while len(self._open) > _MOST_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+
+    def _descriptor_of(self, directory: Directory) -> int:
+        """Return an open descriptor of a directory; open it again if it was closed since."""
+        linked = self._linked.get(directory)
+        if linked is not None:
+            return linked
+        if directory in self._open:
+            self._open.move_to_end(directory)
+            return self._open[directory]
+        descriptor = self._resolved(directory.path)
+        about = os.fstat(descriptor)
+        if (about.st_dev, about.st_ino) != (directory.device, directory.inode):
+            os.close(descriptor)
+            raise PathRefused(
+                f"the directory {directory.path} was replaced meanwhile",
+                cure="keep others from writing to its parent directory",
+            )
+        self._remember(directory, descriptor)
+        return descriptor
 
     def _walk(self, path: str, *, last_is_directory: bool) -> tuple[int, str]:
         """Resolve one component after the other, following trusted links.

@@ -23,6 +23,8 @@ FilesMode = Literal["auto", "restore", "truncate", "leave"]
 _HASH_PIECE = 1 << 20
 #: Files for which directories stay open together.
 _AT_ONCE = 200
+#: Most bytes of a file whose content is changed in place.
+_KEPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Action:
         target: What a symbolic link contains; the path of the file that a ``link`` names.
         attributes: Extended attributes.
         cleared: Another action removes first what is there.
+        keep: It stays the file that the job had open: a ``replace`` changes its content in place.
+            Programs remember inode numbers (SQLite does, and refuses to write to another file).
     """
 
     kind: Literal["create", "replace", "rewrite", "truncate", "fifo", "symlink", "link", "remove"]
@@ -61,6 +65,7 @@ class Action:
     target: bytes = b""
     attributes: Mapping[bytes, bytes] = field(default_factory=dict)
     cleared: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class FilePlan:
         folders: Directories that are missing and will be made, parents first.
         sockets: Names that CRIU makes in one of these.
         settled: Directories of data that are there, and get their recorded mode and time.
+        attributes: Path → extended attributes of directories among ``folders`` and ``settled``;
+            others keep what they have.
     """
 
     actions: list[Action]
@@ -85,6 +92,7 @@ class FilePlan:
     folders: tuple[Folder, ...] = ()
     sockets: tuple[SocketName, ...] = ()
     settled: tuple[Folder, ...] = ()
+    attributes: Mapping[str, Mapping[bytes, bytes]] = field(default_factory=dict)
 
     def joined(self, other: FilePlan) -> FilePlan:
         """Return one plan of both."""
@@ -96,6 +104,7 @@ class FilePlan:
             self.folders + other.folders,
             self.sockets + other.sockets,
             self.settled + other.settled,
+            {**self.attributes, **other.attributes},
         )
 
 
@@ -160,7 +169,7 @@ def _plan_one(
     place, now = found
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
-        return Action("replace", file, now.st_size, now.st_mtime_ns)
+        return Action("replace", file, now.st_size, now.st_mtime_ns, keep=can_keep(file, now))
     same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
     if has_content and mode == "restore" and not same:
         return Action("replace", file, now.st_size, now.st_mtime_ns)
@@ -187,6 +196,20 @@ def _plan_one(
     message = "it was modified since the snapshot was taken (same size, other time)"
     return Problem(
         file.path, message, "restore the old file, or accept the new one with --files leave"
+    )
+
+
+def can_keep(file: OpenFile, now: os.stat_result) -> bool:
+    """Return whether a file is still the one that the job had open, and its content can be changed
+    in place: no other name of it, of a backup perhaps, shows that, and saving the old content takes
+    no time.
+    """
+    return (
+        inode_of(now) == (file.device, file.inode)
+        and now.st_nlink == 1
+        and (now.st_uid, now.st_gid) == (file.user, file.group)
+        and stat.S_IMODE(now.st_mode) == stat.S_IMODE(file.mode)
+        and max(now.st_size, file.size) <= _KEPT_BYTES
     )
 
 

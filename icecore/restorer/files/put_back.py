@@ -8,25 +8,30 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from icecore.errors import RestoreFailed
+from icecore.host.kernel.limits import soft_descriptor_limit
 from icecore.restorer.files.file_changes import Located, apply, finish, leave_originals, undo
 from icecore.restorer.files.file_journal import Change, FileJournal, Made, record_of
 from icecore.restorer.files.filewriter import FileTarget
 from icecore.restorer.files.job_directories import MadeDirectory
 from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
-from icecore.restorer.files.plan import Action, same_inode
+from icecore.restorer.files.plan import Action, can_keep, same_inode
 from icecore.restorer.files.rights import Inode, Owner, inode_of
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.format.surroundings import Folder, SocketName
+
+#: Most files that are open together while they are written.
+_MOST_OPEN = 1024
 
 
 @contextmanager
@@ -40,10 +45,16 @@ def _failing(what: str, cure: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One action: its change, the place, and the open file that is written (None: nothing is)."""
+    """One action: its change, and the place.
+
+    Attributes:
+        made: Whether a file or FIFO was made that gets its owner, mode and time yet.
+        descriptor: It, open; None: it is opened again, because too many others are open.
+    """
 
     action: Action
     located: Located
+    made: bool = False
     descriptor: int | None = None
 
 
@@ -65,6 +76,7 @@ class PutBack:
         folders: Directories that are missing, parents first.
         sockets: Names that CRIU will make in them.
         settled: Directories that are there and get their recorded mode and time.
+        attributes: Path → extended attributes of directories among these.
     """
 
     def __init__(
@@ -77,8 +89,10 @@ class PutBack:
         folders: Sequence[Folder] = (),
         sockets: Sequence[SocketName] = (),
         settled: Sequence[Folder] = (),
+        attributes: Mapping[str, Mapping[bytes, bytes]] | None = None,
     ) -> None:
         self._settled = list(settled)
+        self._attributes = attributes or {}
         self._settles: list[Located] = []
         #: Where the files of data directories are that were prepared, by path.
         self._new: dict[str, Place] = {}
@@ -90,6 +104,8 @@ class PutBack:
         self._root = root
         self._snapshot = snapshot
         self._files: JobFiles | None = None
+        #: Files that may stay open; others are opened again when they are written.
+        self._may_open = 0
         self._prepared: list[_Prepared] = []
         self._links: list[Located] = []
         self._made: list[tuple[Made, Place]] = []
@@ -117,9 +133,12 @@ class PutBack:
             return
         with _failing(f"use {self._root or '/'} as the job's root"):
             files = self._files = JobFiles(self._root)
+        self._may_open = min(_MOST_OPEN, soft_descriptor_limit() // 4)
         self.journal = FileJournal.begin(self._state)
         missing = self._missing_directories(files)
-        self._settles = [_settling(files, folder) for folder in self._settled]
+        self._settles = [
+            _settling(files, folder, self._attributes.get(folder.path)) for folder in self._settled
+        ]
         settles = [located.change for located in self._settles]
         planned = [self._planned(number, action) for number, action in enumerate(self._actions)]
         with _failing(f"write {self.journal.folder}", "free space there"):
@@ -198,13 +217,19 @@ class PutBack:
         file = action.file
         temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
         return Change(
-            kind=action.kind if action.kind in ("rewrite", "truncate", "remove") else "put",
+            kind="rewrite"
+            if action.keep
+            else action.kind
+            if action.kind in ("rewrite", "truncate", "remove")
+            else "put",
             path=os.fsencode(file.path),
             user=file.user,
             group=file.group,
             directory=None,
             temporary=b"" if action.kind == "truncate" else os.fsencode(temporary),
-            saved=f"{number}.saved" if action.kind in ("rewrite", "truncate") else "",
+            saved=f"{number}.saved"
+            if action.keep or action.kind in ("rewrite", "truncate")
+            else "",
             size=file.size if action.kind == "truncate" else 0,
             data=action.data,
         )
@@ -236,6 +261,10 @@ class PutBack:
                 raise RestoreFailed(
                     f"{name} disappeared while it was being restored", cure="restore again"
                 )
+            if action.keep and (about is None or not can_keep(file, about)):
+                raise RestoreFailed(
+                    f"{file.path} changed while it was being restored", cure="restore again"
+                )
             where = Inode(place.directory.device, place.directory.inode)
             old = inode_of(about) if about is not None else None
             change = msgspec.structs.replace(
@@ -255,7 +284,7 @@ class PutBack:
                     located,
                     change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))),
                 )
-                self._prepared.append(_Prepared(action, located, descriptor))
+                self._prepared.append(self._held(action, located, descriptor))
             else:
                 self._prepared.append(_Prepared(action, located))
             if action.kind == "rewrite":
@@ -302,7 +331,32 @@ class PutBack:
                 os.close(descriptor)
                 self._prepared.append(_Prepared(action, located))
             else:
-                self._prepared.append(_Prepared(action, located, descriptor))
+                self._prepared.append(self._held(action, located, descriptor))
+
+    def _held(self, action: Action, located: Located, descriptor: int) -> _Prepared:
+        """Keep a file open that was made, or close it if too many are open."""
+        if self._may_open:
+            self._may_open -= 1
+            return _Prepared(action, located, made=True, descriptor=descriptor)
+        os.close(descriptor)
+        return _Prepared(action, located, made=True)
+
+    @contextmanager
+    def _opened(self, files: JobFiles, prepared: _Prepared) -> Iterator[int]:
+        """Give the descriptor of a file that was made."""
+        located = prepared.located
+        if prepared.descriptor is not None:
+            yield prepared.descriptor
+            return
+        assert located.change.new is not None
+        if prepared.action.kind == "fifo":
+            descriptor = files.open_path(located.temporary, located.change.new)
+        else:
+            descriptor = _reopen(files, located, located.change.new)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _link(self, files: JobFiles, action: Action, located: Located) -> int:
         """Give the file that an action names another name, the temporary one."""
@@ -339,7 +393,11 @@ class PutBack:
             os.pwrite(descriptor, action.content or b"", 0)
         else:
             shown = os.path.join(located.place.directory.path, located.temporary.name)
-            self.targets.append(FileTarget(shown, action.file.size, cells, descriptor=descriptor))
+            target = FileTarget(shown, action.file.size, cells, descriptor=descriptor)
+            if not self._may_open:
+                opened = partial(_reopen, files, located, inode_of(os.fstat(descriptor)))
+                target = replace(target, descriptor=None, opened=opened)
+            self.targets.append(target)
         return descriptor
 
     # -- during
@@ -358,21 +416,9 @@ class PutBack:
             return []
         without_bits = []
         for prepared in self._prepared:
-            if prepared.descriptor is None:
-                continue
             file = prepared.action.file
             with _failing(f"give {file.path} its owner and mode"):
-                if prepared.action.kind == "fifo":
-                    owner = Owner(file.user, file.group)
-                    time = file.mtime_ns if prepared.action.data else None
-                    self._files.settle_fifo(prepared.descriptor, owner, file.mode, time)
-                    continue
-                if prepared.action.attributes:
-                    owner = Owner(file.user, file.group)
-                    self._files.set_attributes(
-                        prepared.descriptor, owner, prepared.action.attributes
-                    )
-                if self._files.settle(prepared.descriptor, file):
+                if prepared.made and self._settle(self._files, prepared):
                     without_bits.append(file.path)
         self._close_descriptors()
         with _failing(f"write {self.journal.folder}", "free space there"):
@@ -384,9 +430,26 @@ class PutBack:
                 owner = Owner(made.user, made.group)
                 with _failing(f"give {os.fsdecode(made.path)} its mode"):
                     self._files.settle_directory(
-                        MadeDirectory(place, made.inode), owner, made.mode, made.mtime_ns
+                        MadeDirectory(place, made.inode),
+                        owner,
+                        made.mode,
+                        made.mtime_ns,
+                        self._attributes.get(os.fsdecode(made.path)),
                     )
         return without_bits
+
+    def _settle(self, files: JobFiles, prepared: _Prepared) -> bool:
+        """Give a written file its owner, mode, attributes and time; return whether set-ID bits were
+        left out.
+        """
+        action, file = prepared.action, prepared.action.file
+        owner = Owner(file.user, file.group)
+        with self._opened(files, prepared) as descriptor:
+            if action.kind == "fifo":
+                time = file.mtime_ns if action.data else None
+                files.settle_fifo(descriptor, owner, file.mode, time)
+                return False
+            return files.settle(descriptor, file, action.attributes if action.data else None)
 
     def hand_over(self) -> None:
         """Record that the job is about to run: its files are its own, and nothing is undone."""
@@ -471,7 +534,12 @@ class PutBack:
         self._files = self.journal = None
 
 
-def _settling(files: JobFiles, folder: Folder) -> Located:
+def _reopen(files: JobFiles, located: Located, known: Inode) -> int:
+    """Open a file that was made, for reading and writing."""
+    return files.open_inode(located.temporary, known, located.change.user, os.O_RDWR)
+
+
+def _settling(files: JobFiles, folder: Folder, attributes: Mapping[bytes, bytes] | None) -> Located:
     """Return the change of a directory that is there, before anything is made in it."""
     parent, name = os.path.split(folder.path)
     with _failing(f"prepare {folder.path}"):
@@ -492,5 +560,7 @@ def _settling(files: JobFiles, folder: Folder) -> Located:
             then=(folder.mode, folder.mtime_ns),
             was_group=about.st_gid,
             data=True,
+            had=None if attributes is None else files.attributes(place, inode_of(about)),
+            gets=None if attributes is None else dict(attributes),
         )
         return Located(change, place)

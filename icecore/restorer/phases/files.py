@@ -17,11 +17,13 @@ from icecore.events import Event, phase
 from icecore.host.criu.image_changes import bound_limits, forget_sizes, rearm_timers
 from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
+from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.restoring import Restoring
 from icecore.restorer.files.copies import require_all_covered
+from icecore.restorer.files.data_export import write_data
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.held_files import require_files
@@ -44,6 +46,7 @@ from icecore.restorer.phases.resources import Resources
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.restorer.tree import Tree
+from icecore.store.format.data import read_data
 from icecore.store.format.manifest import Space
 from icecore.store.format.surroundings import KEY
 
@@ -119,9 +122,11 @@ def prepare_files(
             plan.requirements.files.folders,
             plan.requirements.files.sockets,
             plan.requirements.files.settled,
+            plan.requirements.files.attributes,
         )
         put_back.prepare()
         logs = _logs(restoring, spaces)
+        running.bytes += _fill_temporary(attempt, plan, resources)
         images = image_targets(folder, spaces.images, spaces.image_cells)
         running.bytes += _write(attempt, plan, [*images, *put_back.targets, *logs])
         if resources.record is not None:
@@ -252,6 +257,29 @@ def _logs(restoring: Restoring | None, spaces: _Spaces) -> list[FileTarget]:
     ]
 
 
+def _fill_temporary(attempt: Attempt, plan: Plan, resources: Resources) -> int:
+    """Write the content of the directories that the instance has for itself; return its bytes.
+    Nobody sees them yet, and they are removed if the restore fails.
+    """
+    record, restoring, done = resources.record, resources.restoring, 0
+    if record is None or restoring is None:
+        return done
+    recorded = {one.path for one in read_data(plan.manifest)}
+    for point in record.tmp:
+        if point not in recorded:
+            continue
+        place = temporary.place(restoring.job.directory, point)
+        try:
+            backend = attempt.repository.backend
+            done += write_data(backend, attempt.loop, plan.reader, point, place).bytes
+        except OSError as error:
+            raise RestoreFailed(
+                f"cannot write the job's own {point}: {error.strerror}",
+                cure=f"free space in {attempt.state}",
+            ) from error
+    return done
+
+
 def _write(attempt: Attempt, plan: Plan, targets: Sequence[FileTarget]) -> int:
     """Write files from the store; return their bytes."""
     try:
@@ -299,6 +327,7 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
         given |= set(plan.record.files.values())
         if plan.record.isolation.root:
             places = (f"{INSTANCE_MOUNT}/", *OWN_FOLDERS)
+        places += tuple(f"{point}/" for point in plan.record.tmp)
     return ExpectedFiles(
         files.untouched | put_back.inodes, places, frozenset(given), KEY in plan.manifest.extra
     )

@@ -157,7 +157,11 @@ def run_record(manifest: Manifest) -> RunRecord | None:
         command=run.command,
         cwd=run.cwd,
         isolation=Isolation(
-            pid=isolation.pid, ipc=isolation.ipc, network=isolation.network, root=isolation.root
+            pid=isolation.pid,
+            ipc=isolation.ipc,
+            network=isolation.network,
+            root=isolation.root,
+            tmp=isolation.tmp is True,
         ),
         files={
             "stdout.log": files.stdout,
@@ -210,6 +214,7 @@ def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
     if record is None:
         return frozenset()
     own = set(record.files.values())
+    own |= {file.path for file in manifest.files if record.is_own(file.path)}
     if record.isolation.root:
         own |= {file.path for file in manifest.files if file.path.startswith(OWN_FOLDERS)}
     return frozenset(own)

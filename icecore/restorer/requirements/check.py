@@ -19,7 +19,13 @@ from icecore.restorer.files.rights import Inode, inode_of
 from icecore.restorer.files.surroundings import plan_surroundings
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.owner import owner_of
-from icecore.restorer.requirements.data import Contents, check_data, entries
+from icecore.restorer.requirements.data import (
+    Contents,
+    check_data,
+    check_left,
+    check_temporary,
+    entries,
+)
 from icecore.restorer.requirements.gpus import check_gpus
 from icecore.restorer.requirements.machine import check_machine, check_names
 from icecore.restorer.requirements.outcome import Requirement, Requirements
@@ -58,7 +64,9 @@ def check_requirements(
     """
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
-    directories = read_data(manifest)
+    # What the instance has for itself is made anew, whatever becomes of other files.
+    private = run.tmp if run is not None else []
+    directories = [one for one in read_data(manifest) if one.path not in private]
     active = options.files in ("auto", "restore") and not copies.directory
     tables = entries(manifest, directories, read) if directories and active else {}
     handled = handled_files(manifest, tables) - skip
@@ -108,6 +116,7 @@ def check_requirements(
         directory=copies.directory,
         copies=run is not None,
     )
+    files = _without_keeping(files, {conflict.file for conflict in conflicts})
     shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
     if options.files == "leave":
         files = _with_grown(files, manifest, shared, options.root)
@@ -119,7 +128,9 @@ def check_requirements(
         *of_gpus,
         *check_names(manifest),
         *check_room(manifest, workdir, records),
+        *check_temporary(manifest, run, workdir, criu),
         *check_data(directories, options, active=active, others=others),
+        *check_left(data.left),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
         *(
             Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard)
@@ -143,6 +154,19 @@ def _container(manifest: Manifest) -> list[Requirement]:
         " or for an image of CRI-O"
     )
     return [Requirement("container", False, message, cure)]
+
+
+def _without_keeping(files: FilePlan, held: Set[str]) -> FilePlan:
+    """Return the plan with files of which a running process has one open replaced by others: what
+    it reads or writes stays its own.
+    """
+    return replace(
+        files,
+        actions=[
+            replace(action, keep=False) if action.file.path in held else action
+            for action in files.actions
+        ],
+    )
 
 
 def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from icecore import units
+from icecore.host.criu.program import Criu
+from icecore.host.jobs import temporary
 from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import RunRecord
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements.outcome import Requirement
 from icecore.store.format.data import (
@@ -14,9 +18,12 @@ from icecore.store.format.data import (
     data_spaces,
     decode_entries,
     overlap,
+    read_data,
 )
 from icecore.store.format.manifest import Manifest, Space
 
+#: Files that are named in a warning each.
+_SHOWN = 8
 #: The content of a space that has at most so many bytes.
 Contents = Callable[[Space, int], bytearray]
 
@@ -31,6 +38,31 @@ def entries(
         table, content = data_spaces(manifest, one.path)
         found[one.path] = decode_entries(read(table, MAX_TABLE), one.path, content.size)
     return found
+
+
+def check_left(paths: Sequence[str]) -> Iterator[Requirement]:
+    """Say which files do not get attributes back that give rights to programs."""
+    for path in paths[:_SHOWN]:
+        message = f"{path} had capabilities, which a restore gives back to files of root alone"
+        yield Requirement("data", False, message, hard=False)
+    if len(paths) > _SHOWN:
+        message = f"{len(paths) - _SHOWN} more files had capabilities"
+        yield Requirement("data", False, message, hard=False)
+
+
+def check_temporary(
+    manifest: Manifest, run: RunRecord | None, workdir: str, criu: Criu
+) -> Iterator[Requirement]:
+    """Say what the job gets for itself, and check that CRIU finds its own files beside it."""
+    if run is None or not run.tmp:
+        return
+    for one in read_data(manifest):
+        if one.path in run.tmp:
+            size = f"{one.entries} entries, {units.size(one.bytes)}"
+            yield Requirement("tmp", True, f"the job gets its own {one.path}: {size}")
+    hidden = temporary.hidden_from_criu(run.tmp, workdir, criu.path) if run.own_view else None
+    if hidden is not None:
+        yield Requirement("tmp", False, *hidden)
 
 
 def check_data(

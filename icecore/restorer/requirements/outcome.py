@@ -18,7 +18,7 @@ class Requirement:
 
     Attributes:
         name: For programs: ``container``, ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``,
-            ``file``, ``holder`` (another process has a file open), ``memory``, ``space``,
+            ``file``, ``holder`` (another process has a file open), ``data``, ``tmp``, ``memory``, ``space``,
             ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.

@@ -63,7 +63,10 @@ def as_job(call: Call, job: Job, supervising: Mapping[str, str]) -> models.Job:
         command=jsonable(known.command),
         cwd=jsonable(known.cwd),
         isolation={
-            name: bool(getattr(known.isolation, name)) for name in ("pid", "ipc", "network", "root")
+            name: bool(getattr(known.isolation, name))
+            for name in ("pid", "ipc", "network", "root", "tmp")
+            # A client of an earlier version does not know the last.
+            if name != "tmp" or known.isolation.tmp
         },
         restored_from=known.restored_from,
         snapshot=known.snapshot,

@@ -99,7 +99,9 @@ class Job(Model, frozen=True, kw_only=True):
 
 
 class Snapshot(Model, frozen=True, kw_only=True):
-    """A committed snapshot, as `icecore ls` lists it. ``owner`` is null if it is not recorded."""
+    """A committed snapshot, as `icecore ls` lists it. ``owner`` is null if it is not recorded;
+    ``data`` is the bytes of the files in its data directories.
+    """
 
     snapshot: str
     job: str
@@ -110,6 +112,7 @@ class Snapshot(Model, frozen=True, kw_only=True):
     changed: int
     stored: int
     device: int
+    data: int = 0
     window_seconds: float
     tags: list[str]
     pinned: bool

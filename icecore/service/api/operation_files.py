@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,6 +98,26 @@ def read_process(directory: Path) -> Process | None:
 def read_result(directory: Path) -> Result | None:
     """Return the result; None: it has not ended, or its worker was killed."""
     return _read(directory / "result.json", Result)
+
+
+def note_cancel(directory: Path, number: int) -> None:
+    """Note that an operation was asked to end, and by which signal.
+
+    Raises:
+        OSError: The disk is full, perhaps.
+    """
+    path = directory / "cancel"
+    path.touch(mode=0o600)
+    path.write_text(f"{number}\n")
+
+
+def cancelled_by(directory: Path) -> int:
+    """Return the signal that asked an operation to end; 0: none did."""
+    try:
+        said = (directory / "cancel").read_text().strip()
+    except FileNotFoundError:
+        return 0
+    return int(said) if said.isdecimal() else signal.SIGINT  # the disk was full
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

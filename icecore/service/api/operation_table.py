@@ -43,14 +43,16 @@ class Entry:
     child: subprocess.Popen[bytes] | None = None
     state: State = "queued"
     attempt: int = 0
-    asked: bool = False  # to end; the file "cancel" says it to the worker and the next service
+    asked: int = (
+        0  # by which signal to end; the file "cancel" says it to the worker and the next service
+    )
     written: bool = False  # the result is on disk
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def cancelled(self) -> bool:
-        """Whether it was asked to end."""
-        return self.asked or (self.directory / "cancel").exists()
+    def cancelled(self) -> int:
+        """The signal that asked it to end; 0: none did."""
+        return self.asked or files.cancelled_by(self.directory)
 
     def settle(self, result: Result) -> None:
         """Note how it ended."""

@@ -187,9 +187,9 @@ class Operations:
         if not entry.stored.supervised:
             number = signal.SIGINT
         if entry.result is None:
-            entry.asked = True
+            entry.asked = number
             with suppress(OSError):  # a full disk; the signal comes all the same
-                (entry.directory / "cancel").touch(mode=0o600)
+                files.note_cancel(entry.directory, number)
             if entry.state == "queued":
                 self._lost(entry)
             else:
@@ -296,8 +296,8 @@ class Operations:
 
     def _lost(self, entry: Entry) -> None:
         """Handle a worker that ended without a result, or never began."""
-        if entry.cancelled:
-            self._finish(entry, Result(exit_status=128 + signal.SIGINT, ended=time.time()))
+        if number := entry.cancelled:
+            self._finish(entry, Result(exit_status=128 + number, ended=time.time()))
             return
         if entry.stored.supervised:
             entry.state = "queued"

@@ -143,8 +143,10 @@ class RunRequest(Request, frozen=True, kw_only=True):
     ipc: Host | None = None
     network: Host | None = None
     root: Host | None = None
+    tmp: Host | None = None
     resident: bool | None = None
     keep_resident: bool | None = None
+    io_uring: bool | None = None
     data: Annotated[list[Folder], msgspec.Meta(max_length=64)] = []
     supervise: Supervise | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -60,6 +61,7 @@ class Instances:
             job = self._engine.find(self._plan.name)
             if job.state == "running" and job.name == self._plan.name:
                 self._tell("run.adopted", instance=job.instance, pid=job.pid)
+                self._tell_ignored(job)
                 shown = self._record.shown(job.instance)
                 return job, job.log_sizes() if shown is None else shown
         candidates = self.candidates() if self._plan.resume else []
@@ -108,12 +110,20 @@ class Instances:
             job = restored.job
             resume_all(job)  # it may have been paused when it was taken
             self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
+            self._tell_ignored(job)
             return job, restored.log_sizes
         raise ResumeFailed(
             f"none of {len(candidates)} snapshots of job {self._plan.name} can be restored: {last}",
             cure=f"'icecore restore -n {self._plan.name}' says what stands in the way;"
             " --fall-back N tries older ones, --or-start starts it anew",
         )
+
+    def _tell_ignored(self, job: Job) -> None:
+        """Say which data directories are not the job's, which was started with others."""
+        has = job.description.data
+        ignored = [path for path in self._plan.data if os.path.realpath(path) not in has]
+        if ignored:
+            self._tell("run.data_ignored", instance=job.instance, paths=list[Value](ignored))
 
     def newest(self) -> Job | None:
         """Return the newest instance of this name, if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -25,6 +25,7 @@ class Plan:
     Attributes:
         name: The job's name.
         start: Starts the job anew.
+        data: The data directories with which it does so, as they were named.
         resume: Bring it back from its newest snapshot if there is one.
         or_start: Start anew if no snapshot can be restored.
         fall_back: So many older snapshots are tried if the newest cannot be restored.
@@ -59,6 +60,7 @@ class Plan:
     failure_seconds: float = 86400.0
     slow_down: float = 0.02
     keep: Policy | None = None
+    data: Sequence[str] = ()
 
 
 class Engine(Protocol):

@@ -54,13 +54,15 @@ _Record = TypeVar("_Record")
 
 class RunIsolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which namespaces of its own the job has (`icecore.host.jobs.namespaces.Isolation`). A private
-    root (``root``) requires a pid namespace.
+    root (``root``) requires a pid namespace. ``tmp``: it has /tmp and /var/tmp for itself, as far as
+    they are among its data directories; left out if not.
     """
 
     pid: bool = True
     ipc: bool = True
     network: bool = False
     root: bool = False
+    tmp: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class RunFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

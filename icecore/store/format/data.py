@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import posixpath
-import struct
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
@@ -39,10 +38,11 @@ OPEN = -1
 #: ns: a file whose times are this close to the moment of a look may have been written again in the
 #: same tick of the kernel's clock.
 TICK_NS = 100_000_000
-#: acl(5) as the kernel has it: after a version, entries of tag, rights and id.
-_ACCESS_LIST, _DEFAULT_LIST = b"system.posix_acl_access", b"system.posix_acl_default"
-_ACCESS_ENTRY = struct.Struct("<HHxxxx")
-_OF_GROUP = 4
+#: Extended attributes that owners of files can set (access control lists: acl(5)), and that root
+#: can: the capabilities of a program, and what programs of root keep in ``trusted.``.
+_LISTS = (b"system.posix_acl_access", b"system.posix_acl_default")
+CAPABILITY = b"security.capability"
+OF_ROOT = (CAPABILITY, b"trusted.")
 #: Most bytes of the extended attributes of one entry (Linux: 64 KiB for each value).
 MAX_ATTRIBUTES = 1 << 20
 _TOP = CELL_BYTES << 32
@@ -85,18 +85,23 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         """Cells that its content may occupy."""
         return -(-self.size // CELL_BYTES) if self.kind == "file" and self.location >= 0 else 0
 
-    def mode_without_list(self) -> int:
-        """Return the mode of a new directory that does not get the access control list: in ``mode``,
-        the bits of the group are then an upper bound for many, and here those of the group itself.
-        """
-        for tag, rights in _ACCESS_ENTRY.iter_unpack(self._access_entries()):
-            if tag == _OF_GROUP:
-                return self.mode & ~0o070 | (self.mode >> 3 & int(rights) & 7) << 3
-        return self.mode
+    def attributes_for(self, owner: int) -> dict[bytes, bytes]:
+        """Return the attributes that a restore gives back.
 
-    def _access_entries(self) -> bytes:
-        listed = self.attributes.get(_ACCESS_LIST, b"")[4:]  # behind the version
-        return listed[: len(listed) // _ACCESS_ENTRY.size * _ACCESS_ENTRY.size]
+        Those of root alone (`OF_ROOT`) come back only from a snapshot of root's. The capability of
+        a program also requires that the program is root's: another owner could have it open for
+        writing, or mapped, before it gets the capability.
+
+        Args:
+            owner: The user whose snapshot it is.
+        """
+        kept = {}
+        for name, value in self.attributes.items():
+            of_root = name.startswith(OF_ROOT)
+            if of_root and (owner or (name == CAPABILITY and self.user)):
+                continue
+            kept[name] = value
+        return kept
 
 
 class DataDirectory(msgspec.Struct, frozen=True):
@@ -158,6 +163,16 @@ def read_data(manifest: Manifest) -> list[DataDirectory]:
     if why:
         raise Damaged("manifest", manifest.snapshot, f"its record of data directories: {why}")
     return found
+
+
+def data_bytes(manifest: Manifest) -> int:
+    """Return the bytes of all files in a snapshot's data directories; 0: it has none, or its record
+    makes no sense, which a restore refuses.
+    """
+    try:
+        return sum(one.bytes for one in read_data(manifest))
+    except Damaged:
+        return 0
 
 
 def _faults(found: list[DataDirectory], manifest: Manifest) -> Iterator[str]:
@@ -232,8 +247,8 @@ def _broken(entries: list[Entry], size: int) -> Iterator[str]:
         if sum(len(name) + len(value) for name, value in entry.attributes.items()) > MAX_ATTRIBUTES:
             yield f"the attributes of {entry.path!r} are too long"
         for name in entry.attributes:
-            if not name.startswith(b"user.") and name not in (_ACCESS_LIST, _DEFAULT_LIST):
-                yield f"{entry.path!r} has an attribute {name!r}, which gives rights to programs"
+            if not name.startswith((b"user.", b"trusted.")) and name not in (*_LISTS, CAPABILITY):
+                yield f"{entry.path!r} has an attribute {name!r}, which no restore gives back"
     for entry in entries:
         if entry.kind == "link" and seen.get(entry.target) != "file":
             yield f"{entry.path!r} names a file that is not in the table"

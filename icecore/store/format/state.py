@@ -42,7 +42,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     """One committed snapshot in the snapshot list.
 
     ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``,
-    ``stored``, ``changed`` and ``device`` are bytes as in ``manifest.Sizes``; ``parent`` is empty
+    ``stored``, ``changed`` and ``device`` are bytes as in ``manifest.Sizes``; ``data`` the bytes of
+    all files in data directories; ``parent`` is empty
     for the first of a lineage. ``quarantined``, if not empty, says what of the snapshot is lost: it
     is kept for what can still be read, and no snapshot is based on it. ``marks`` are the ids of the
     last changes of ``tags`` and ``pinned``, newest last (see ``marks``); ``origin`` is the id of
@@ -67,6 +68,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     quarantined: str = ""
     marks: Annotated[list[MarkId], Some] = []
     origin: str = ""
+    data: Count = 0
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):

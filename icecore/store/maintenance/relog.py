@@ -27,6 +27,7 @@ from icecore.errors import (
 )
 from icecore.store.format import gaps, marks
 from icecore.store.format.cell import Records
+from icecore.store.format.data import data_bytes
 from icecore.store.format.envelope import ObjectKind, digest_of, seal
 from icecore.store.format.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.format.names import (
@@ -479,6 +480,7 @@ def record_of(manifest: Manifest, name: str, data: bytes) -> SnapshotRecord:
         manifest.tags,
         manifest.pinned,
         sizes.device,
+        data=data_bytes(manifest),
     )
 
 

@@ -23,6 +23,7 @@ from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import Buffer
+from icecore.store.format.data import data_bytes
 from icecore.store.format.envelope import seal
 from icecore.store.format.hints import HINTS_KIND
 from icecore.store.format.manifest import Manifest, Region, Space, SpaceKind, encode_manifest
@@ -285,6 +286,7 @@ class SnapshotWriter:
                 tags=manifest.tags,
                 pinned=manifest.pinned,
                 device=sizes.device,
+                data=data_bytes(manifest),
             )
             self._wait(
                 self.session.commit(

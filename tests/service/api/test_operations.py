@@ -389,6 +389,33 @@ def test_a_supervisor_that_was_killed_is_started_again(
     running(state, test)
 
 
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_supervisor_that_is_killed_while_it_stops_its_job_says_so(
+    state: Path, renewed: bool
+) -> None:
+    """As one in the foreground that a second TERM ends: whoever waits for it starts it again."""
+    ids: list[str] = []
+
+    async def first(own: Operations) -> None:
+        made, _ = own.create(wanted("wait", supervised=True, job="train"))
+        ids.append(made.id)
+        pid = await asyncio.to_thread(pid_of, state, made.id)
+        os.kill(pid, signal.SIGSTOP)  # it has no time to answer
+        own.cancel(made.id, "TERM")
+        if not renewed:
+            os.kill(pid, signal.SIGKILL)
+            assert (await own.wait(made.id, 30)).exit_status == 128 + signal.SIGTERM
+
+    async def second(own: Operations) -> None:
+        os.kill(pid_of(state, ids[0]), signal.SIGKILL)
+        ended = await own.wait(ids[0], 30)
+        assert (ended.state, ended.exit_status) == ("cancelled", 128 + signal.SIGTERM)
+
+    running(state, first)
+    if renewed:
+        running(state, second)
+
+
 def test_supervised_jobs_do_not_wait_for_others(state: Path) -> None:
     async def test(own: Operations) -> None:
         made = [own.create(wanted("wait", supervised=True))[0] for _ in range(3)]

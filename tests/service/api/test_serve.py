@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import pytest
 from icecore.errors import ServiceFailed
 from icecore.host.jobs.identity import user_name
 from icecore.remote.connection import Service, at
+from tests.cli.conftest import until
 from tests.service.api.conftest import ALICE, BOB
 from tests.zygote import Forked, Zygote
 
@@ -184,6 +186,79 @@ def test_a_user_runs_snapshots_and_restores_a_job(node: Node) -> None:
         assert refused.returncode == 3, (words, refused.stderr)
         assert "there is no" in refused.stderr
     assert len(list(node.client.items("/v1/snapshots"))) == 1
+
+
+#: Its number in memory, the one in a closed file and the number of files may never differ.
+FILED = """
+cd "$1"; i=0
+while :; do
+    [ "$(cat count 2>/dev/null || echo 0)" = $i ] || exit 41
+    [ "$(ls | grep -c segment)" = $i ] || exit 42
+    echo $i > segment-$i; i=$((i+1)); echo $i > new; mv new count; echo $i; sleep 0.05
+done
+"""
+
+
+def test_data_of_a_user_is_dumped_and_restored(node: Node) -> None:
+    node.start()
+    data = node.folder / "data"
+    data.mkdir()
+    refused = node.run(ALICE, "run", "-d", "--data", str(data), "--", "true")
+    assert refused.returncode == 2 and "belongs to user 0" in refused.stderr
+    os.chown(data, ALICE, ALICE)
+    words = ["run", "-d", "--name", "filed", "--data", str(data), "--"]
+    node.ok(ALICE, *words, "sh", "-c", FILED, "sh", str(data))
+    until(lambda: len(list(data.iterdir())) > 5, "5 files")
+    snapshot = node.ok(ALICE, "dump", "filed").split()[0]
+    taken = len(list(data.iterdir()))
+    until(lambda: len(list(data.iterdir())) > taken + 3, "it goes on")
+    assert f" {data}" in node.ok(ALICE, "show", snapshot)
+    node.ok(ALICE, "kill", "-s", "KILL", "filed")
+    node.run(ALICE, "wait", "filed")
+    (data / "segment-0").unlink()
+    (data / "segment-of-another").write_text("added")
+    os.chown(data / "segment-of-another", BOB, BOB)
+    planned = node.ok(ALICE, "restore", "-n", snapshot)
+    assert "segment-of-another" in planned and "segment-0" in planned
+    assert node.run(BOB, "restore", snapshot).returncode == 3
+    node.ok(ALICE, "restore", snapshot)
+    before = len(list(data.iterdir()))
+    until(lambda: len(list(data.iterdir())) > before + 3, "it goes on")
+    assert node.client.get(at("jobs", "filed"))["state"] == "running"
+    node.ok(ALICE, "kill", "-s", "KILL", "filed")
+    node.run(ALICE, "wait", "filed")
+    last = int(node.ok(ALICE, "logs", "filed").split()[-1])
+    assert {path.name for path in data.iterdir() if "segment" in path.name} >= {
+        f"segment-{number}" for number in range(last)
+    }
+    assert {path.stat().st_uid for path in [data, *data.iterdir()]} == {ALICE}
+
+
+def test_a_users_job_has_a_tmp_of_its_own(public: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/lib", prefix="icecore-test-") as name:
+        Path(name).chmod(0o755)
+        node = Node(Path(name), public / "repository")
+        assert node.root("init", str(node.repository)).returncode == 0
+        try:
+            node.start()
+            words = ["run", "-d", "--name", "own", "--tmp", "private", "--", "sh", "-c", FILED]
+            node.ok(ALICE, *words, "sh", "/tmp")
+            until(lambda: len(node.ok(ALICE, "logs", "own").split()) > 5, "5 files")
+            snapshot = node.ok(ALICE, "dump", "--stop", "own").split()[0]
+            assert "/tmp (the job's own)" in node.ok(ALICE, "show", snapshot)
+            planned = node.ok(ALICE, "restore", "-n", snapshot)
+            assert "the job gets its own /tmp" in planned and "segment" not in planned
+            node.ok(ALICE, "restore", "--name", "again", snapshot)
+            before = len(node.ok(ALICE, "logs", "again").split())
+            until(lambda: len(node.ok(ALICE, "logs", "again").split()) > before + 3, "it goes on")
+            job = node.client.get(at("jobs", "again"))
+            assert job["isolation"]["tmp"] and job["data"] == ["/tmp", "/var/tmp"]
+            assert os.stat(f"/proc/{job['pid']}/root/tmp").st_uid == ALICE
+        finally:
+            _end_jobs(Path(name) / "state")
+            if node.process is not None:
+                node.process.kill()
+                node.process.communicate()
 
 
 def test_errors_and_statuses_are_those_of_the_command_line(node: Node) -> None:

@@ -29,6 +29,7 @@ import stat
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,18 @@ libc.mmap.argtypes = [
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def expected(steps: int, mib: int) -> list[str]:
-    """The lines of the first steps."""
+def foreseen(mib: int) -> Iterator[str]:
+    """The lines of an undisturbed process."""
     memory = bytearray(fresh(mib))
-    lines = []
-    for step in range(1, steps + 1):
+    for step in itertools.count(1):
         at, digest = chain(step, len(memory), memory)
         memory[at : at + 16] = digest
-        lines.append(f"{step} {digest.hex()}")
-    return lines
+        yield f"{step} {digest.hex()}"
+
+
+def expected(steps: int, mib: int) -> list[str]:
+    """The lines of the first steps."""
+    return list(itertools.islice(foreseen(mib), steps))
 
 
 def fresh(mib: int) -> bytes:

@@ -26,8 +26,7 @@ from icecore.host.cuda.api import device_error
 from icecore.host.kernel import procfs
 from icecore.host.resident import keeper
 from icecore.host.resident.client import Agent, Keeper
-
-from . import sanitized
+from tests import sanitized
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -52,7 +51,7 @@ def gone(pid: int) -> bool:
 
 def uuid_of(gpu: int) -> str:
     """The UUID of a fake GPU."""
-    return f"GPU-{uuid.UUID(bytes=bytes([0xA0 + gpu]) * 16)}"
+    return f"GPU-{uuid.UUID(bytes=bytes([0xA0 + gpu, *range(1, 16)]))}"
 
 
 def build(folder: Path) -> None:

@@ -13,16 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fakes import job, ring
+from tests.fakes.foreseen import Foreseen, lines_after, size_of
+from tests.fakes.machine import HERE, Machine
 from tests.programs import driving
-
-from . import job, ring
-from .machine import HERE, Machine
 
 MIB = 1 << 20
 
 
 class Job:
-    """A job of `tests.resident.job`.
+    """A job of `tests.fakes.job`.
 
     Args:
         folder: Its output goes there.
@@ -44,6 +44,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
         self.mib, self.buffers, self.pool = mib, buffers, pool
+        self._foreseen = Foreseen(job.foreseen(mib, buffers))
         self.outs = [
             folder / "lines",
             *(folder / f"lines.{number}" for number in range(1, children + 1)),
@@ -91,9 +92,9 @@ class Job:
 
     def wait_steps(self, more: int, seconds: float = 20.0) -> None:
         """Wait until every process has made so many steps more than now."""
-        before = [len(self.lines(n)) for n in range(len(self.outs))]
+        before = [(out, size_of(out)) for out in self.outs]
         end = time.monotonic() + seconds
-        while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
+        while any(lines_after(out, size) < more for out, size in before):
             assert time.monotonic() < end, f"no steps: {self._log()}"
             time.sleep(0.005)
 
@@ -107,7 +108,7 @@ class Job:
         self.wait_steps(4)
         for number in range(len(self.outs)):
             lines = self.lines(number)
-            assert lines == job.expected(len(lines), self.mib, self.buffers)
+            assert lines == self._foreseen.first(len(lines))
 
     def reap(self) -> None:
         """After a dump that stopped it, or a kill."""
@@ -127,7 +128,7 @@ class Job:
 
 
 class Ring(Job):
-    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before
+    """Ranks of `tests.fakes.ring`, which share memory: each has a buffer that the one before
     writes, and 2 MiB of its own.
 
     Args:
@@ -162,6 +163,7 @@ class Ring(Job):
     def _look(self, machine: Machine, folder: Path, ranks: int, mib: int) -> None:
         self.machine, self.folder = machine, folder
         self.mib, self.ranks, self.buffers = mib, ranks, 2
+        self._rounds = Foreseen(ring.foreseen(ranks, mib))
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, ranks))]
 
     @property
@@ -173,6 +175,6 @@ class Ring(Job):
         """Every rank makes steps, for which it needs all others' memory, and every line is right."""
         self.wait_steps(6)
         found = [self.lines(number) for number in range(self.ranks)]
-        wanted = ring.expected(max(map(len, found)), self.ranks, self.mib)
-        for lines, right in zip(found, wanted, strict=True):
-            assert lines == right[: len(lines)]
+        wanted = self._rounds.first(max(map(len, found)))
+        for rank, lines in enumerate(found):
+            assert lines == [step[rank] for step in wanted[: len(lines)]]

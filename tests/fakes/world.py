@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import driving, fake_cuda
+from tests.fakes import fake_cuda
+from tests.fakes.foreseen import Foreseen, lines_after, size_of
+from tests.programs import driving
 
 PROGRAM = Path(fake_cuda.__file__)
 GPUS = tuple(f"GPU-{n:08x}-0000-4000-8000-00000000000{n}" for n in range(4))
@@ -155,6 +157,7 @@ class Target:
         self.command = [sys.executable, "-S", str(PROGRAM), json.dumps(self.order)]
         self.process: subprocess.Popen[bytes] | None = None
         self.pids: list[int] = []
+        self._foreseen = Foreseen(fake_cuda.foreseen(mib))
 
     def start(self, environment: dict[str, str] | None = None) -> int:
         """Start it, and wait until all its processes make steps; its pid."""
@@ -187,9 +190,9 @@ class Target:
 
     def wait_steps(self, more: int, seconds: float = 20.0) -> None:
         """Wait until every process has made so many steps more than now."""
-        before = [len(self.lines(n)) for n in range(len(self.outs))]
+        before = [(out, size_of(out)) for out in self.outs]
         end = time.monotonic() + seconds
-        while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
+        while any(lines_after(out, size) < more for out, size in before):
             assert time.monotonic() < end, (
                 f"no steps: {self.out.with_name('log').read_text()[-2000:]}"
             )
@@ -199,7 +202,7 @@ class Target:
         """Every line is what an undisturbed process would have written."""
         for number in range(len(self.outs)):
             lines = self.lines(number)
-            assert lines == fake_cuda.expected(len(lines), self.mib)
+            assert lines == self._foreseen.first(len(lines))
 
     def reap(self) -> None:
         """After a dump that stopped it, or a kill: no pid of it is taken any more."""

@@ -25,6 +25,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,6 +36,8 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "fake_control.h"
 
 typedef unsigned long long ptr;
 #define GRANULE ((size_t)2 << 20)
@@ -91,6 +94,15 @@ static bool used[8];
 static atomic_int *door;
 static pthread_mutex_t driver_lock =
     PTHREAD_MUTEX_INITIALIZER; /* held in every call: a thread stopped in one stops all */
+/* The UUID of a GPU; machine.py knows it. */
+static const unsigned char *uuid(int gpu)
+{
+	static unsigned char known[16][16];
+	for (int i = 0; i < 16; i++)
+		known[gpu][i] = (unsigned char)(i ? i : 0xA0 + gpu);
+	return known[gpu];
+}
+
 static __thread struct context *stack[16];
 static __thread int depth;
 static unsigned peers[8]; /* by accessing device: bits of the owners that it may reach */
@@ -241,7 +253,7 @@ EXPORT int cuDeviceGetAttribute(int *out, int attribute, int device)
 EXPORT int cuDeviceGetUuid(unsigned char *out, int device)
 {
 	ENTER;
-	memset(out, 0xA0 + gpu_of[device], 16);
+	memcpy(out, uuid(gpu_of[device]), 16);
 	LEAVE(0);
 }
 
@@ -1096,19 +1108,9 @@ EXPORT int cuCtxDisablePeerAccess(struct context *peer)
 /* -- the driver's thread: checkpoints, as icecore.host.cuda.fake asks for them through a page at a
  * fixed address */
 
-#define CONTROL ((char *)0x6FA4E0000000)
-#define IMAGE ((char *)0x6FA500000000)
-enum { RUNNING, LOCKED, CHECKPOINTED, NOT_READY = 600, NO_GPU = 1 };
-static struct control {
-	char magic[8];
-	atomic_ullong request, answer;
-	unsigned operation;
-	int result;
-	unsigned state, thread, milliseconds, pairs;
-	unsigned long long bytes;
-	unsigned char uuid[16];
-	unsigned char pair[][2][16];
-} *control;
+#define IMAGE ((char *)DEVICE_IMAGE)
+enum { NOT_READY = 600, NO_GPU = 1 };
+static struct control *control;
 static int nodes[10];
 static int node_count;
 
@@ -1143,7 +1145,7 @@ static void begin_to_use(int device)
 	close_nodes();
 	open_nodes();
 	if (control && !control->bytes)
-		memset(control->uuid, 0xA0 + gpu_of[device], 16);
+		memcpy(control->gpu, uuid(gpu_of[device]), 16);
 }
 
 /* What the driver moves: imported memory is somebody else's. */
@@ -1220,9 +1222,11 @@ static int load(void)
 		return 801;
 	for (unsigned i = 0; i < control->pairs; i++)
 		for (int device = 0; device < devices; device++)
-			if (used[device] && control->pair[i][0][0] == 0xA0 + gpu_of[device] &&
-			    control->pair[i][1][0] >= 0xA0) {
-				gpu_of[device] = control->pair[i][1][0] - 0xA0;
+			if (used[device] && !memcmp(control->pair[i][0], uuid(gpu_of[device]), 16)) {
+				int to = 0;
+				while (to < devices && memcmp(control->pair[i][1], uuid(to), 16))
+					to++;
+				gpu_of[device] = to;
 				break;
 			}
 	for (int device = 0; device < devices; device++) {
@@ -1263,16 +1267,16 @@ static int act(void)
 {
 	int result = ILLEGAL_STATE;
 
-	if (control->operation == 1 && control->state == RUNNING) {
+	if (control->operation == LOCK && control->state == RUNNING) {
 		result = lock_calls(control->milliseconds);
 		control->state = result ? RUNNING : LOCKED;
-	} else if (control->operation == 2 && control->state == LOCKED) {
+	} else if (control->operation == CHECKPOINT && control->state == LOCKED) {
 		result = save();
 		control->state = result ? LOCKED : CHECKPOINTED;
-	} else if (control->operation == 3 && control->state == CHECKPOINTED) {
+	} else if (control->operation == RESTORE && control->state == CHECKPOINTED) {
 		result = load();
 		control->state = result ? CHECKPOINTED : LOCKED;
-	} else if (control->operation == 4 && control->state == LOCKED) {
+	} else if (control->operation == UNLOCK && control->state == LOCKED) {
 		atomic_store(&door[0], 0);
 		syscall(SYS_futex, &door[0], FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 		control->state = RUNNING;
@@ -1298,26 +1302,112 @@ static _Noreturn void *driver_thread(void *unused)
 		for (;;)
 			pause();
 	}
-	control = mmap(CONTROL, 4096, PROT_READ | PROT_WRITE,
+	control = mmap((void *)CONTROL_PAGE, 4096, PROT_READ | PROT_WRITE,
 	    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-	madvise(CONTROL, 4096, MADV_DONTFORK); /* the driver knows nothing of a child */
+	madvise(control, 4096, MADV_DONTFORK); /* the driver knows nothing of a child */
 	control->thread = (unsigned)syscall(SYS_gettid);
 	for (int device = 0; device < devices; device++)
 		if (used[device])
-			memset(control->uuid, 0xA0 + gpu_of[device], 16);
+			memcpy(control->gpu, uuid(gpu_of[device]), 16);
 	memcpy(control->magic, "FAKECUDA", 8);
 	sem_post(&driver_listens);
 	for (;;) {
-		unsigned long long request = atomic_load(&control->request);
-		if (request == atomic_load(&control->answer)) {
+		uint64_t request = __atomic_load_n(&control->request, __ATOMIC_ACQUIRE);
+		if (request == control->answer) {
 			if (control->state == RUNNING)
 				tell_bytes();
 			usleep(1000);
 			continue;
 		}
 		control->result = act();
-		atomic_store(&control->answer, request);
+		__atomic_store_n(&control->answer, request, __ATOMIC_RELEASE);
 	}
+}
+
+/* -- the calls that icecore makes for other processes: the driver's thread there does the work */
+
+/* The control page of a process; 0, or INVALID if it has none. */
+static int look_at(int pid, struct control *found)
+{
+	char path[64];
+	snprintf(path, sizeof path, "/proc/%d/mem", pid);
+	int memory = open(path, O_RDONLY | O_CLOEXEC);
+	ssize_t size = memory < 0 ? -1 : pread(memory, found, sizeof *found, CONTROL_PAGE);
+	if (memory >= 0)
+		close(memory);
+	return size == sizeof *found && !memcmp(found->magic, "FAKECUDA", 8) ? 0 : INVALID;
+}
+
+static int ask(int pid, uint32_t operation, uint32_t milliseconds, const void *pair, uint32_t pairs)
+{
+	struct control now;
+	char path[64];
+	if (look_at(pid, &now))
+		return INVALID;
+	uint64_t request = now.request + 1;
+	uint32_t arguments[2] = {milliseconds, pairs};
+	snprintf(path, sizeof path, "/proc/%d/mem", pid);
+	int memory = open(path, O_WRONLY | O_CLOEXEC);
+	struct {
+		const void *data;
+		size_t size, at;
+	} parts[] = {
+	    {pair, 32 * (size_t)pairs, offsetof(struct control, pair)},
+	    {arguments, sizeof arguments, offsetof(struct control, milliseconds)},
+	    {&operation, sizeof operation, offsetof(struct control, operation)},
+	    {&request, sizeof request, offsetof(struct control, request)},
+	};
+	bool wrote = memory >= 0;
+	for (size_t i = 0; wrote && i < sizeof parts / sizeof parts[0]; i++)
+		wrote = pwrite(memory, parts[i].data, parts[i].size, (off_t)(CONTROL_PAGE + parts[i].at)) ==
+			(ssize_t)parts[i].size;
+	if (memory >= 0)
+		close(memory);
+	while (wrote && !look_at(pid, &now)) {
+		if (now.answer == request)
+			return now.result;
+		usleep(1000);
+	}
+	return INVALID;
+}
+
+EXPORT int cuCheckpointProcessGetState(int pid, int *state)
+{
+	struct control now;
+	if (look_at(pid, &now))
+		return INVALID;
+	*state = (int)now.state;
+	return 0;
+}
+EXPORT int cuCheckpointProcessGetRestoreThreadId(int pid, int *thread)
+{
+	struct control now;
+	if (look_at(pid, &now))
+		return INVALID;
+	*thread = (int)now.thread;
+	return 0;
+}
+EXPORT int cuCheckpointProcessLock(int pid, const unsigned *milliseconds)
+{
+	return ask(pid, LOCK, *milliseconds, NULL, 0);
+}
+EXPORT int cuCheckpointProcessCheckpoint(int pid, const void *unused)
+{
+	(void)unused;
+	return ask(pid, CHECKPOINT, 0, NULL, 0);
+}
+struct gpu_pairs {
+	const void *pair;
+	unsigned pairs;
+};
+EXPORT int cuCheckpointProcessRestore(int pid, const struct gpu_pairs *gpus)
+{
+	return gpus ? ask(pid, RESTORE, 0, gpus->pair, gpus->pairs) : ask(pid, RESTORE, 0, NULL, 0);
+}
+EXPORT int cuCheckpointProcessUnlock(int pid, const void *unused)
+{
+	(void)unused;
+	return ask(pid, UNLOCK, 0, NULL, 0);
 }
 
 /* -- entry points */

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 MIB = 1 << 20
@@ -44,11 +45,10 @@ def places(step: int, size: int) -> tuple[int, int]:
     return 4096 + step * 40503 // 16 * 16 % (size - 8192), step * 7919 // 16 * 16 % MIB
 
 
-def expected(some: int, ranks: int, mib: int) -> list[list[str]]:
-    """Each rank's lines of the first steps."""
+def foreseen(ranks: int, mib: int) -> Iterator[list[str]]:
+    """Each rank's line of every step."""
     states, own = [first(rank) for rank in range(ranks)], [bytearray(2 * MIB) for _ in range(ranks)]
-    lines: list[list[str]] = [[] for _ in range(ranks)]
-    for step in range(1, some + 1):
+    for step in count(1):
         _, at = places(step, mib * MIB)
         states = [
             following(states[rank], states[rank - 1], bytes(own[rank][at : at + WORD]))
@@ -56,8 +56,7 @@ def expected(some: int, ranks: int, mib: int) -> list[list[str]]:
         ]
         for rank in range(ranks):
             own[rank][at : at + WORD] = states[rank]
-            lines[rank].append(f"{step} {states[rank].hex()}")
-    return lines
+        yield [f"{step} {state.hex()}" for state in states]
 
 
 def steps(

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 MIB = 1 << 20
@@ -53,10 +54,14 @@ def steps(buffers: Sequence[Any]) -> Iterator[str]:
 _known = lru_cache(16)(fresh)
 
 
+def foreseen(mib: int, buffers: int) -> Iterator[str]:
+    """The lines of an undisturbed process."""
+    return steps([bytearray(_known(number, mib)) for number in range(buffers)])
+
+
 def expected(some: int, mib: int, buffers: int) -> list[str]:
     """The lines of the first steps."""
-    lines = steps([bytearray(_known(number, mib)) for number in range(buffers)])
-    return [next(lines) for _ in range(some)]
+    return list(islice(foreseen(mib, buffers), some))
 
 
 def main(order: dict[str, Any]) -> None:

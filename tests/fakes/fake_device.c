@@ -3,7 +3,7 @@
  * All others may be frozen while it checkpoints and restores, so from "lock" on it takes no lock that one of them might hold: no malloc, no stdio stream,
  * nothing of Python. It acts on what icecore.host.cuda.fake leaves in the page at CONTROL; all that it knows is in the process, and so is in its snapshots.
  *
- * It is no second tests/resident/fake_libcuda.c, which offers the driver's calls to programs that the preload supervises. Its process makes no CUDA call:
+ * It is no second fake_libcuda.c, which offers the driver's calls to programs that the preload supervises. Its process makes no CUDA call:
  * CRIU and icecore find in it what a driver leaves in a process, a thread, mappings and device files, and nothing else.
  */
 #define _GNU_SOURCE
@@ -25,28 +25,16 @@
 #include <time.h>
 #include <unistd.h>
 
-#define DEVICE ((char *)0x6FA500000000)
+#include "fake_control.h"
+
+#define DEVICE ((char *)DEVICE_IMAGE)
 #define BESIDE ((uint64_t *)(DEVICE + size)) /* memory of the process: the kernel makes one mapping of it and of device memory */
 #define WRITTEN 0x656469736562ull
 #define LENT ((char *)0x6FA4F0000000)
-#define CONTROL ((struct control *)0x6FA4E0000000)
+#define CONTROL ((struct control *)CONTROL_PAGE)
 #define REGISTERS ((char *)0x6FA4D0000000) /* a shared mapping of the GPU's device file, where that is one */
 enum { PAGE = 4096, LENT_BYTES = 16 * PAGE, MOST_GPUS = 16 };
 enum { OK = 0, INVALID = 1, ILLEGAL = 401, NOT_READY = 600 };
-enum { LOCK = 1, CHECKPOINT, RESTORE, UNLOCK };
-enum state { RUNNING, LOCKED, CHECKPOINTED };
-
-struct control { /* HEADER of icecore.host.cuda.fake, and the pairs */
-	char magic[8];
-	uint64_t request, answer;
-	uint32_t operation;
-	int32_t result;
-	uint32_t state, thread, milliseconds, pairs;
-	uint64_t bytes;
-	uint8_t gpu[16];
-	uint8_t pair[][2][16]; /* from, to */
-};
-_Static_assert(sizeof(struct control) == 72, "the layout of HEADER");
 enum { MOST_PAIRS = (PAGE - sizeof(struct control)) / 32 };
 
 static char world[PATH_MAX / 2], place[PATH_MAX], lent_place[PATH_MAX];
@@ -55,7 +43,7 @@ static unsigned gpus, gpu;
 static size_t size;
 static int file, nodes[3];
 static bool lent, registers;
-static enum state state;
+static enum control_state state;
 static pthread_mutex_t calls = PTHREAD_MUTEX_INITIALIZER; /* held in each CUDA call, and while it is locked */
 
 static void must(bool good, const char *what)

@@ -1,0 +1,158 @@
+"""The private temporary directories of a job (``icecore run --tmp private``): its own /tmp and
+/var/tmp, which no other process sees. Their content is part of each snapshot, as that of data
+directories.
+
+Each is a directory of the instance (`place`), which is bound over the host's in a mount namespace
+of the job. It belongs to the job's user, with mode 1777, and lies where only root may enter. It is
+removed when the job has ended, because its snapshots have the content.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.errors import RestoreRefused, UsageError
+from icecore.host.kernel.removal import remove_tree
+
+#: What is covered, where it is a directory of its own.
+POINTS = ("/tmp", "/var/tmp")
+#: The cure where the kernel refuses the mount namespace or the binds.
+NO_MOUNTS = (
+    "leave out --tmp private, or run icecore where root may mount: with CAP_SYS_ADMIN, and"
+    " with mount namespaces left in 'sysctl user.max_mnt_namespaces'"
+)
+_FOLDER = "tmp"
+_MODE = 0o1777
+
+
+def points_here() -> list[str]:
+    """Return those of `POINTS` that are directories here, and no links to another."""
+    return [point for point in POINTS if os.path.isdir(point) and not os.path.islink(point)]
+
+
+def private_points(paths: Sequence[str]) -> list[str]:
+    """Return the points among some paths."""
+    return [path for path in paths if path in POINTS]
+
+
+def place(directory: Path, point: str) -> Path:
+    """Return what is bound over a point for the instance in ``directory``."""
+    return directory / _FOLDER / point.strip("/").replace("/", "-")
+
+
+def covers(directory: Path, points: Sequence[str]) -> list[tuple[str, str]]:
+    """Return ``(source, mount point)`` of each bind."""
+    return [(str(place(directory, point)), point) for point in points]
+
+
+def make(directory: Path, points: Sequence[str], user: int) -> None:
+    """Make the directories of an instance, empty.
+
+    Args:
+        directory: The instance's.
+        user: Whose job it is.
+    """
+    if points:
+        (directory / _FOLDER).mkdir(mode=0o700)
+    for point in points:
+        own = place(directory, point)
+        own.mkdir(mode=0o700)
+        if user:
+            os.chown(own, user, -1)
+        own.chmod(_MODE)
+
+
+def remove(directory: Path) -> None:
+    """Remove the directories of an instance that has ended, with all that they hold.
+
+    Raises:
+        OSError: Something in them cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_tree(descriptor, _FOLDER)
+        finally:
+            os.close(descriptor)
+
+
+def require_visible(points: Sequence[str], state: Path, cwd: str, data: Sequence[str]) -> None:
+    """Require that a job with private points finds what it is started with.
+
+    Args:
+        state: icecore's state directory, which holds the job's logs.
+        cwd: The job's working directory.
+        data: Its data directories.
+
+    Raises:
+        UsageError: It would not see one of them.
+    """
+    if point := covering(points, str(state)):
+        raise UsageError(
+            f"the job's logs are in {state}, which it does not see with a private {point}",
+            cure="name another state directory in ICECORE_STATE, or leave out --tmp private",
+        )
+    if (point := covering(points, cwd)) and cwd != point:
+        raise UsageError(
+            f"the working directory {cwd} lies in {point}, and the job gets an empty one",
+            cure="name another one with --cwd, or leave out --tmp private",
+        )
+    for path in data:
+        if point := covering(points, path):
+            raise UsageError(
+                f"the data directory {path} lies in {point}, and the job gets an empty one, which"
+                " is part of its snapshots",
+                cure="leave out this --data, or --tmp private",
+            )
+        if any(point.startswith(f"{path}/") for point in points):
+            raise UsageError(
+                f"the data directory {path} holds a directory that the job gets for itself",
+                cure="name its other directories with --data, or leave out --tmp private",
+            )
+
+
+def require_here(points: Sequence[str], state: Path) -> None:
+    """Require that this machine can give a restored job its private points.
+
+    Raises:
+        RestoreRefused: It cannot.
+    """
+    if missing := [point for point in points if point not in points_here()]:
+        raise RestoreRefused(
+            f"the job has its own {missing[0]}, which is no directory on this machine",
+            cure=f"make the directory {missing[0]}",
+        )
+    if point := covering(points, str(state)):
+        raise RestoreRefused(
+            f"the job's logs would be in {state}, which it does not see with its own {point}",
+            cure="name another state directory in ICECORE_STATE",
+        )
+
+
+def refusal(points: Sequence[str], error: OSError) -> RestoreRefused:
+    """Return what a restore raises where the directories of an instance cannot be made or bound."""
+    return RestoreRefused(
+        f"cannot give the job its own {points[0]}: {error.strerror}",
+        cure=NO_MOUNTS.partition(", or ")[2],
+    )
+
+
+def hidden_from_criu(points: Sequence[str], workdir: str, criu: Path) -> tuple[str, str] | None:
+    """Return what CRIU does not find in the mount namespace of a job with private points, and the
+    cure; None: nothing.
+    """
+    for path, cure in (
+        (workdir, "name another directory with --workdir"),
+        (str(criu), "install CRIU elsewhere (tools/install-criu)"),
+    ):
+        if point := covering(points, os.path.realpath(path)):
+            return f"the job has its own {point}, in which CRIU does not find {path}", cure
+    return None
+
+
+def covering(points: Sequence[str], path: str) -> str:
+    """Return the point in which a path lies; empty: in none."""
+    return next((one for one in points if path == one or path.startswith(f"{one}/")), "")
