@@ -38,7 +38,7 @@ KINDS = {
         "m = (ctypes.c_char * size).from_address(at)"
     ),
     "file on tmpfs": (
-        "import tempfile; kept = tempfile.NamedTemporaryFile(dir='/dev/shm'); f = kept.fileno()\n"
+        "f = os.open(place + '/file', os.O_RDWR | os.O_CREAT)\n"
         "os.ftruncate(f, size); m = mmap.mmap(f, size)"
     ),
 }
@@ -75,7 +75,7 @@ def _one(kind: str, mib: int, folder: Path, worker: Worker, found: Rounds) -> No
     state.mkdir()
     puppet = Puppet(state)
     try:
-        puppet.do(f"size = {mib} * MIB\n{KINDS[kind]}\n{_FILL}", 120)
+        puppet.do(f"size = {mib} * MIB; place = {str(state)!r}\n{KINDS[kind]}\n{_FILL}", 120)
         worker.ask("open", path=str(folder / "repository"), create=True)
         worker.ask("dump", pid=puppet.pid, job="job")
         found.add(f"{kind}, unchanged", worker.ask("dump", pid=puppet.pid, job="job")["window"])

@@ -43,8 +43,8 @@ class DumpOptions:
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
             (eight, if scanning needs the interpreter) and four.
         background_cpu: Share of the cores that scanning and storing may use while the job runs; the
-            window is not bounded. 0: the cores that are idle as the dump begins, and at least an
-            eighth of all.
+            window is not bounded, nor is a dump with ``stop``. 0: the cores that are idle as the
+            dump begins, and at least an eighth of all.
         memory: ``in-place``: CRIU only refers to the memory, which is read where it is.
             ``streamed``: CRIU sends all of it, which makes the window longer; for machines on which
             the other way does not work (too few descriptors, pipes that may not grow, a kernel

@@ -173,7 +173,7 @@ def _fill(puppet: Puppet, mib: int) -> None:
 def test_the_bound_holds_until_the_window_and_after_it(
     stop: bool, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --stop, the job stands still until the commit, so nothing is bounded after the window."""
+    """With --stop, nothing is bounded: the job ends."""
     monkeypatch.setattr(storing, "CpuBudget", Recording)
     Recording.found, Recording.phase = [], ""
     _fill(puppet, 32)
@@ -183,9 +183,9 @@ def test_the_bound_holds_until_the_window_and_after_it(
     cores = 0.5 * cpu.usable_cores()
     seen = {name: {bound for phase, bound in Recording.found if phase == name} for name in _PHASES}
     assert seen == {
-        "dump.precopy": {cores},
+        "dump.precopy": {None if stop else cores},
         "dump.window": {None},
-        "dump.store": {None} if stop else {cores},
+        "dump.store": {None if stop else cores},
     }
 
 
@@ -199,7 +199,7 @@ def test_pre_copy_uses_no_more_cpu_time_than_it_may(puppet: Puppet, store: Store
         at.append((time.process_time(), time.monotonic()))
 
     events = Events({("dump.precopy", state): look for state in ("begin", "end")})
-    store.dump(puppet.pid, DumpOptions(pre_copy="on", background_cpu=0.02), events=events)
+    store.dump(puppet.pid, DumpOptions(pre_copy="on", background_cpu=0.05), events=events)
     used, passed = (after - before for before, after in zip(*at, strict=True))
     # What the last pieces of work have used is not waited for.
-    assert used <= 0.02 * cpu.usable_cores() * passed + 0.1
+    assert used <= 0.05 * cpu.usable_cores() * passed + 0.2

@@ -34,17 +34,18 @@ def look_ahead(
     shared: Sequence[SharedMemory],
     budget: CpuBudget,
 ) -> cpu.Activity | None:
-    """Look at what runs, and bound the CPU time of the work in the background from now on.
+    """Look at what runs, and bound the CPU time of the work in the background from now on. With
+    ``stop`` there is no bound: the job ends, and often the machine soon does, too.
 
     Returns:
         What runs; None: that does not matter, because there is little memory.
     """
-    if options.background_cpu:
+    if options.background_cpu and not options.stop:
         budget.bound(options.background_cpu * cpu.usable_cores())
-    elif not _is_much(options, found, shared):
+    if not _is_much(options, found, shared):
         return None
     activity = cpu.look_at([process.pid for process in found.processes])
-    if not options.background_cpu:
+    if not options.background_cpu and not options.stop:
         budget.bound(max(activity.idle, _LEAST_CPU * cpu.usable_cores()))
     return activity
 
@@ -66,11 +67,7 @@ def pre_copy(
     Returns:
         What was learnt, by pid in the tree's own namespace (the image id).
     """
-    if (
-        activity is None
-        or request.options.pre_copy == "off"
-        or not _is_much(request.options, found, shared)
-    ):
+    if activity is None or request.options.pre_copy == "off":
         return {}
     out = {}
     parent, context = storing.parent, storing.context

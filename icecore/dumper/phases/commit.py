@@ -96,8 +96,7 @@ def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
     if devices is not None:
         devices.let_go()
         devices.warn()
-    if not request.options.stop:
-        storing.budget.resume()
+    storing.budget.resume()
     with phase(request.emit, "dump.store") as running:
         storing.pipeline.open_gate(running.counter(sum(space.queued for space in tree.spaces)))
         result.capture.after_window(tree)
