@@ -25,6 +25,7 @@ from icecore.restorer.fetch.fetcher import PLACE_THREADS
 from icecore.restorer.gpu.resident import Resident
 from icecore.restorer.gpu.resident_fill import ResidentFill
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.place.placers import Placers
 from icecore.restorer.restore import restore
 from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
@@ -368,39 +369,44 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("who", ["one", "all"])
-def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None:
+def test_placers_that_are_killed(
+    who: str, store: Store, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
+    made: list[Placers] = []
+    fill_of = Resident._fill_of
+
+    def prepared(self: Resident, by_device: Any) -> ResidentFill:
+        fill = fill_of(self, by_device)
+        assert self._placers is not None
+        made.append(self._placers)  # host memory has others
+        return fill
+
+    def send(number: int, pids: list[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, number)
 
     def kill(_: Event) -> None:
-        # Host memory may still have placers of its own; those of each kind are children of their
-        # first.
-        def firsts() -> list[list[int]]:
-            found = members(store.workdir, "icecore.restorer.place.placer_process")
-            below = {pid: [one for one in children(pid) if one in found] for pid in found}
-            return [
-                [pid, *below[pid]]
-                for pid in found
-                if not any(pid in others for others in below.values())
-            ]
-
-        def send(number: int, pids: list[int]) -> None:
-            for pid in pids:
-                with suppress(ProcessLookupError):  # the host's may have ended meanwhile
-                    os.kill(pid, number)
-
-        until(lambda: firsts() and all(len(group) == 4 for group in firsts()))
-        for first, *others, last in firsts():
-            if who == "one":  # the others leave work to it
-                send(signal.SIGSTOP, others)
-                send(signal.SIGKILL, [last])
-                threading.Timer(1.0, send, (signal.SIGCONT, others)).start()
-            else:
-                send(signal.SIGKILL, [first])  # all end with it
+        [placers] = made
+        # The restorer does the work of a placer that is not ready itself.
+        until(lambda: all(placer.ready for placer in placers.all))
+        first = placers._process.pid
+        *others, last = children(first)
+        if who == "one":  # the others leave work to it
+            send(signal.SIGSTOP, others)
+            send(signal.SIGKILL, [last])
+            threading.Timer(1.0, send, (signal.SIGCONT, others)).start()
+        else:
+            send(signal.SIGKILL, [first])  # all end with it
+            until(lambda: all(map(procfs.is_over, [*others, last])))
 
     events = Events({("restore.resident.memory", "begin"): kill})
-    bring_back(store, snapshot, events, placers=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(Resident, "_fill_of", prepared)
+        bring_back(store, snapshot, events, placers=3)
     job.goes_on()
     [end] = [
         event.fields
