@@ -121,7 +121,7 @@ def run(
             start jobs of others. ``environment`` is taken as it is: see `Identity.environment`.
             Default: this process's.
         data: Directories whose content is part of each snapshot, and comes back with a restore.
-        io_uring: Let the job use io_uring; it cannot be snapshotted while it does. Default:
+        io_uring: Let the job use io_uring; a job that uses it cannot be snapshotted. Default:
             configured.
         config: Default: `icecore.config.loading.load`.
         emit: Gets the events.

@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     setting(
         "background_cpu",
         "share of the cores that scanning and storing may use while the job runs",
-        default="auto: the cores that are idle, at least an eighth",
+        default="auto: as many as are idle, at least an eighth",
     )
     setting("files", "for files open for writing: store the content, or record only size and time")
     setting("with_files", "also store the content of files open for reading")

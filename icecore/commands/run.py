@@ -98,12 +98,12 @@ def add(commands: Commands) -> None:
         ("network", "network: private has a loopback device only"),
         (
             "root",
-            "file system: private binds the host's mounts into a root with its own /proc and /dev/shm; wanted by programs that look processes up in /proc",
+            "file system: private binds the host's mounts into a root with its own /proc and /dev/shm; required by programs that look up processes in /proc",
         ),
         (
             "tmp",
-            "/tmp and /var/tmp: private ones are empty at first, part of each snapshot, and removed"
-            " with the job",
+            "/tmp and /var/tmp: private ones are empty at first, are part of each snapshot, and are"
+            " removed when the job ends",
         ),
     ):
         add_setting(parser, RunSettings, key, what)
@@ -116,8 +116,8 @@ def add(commands: Commands) -> None:
     add_setting(parser, RunSettings, "keep_resident", about)
 
     about = (
-        "let the job use io_uring; it cannot be snapshotted while it does. Otherwise io_uring_setup"
-        " fails with EPERM, as in containers, and programs do without"
+        "allow io_uring; a job that uses it cannot be snapshotted. Otherwise io_uring_setup fails"
+        " with EPERM, as in containers, and programs fall back to other calls"
     )
     add_setting(parser, RunSettings, "io_uring", about)
 
@@ -145,8 +145,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         )
     if arguments.background_cpu is not None and not supervise.is_wanted(arguments):
         raise UsageError(
-            "--background-cpu bounds the snapshots of a supervised job",
-            cure="add --every, or give it to 'icecore dump'",
+            "--background-cpu applies only to the snapshots of a supervised job",
+            cure="add --every, or use it with 'icecore dump'",
         )
     if arguments.keep_resident and not arguments.gpu:
         raise UsageError(

@@ -291,7 +291,7 @@ def _show_data(manifest: Manifest, context: Context) -> None:
                 str(fields["entries"]),
                 str(fields["files"]),
                 units.size(_count(fields["bytes"])),
-                printable(str(fields["path"])) + (" (the job's own)" if fields["own"] else ""),
+                printable(str(fields["path"])) + (" (private to the job)" if fields["own"] else ""),
             ]
         )
     if rows:

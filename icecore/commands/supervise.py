@@ -84,8 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group,  # type: ignore[arg-type]
         DumpSettings,
         "background_cpu",
-        "share of the cores that scanning and storing its snapshots may use while it runs",
-        default="auto: the cores that are idle, at least an eighth",
+        "share of the cores that scanning and storing a snapshot may use while the job runs",
+        default="auto: as many as are idle, at least an eighth",
     )
     for about in fields(ForgetSettings):
         rule = about.name.removeprefix("keep_")

@@ -98,7 +98,7 @@ class RestoreSettings:
 @dataclass(frozen=True)
 class RunSettings:
     """[run]: defaults of ``icecore run``: which namespaces a job shares with the host, whether a
-    GPU job's device memory is resident, and whether it outlives a crash; whether the job may use
+    GPU job's device memory is resident, whether that outlives a crash, and whether the job may use
     io_uring, which cannot be snapshotted.
     """
 

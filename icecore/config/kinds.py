@@ -138,7 +138,7 @@ def _share(value: str | float) -> float:
 
 
 def _share_or_auto(value: str | float) -> float:
-    """Return a share of at least 1 %; of ``auto``, and 0: 0."""
+    """Return a share of at least 1 %; 0 for ``auto`` and for 0."""
     if value in ("auto", 0) or str(value).strip() in ("0", "0.0"):
         return 0.0
     share = _share(value)

@@ -581,7 +581,7 @@ def test_attributes_of_directories_and_programs(world: World) -> None:
     trip = world.trip
     found = check(trip.repository, trip.loop, snapshot, criu=trip.criu, registry=world.registry)
     assert [one.message for one in found.warnings if "had capabilities" in one.message] == [
-        f"{deep}/owned had capabilities, which a restore gives back to files of root alone"
+        f"{deep}/owned had capabilities, which a restore sets only on files of root"
     ]
     world.end(world.restore(snapshot))
     after = still(deep)

@@ -67,7 +67,7 @@ BAD = {
     "precedes its directory": [TOP, Entry("fifo", b"d/p")],
     "leads nowhere": [TOP, Entry("symlink", b"s")],
     "not in the table": [TOP, Entry("link", b"l", target=b"file")],
-    "no restore gives back": [
+    "no restore sets": [
         TOP,
         msgspec.structs.replace(FILE, attributes={b"security.selinux": b"\1"}),
     ],

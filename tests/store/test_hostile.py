@@ -299,7 +299,7 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     ),
     "a parent of one's own": (lambda world: _set(world, parent=world.snapshots[1]), None),
     "parents in a circle": (_circular_parents, None),
-    "a table of 1 GiB": (_table, "not exactly these are there"),
+    "a table of 1 GiB": (_table, "do not hold exactly these"),
     "a page outside its region": (_cells(_beyond), "outside its region"),
     "a delta on itself": (_cells(_own_base), "contradicts itself"),
     "a delta that is its base": (_cells(_circle), "chunk"),

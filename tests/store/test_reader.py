@@ -357,7 +357,7 @@ def test_a_table_of_which_the_map_lacks_something_or_has_more(
     table = msgspec.structs.replace(taken.space, size=size)
     tracemalloc.start()
     try:
-        with pytest.raises(Damaged, match="not exactly these are there"):
+        with pytest.raises(Damaged, match="do not hold exactly these"):
             here.reader(taken.snapshot).content(table, 1 << 30)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:

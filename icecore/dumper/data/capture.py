@@ -192,9 +192,9 @@ class DataCapture:
             ) from error
         except TooMany as error:
             raise DumpFailed(
-                f"{self.path} has more than {error.most} entries, the most of a data directory with"
-                " the memory that is available",
-                cure="remove some, free memory, or start the job with a smaller directory in --data",
+                f"the data directory {self.path} has more than {error.most} entries, the most for"
+                " which the available memory suffices",
+                cure="remove some, free memory, or start the job with a smaller --data directory",
             ) from None
         for path, found in listing.attributes.items():
             self._folders[path] = listing.found[path]

@@ -149,7 +149,7 @@ def _rights(pid: int, user: int) -> tuple[int, list[int]]:
         return file_rights(user, procfs.tree(pid))
     except NotFound as error:
         raise DumpFailed(
-            f"{error.message}, and no process of the job runs as this user alone, whose rights"
-            " --data is read with",
+            f"{error.message}, and no process of the job runs as that user alone, so the rights for"
+            " reading --data are unknown",
             cure="make the user again, or snapshot a job of root",
         ) from error

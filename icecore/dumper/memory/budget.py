@@ -1,9 +1,9 @@
 """The CPU time that icecore's own work may take while the job runs. The threads that do the work
 pause once they have used it up.
 
-The kernel's means do not suffice. A nice value counts only within a cgroup or an autogroup
-(sched(7)), and job and dump are rarely in the same. A cgroup with a limit contains whole processes,
-so it would slow down CRIU, the window, and a program that calls the library.
+The kernel's own means are not enough. A nice value counts only within a cgroup or an autogroup
+(sched(7)), and job and dump are rarely in the same one. A cgroup with a limit contains whole
+processes, so it would slow down CRIU, the window, and a program that calls the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 
 from icecore.host.kernel.cpu import process_seconds, thread_seconds
 
-#: Time that is saved up at most, in seconds of the bound: pauses are about as long.
+#: Unused time that is kept at most, in seconds at the bound's rate; pauses are about as long.
 _SAVED_SECONDS = 0.05
 
 
@@ -42,15 +42,15 @@ def own_seconds(
 
 
 class CpuBudget:
-    """A bound on CPU time, shared by all threads of a dump: a token bucket. Without `bound` there is
-    none.
+    """A bound on CPU time, shared by all threads of a dump: a token bucket. There is none before
+    `bound` is called.
 
     Work that does not pause by itself (uploads) counts too, and makes the other threads pause for
     longer.
 
     Args:
         used: Clock of the CPU time that counts, in seconds.
-        now: Clock of the time that passes, in seconds.
+        now: Clock of elapsed time, in seconds.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class CpuBudget:
 
     @property
     def cores(self) -> float | None:
-        """CPU seconds that a second allows; None: no bound."""
+        """CPU seconds that are allowed per second; None: no bound."""
         return None if self._lifted.is_set() else self._cores
 
     def bound(self, cores: float) -> None:
-        """From now on, allow no more than ``cores`` CPU seconds a second."""
+        """Allow at most ``cores`` CPU seconds per second from now on."""
         with self._lock:
             self._cores, self._left = cores, 0.0
             self._at, self._spent = self._now(), self._used()
             self._lifted.clear()
 
     def lift(self) -> None:
-        """Allow any CPU time, and wake the threads that pause."""
+        """Remove the bound, and wake the threads that pause."""
         self._lifted.set()
 
     def resume(self) -> None:

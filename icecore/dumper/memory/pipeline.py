@@ -233,7 +233,7 @@ class Pipeline:
             self._gate.set()
 
     def close_gate(self) -> None:
-        """Begin the window: leave the cores to the scan, and bound nothing."""
+        """Begin the window: leave the cores to the scan, and lift the bound on CPU time."""
         self._gate.clear()
         self._budget.lift()
 

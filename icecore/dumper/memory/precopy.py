@@ -132,8 +132,8 @@ def pre_copy(
     change between two looks, and only as long as that gains something.
 
     Args:
-        busy: Whether the process runs all the time, so that no cell is stored before it was seen
-            not to change.
+        busy: Whether the process uses CPU time, so that a cell is stored only after two reads found
+            it unchanged.
 
     Returns:
         What the window can rely on; None if the process has ended or cannot be read (the window

@@ -1,5 +1,5 @@
 """The part of the prepare phase that uses the processor: scan and store the running job's memory, and
-fault in memory for the window. It takes no more CPU time than it may.
+fault in memory for the window, within the bound on CPU time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRE_COPY_BYTES = 256 << 20
 #: Share of the private memory to prefault as staging when the parent does not tell how much
 #: changes.
 _GUESS = 0.125
-#: Share of the cores for the work in the background where none is idle.
+#: Least share of the cores for the work in the background, even if none is idle.
 _LEAST_CPU = 0.125
 
 
@@ -34,11 +34,11 @@ def look_ahead(
     shared: Sequence[SharedMemory],
     budget: CpuBudget,
 ) -> cpu.Activity | None:
-    """Look at what runs, and bound the CPU time of the work in the background from now on. With
+    """Measure what runs, and bound the CPU time of the work in the background from now on. With
     ``stop`` there is no bound: the job ends, and often the machine soon does, too.
 
     Returns:
-        What runs; None: that does not matter, because there is little memory.
+        What runs; None: not measured, because there is too little memory for pre-copy.
     """
     if options.background_cpu and not options.stop:
         budget.bound(options.background_cpu * cpu.usable_cores())

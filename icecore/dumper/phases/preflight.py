@@ -85,7 +85,9 @@ def _inspect(request: Request) -> Inspection:
 
 
 def _require_seen(request: Request) -> None:
-    """Refuse a job with its own /tmp if CRIU, which works in the job's mount namespace, is there."""
+    """Refuse a job with a private /tmp that hides CRIU or its working directory: CRIU works in the
+    job's mount namespace.
+    """
     record = request.target.record
     if record is None or not record.own_view:
         return
@@ -95,7 +97,7 @@ def _require_seen(request: Request) -> None:
 
 
 def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
-    """Refuse a job with copies of files or its own /tmp whose processes have mount namespaces of
+    """Refuse a job with copies of files or a private /tmp whose processes have mount namespaces of
     their own.
 
     CRIU then works in the root's mount namespace, and would take any other for one of its own to
@@ -107,9 +109,9 @@ def _require_one_mount_namespace(request: Request, found: Inspection) -> None:
     own = {(process.namespaces or {}).get("mnt") for process in found.living}
     if len(own) > 1:
         what, option = (
-            ("copies of files", "--files-to") if record.copies else ("its own /tmp", "--tmp")
+            ("copies of files", "--files-to") if record.copies else ("a private /tmp", "--tmp")
         )
-        cure = f"snapshot it before it makes them, or have it without {option}"
+        cure = f"snapshot it before it makes them, or leave out {option}"
         raise PreflightRefused(
             [
                 (

@@ -99,17 +99,17 @@ def _external(parent: Message, number: int, path: str, name: str) -> Message:
 
 
 def map_in_place(folder: Path, pid: int, starts: Collection[int]) -> None:
-    """Have CRIU map private anonymous memory without pages where it belongs, once the address space
+    """Have CRIU map private anonymous memory without pages at its address, once the address space
     of the process is built.
 
     CRIU (criu/mem.c, prepare_mappings) first makes room for all private memory in one block
     elsewhere, and later moves each mapping to its place. A process that has reserved much of its
-    address space has no such room. Without VMA_ANON_PRIVATE a mapping is only made where it belongs
-    (criu/pie/restorer.c, restore_mapping): it gets no pages and no userfaultfd, and a child does not
-    inherit it from CRIU's copy of its parent.
+    address space has no such room. Without VMA_ANON_PRIVATE a mapping is made directly at its
+    address (criu/pie/restorer.c, restore_mapping): it gets no pages and no userfaultfd, and a child
+    does not inherit it from CRIU's copy of its parent.
 
     Args:
-        starts: Of the mappings.
+        starts: Where the mappings begin.
     """
     _change_vmas(
         folder,
@@ -154,7 +154,7 @@ def _change_vmas(
     data = read_whole(path)
     mm = Message.decode(memoryview(data)[MM_HEAD:])
     begins = {Message([(_VMA_START, _VARINT, start)]).encode() for start in starts}
-    lengths = {len(begin) for begin in begins}  # not each VMA of many is taken apart
+    lengths = {len(begin) for begin in begins}  # so that few of many VMAs are decoded
     fields: list[tuple[int, int, int | bytes]] = []
     for field in mm.fields:
         number, kind, value = field
@@ -250,12 +250,12 @@ def forget_sizes(folder: Path, paths: Set[str]) -> None:
 
 
 def rearm_timers(folder: Path) -> None:
-    """Have timers of timerfd_create(2) go on as they would have.
+    """Make timers of timerfd_create(2) continue as they would have without the dump.
 
-    The kernel shows what a timer has left to run, and nothing if it has expired: it arms one that
-    repeats again only when it is read. CRIU (criu/pie/restorer.c, timerfd_arm) takes that for a timer
-    that is off. One that was set to a moment CRIU sets to the present second and what was left,
-    without what the second had of fractions: too early, by up to a second.
+    The kernel shows the time that a timer has left, and 0 for one that has expired: it arms a
+    periodic timer again only when the timer is read. CRIU (criu/pie/restorer.c, timerfd_arm) takes
+    0 for a disarmed timer. It sets an absolute timer to the current time, without its fraction of a
+    second, plus the time left: up to a second too early.
 
     Args:
         folder: CRIU's images.
@@ -272,7 +272,8 @@ def rearm_timers(folder: Path) -> None:
                 timer.set(number, part)
         elif timer.integer(_TIMER_FLAGS) != _ABSTIME or not any(value):
             continue
-        if timer.integer(_TIMER_FLAGS) == _ABSTIME:  # with TFD_TIMER_CANCEL_ON_SET it has to be one
+        # With TFD_TIMER_CANCEL_ON_SET it must stay absolute.
+        if timer.integer(_TIMER_FLAGS) == _ABSTIME:
             timer.set(_TIMER_FLAGS, 0)
         entry.set(_ENTRY_TIMER, timer)
         changed = True

@@ -67,7 +67,7 @@ Vmas = npt.NDArray[np.void]
 
 ALIVE, DEAD, STOPPED = 1, 2, 3
 
-#: Of a mm image: bytes before its message, and the number of the field of a VMA.
+#: Of an mm image: bytes before its message, and the number of the field of a VMA.
 MM_HEAD, MM_VMA = 12, 14
 
 #: file_entry.type of a regular file (images/fdinfo.proto).

@@ -165,7 +165,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
         (
             r"Can't chose service_fd_base",
             "descriptors",
-            "a process of the job has a descriptor so close to the limit that CRIU has no numbers for its own",
+            "a process of the job has a descriptor so close to the limit that CRIU has no numbers left for its own",
             "raise the hard limit of descriptors (ulimit -Hn, LimitNOFILE=) to 1,024 above the job's highest one, or give icecore CAP_SYS_RESOURCE",
         ),
         (

@@ -1,4 +1,4 @@
-"""What ``job.json`` holds of an instance."""
+"""What ``job.json`` holds about an instance."""
 
 from __future__ import annotations
 

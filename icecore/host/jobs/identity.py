@@ -365,14 +365,14 @@ def _has_ended(pidfd: int) -> bool:
 
 
 def file_rights(user: int, pids: Iterable[int]) -> tuple[int, list[int]]:
-    """Return the group and all groups with which a user accesses files.
+    """Return the primary group and all groups with which a user accesses files.
 
     Args:
-        pids: Processes of the user's job. A user without an entry in the user database has the
-            groups of one that runs as this user alone.
+        pids: Processes of the user's job. For a user without an entry in the user database, the
+            groups are those of a process that runs as this user alone.
 
     Raises:
-        NotFound: The user is unknown, and has none.
+        NotFound: The user is unknown, and there is no such process.
     """
     try:
         about = pwd.getpwuid(user)

@@ -320,8 +320,8 @@ class Job:
         return status
 
     def tidy(self, seconds: float = _LEAVE_SECONDS) -> None:
-        """Remove the cgroup and the temporary directories of a job that has ended. What cannot be
-        removed stays for the next call.
+        """Remove the cgroup and the private temporary directories of a job that has ended. What
+        cannot be removed stays for the next call.
 
         Args:
             seconds: How long to wait for processes that its init left, which are still ending.
@@ -341,7 +341,7 @@ class Job:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _remove_temporary(self) -> None:
-        """Remove the job's own temporary directories, if it has any."""
+        """Remove the job's private temporary directories, if it has any."""
         if self.description.isolation.tmp:
             from icecore.host.jobs import temporary  # few jobs have them
 

@@ -27,13 +27,13 @@ def keeper_place(job: Job) -> Path:
 
 
 def places_of_unknown(directory: Path) -> list[Path]:
-    """Return where the keeper of an instance may be of which nothing is known but its directory."""
+    """Return where the keeper of an instance may be if only the instance's directory is known."""
     return [directory / "resident", _RESIDENT / directory.name]
 
 
 def living(jobs: Sequence[Job], snapshot: str, name: str) -> list[Path]:
-    """Return where the keepers of instances are: first of those last dumped to or restored from a
-    snapshot, then of those with a name, newer ones first.
+    """Return where the running keepers of instances are: first those of instances last dumped to or
+    restored from a snapshot, then those of instances with a name, newer ones first.
 
     Args:
         jobs: All instances, oldest first.
@@ -45,15 +45,13 @@ def living(jobs: Sequence[Job], snapshot: str, name: str) -> list[Path]:
 
 
 def left(jobs: Sequence[Job], lineage: str) -> set[Path]:
-    """Return where the keepers are, or were, whose instances have all ended, if one of a lineage is
-    among them.
-    """
+    """Return the places of keepers whose instances have all ended, one or more of a lineage."""
     busy = {keeper_place(job) for job in jobs if job.state in ("running", "starting")}
     return {keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
 
 
 def kept_bytes(job: Job, jobs: Sequence[Job]) -> int:
-    """Return the bytes of GPU memory that are kept of an instance although it has ended.
+    """Return the bytes of GPU memory that its keeper still holds of an ended instance.
 
     Args:
         jobs: All instances, oldest first.
@@ -77,8 +75,8 @@ def kept_bytes(job: Job, jobs: Sequence[Job]) -> int:
 
 
 def has_last(job: Job, jobs: Sequence[Job]) -> bool:
-    """Return whether no later instance has the same keeper, as instances of one snapshot do without
-    a root of their own: the memory that is kept is the last one's.
+    """Return whether no later instance has the same keeper: kept memory is that of the last one.
+    Instances of one snapshot share a keeper unless they have private roots.
     """
     same = [other for other in jobs if keeper_place(other) == keeper_place(job)]
     return not same or same[-1].instance == job.instance
@@ -88,7 +86,7 @@ def start_for(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """Start the keeper of an instance that is about to start.
 
     Returns:
-        What the environment of the job needs.
+        Variables that the job's environment must have.
     """
     from icecore.host.resident import keeper
 

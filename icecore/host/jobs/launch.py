@@ -8,9 +8,9 @@ protocol:
   down, a line ``go``. An end of file instead of it makes the child leave: no job runs that nobody
   knows of.
 - standard output: ``{"pid": N, "permitted": …}``, the init's pid as the starter sees it, and why
-  io_uring could not be denied; then, where something
-  failed, ``{"step": …, "errno": …, "error": …}`` or the init's own ``{"exec_errno": N}``. Its end
-  means that the command runs.
+  io_uring could not be denied (empty: no failure); then, if something failed, ``{"step": …,
+  "errno": …, "error": …}`` or the init's own ``{"exec_errno": N}``. Its end means that the command
+  runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO = 0x7FFF0000, 0x00050000
 BPF_LD_W_ABS, BPF_ALU_AND_K, BPF_JMP_JEQ_K, BPF_RET_K = 0x20, 0x54, 0x15, 0x06
-#: io_uring_setup has this number on every architecture; x32 sets a bit beside it.
+#: io_uring_setup has this number on every architecture; x32 adds a bit.
 IO_URING_SETUP, X32_BIT = 425, 0x40000000
 KEYCTL_JOIN_SESSION_KEYRING = 1
 #: keyctl, ioprio_set, capset, by machine.
@@ -124,7 +124,7 @@ def raise_loopback() -> None:
 
 def cover(binds: Iterable[Sequence[str]]) -> None:
     """Bind directories over others, each ``(directory, mount point)``, in the calling thread's mount
-    namespace, which must be its own. No program there gains rights by set-ID bits or devices.
+    namespace, which must be its own. Set-ID bits and device files have no effect there.
 
     Later mounts and unmounts outside are visible inside too (propagation ``slave``).
     """
@@ -236,10 +236,10 @@ def _open_group(path: str) -> int:
 
 
 def deny_io_uring() -> str:
-    """Have io_uring_setup(2) fail with EPERM in this process and all that it starts (seccomp(2)), as
-    in containers: CRIU cannot dump rings, and programs do without them.
+    """Make io_uring_setup(2) fail with EPERM in this process and all that it starts (seccomp(2)),
+    as in containers: CRIU cannot dump rings, and programs can do without them.
 
-    Return why that cannot be done; empty: it is.
+    Return why that failed; empty: it did not.
     """
     code = (
         (BPF_LD_W_ABS, 0, 0, 0),  # seccomp_data.nr

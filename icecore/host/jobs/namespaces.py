@@ -15,9 +15,9 @@ is named at the dump and supplied anew at each restore.
   bound over them (`icecore.host.jobs.mounts`); those that the snapshot's images do not have yet are
   added to them.
 
-Without a private root, a tree with a tmp or copies, and the CRIU that restores or dumps it, share a
-mount namespace that differs from the host's in these binds alone, so CRIU takes no notice of any
-mount. In a private root they are external mounts, as its other binds are.
+Without a private root, a tree with a private tmp or copies shares a mount namespace with the CRIU
+that restores or dumps it. It differs from the host's in these binds alone, so CRIU dumps no mounts.
+In a private root the binds are external mounts, as its other binds are.
 
 Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a
 restore gives it the new instance's as inherited descriptors. CRIU then checks neither size nor
@@ -152,7 +152,7 @@ class RunRecord:
 
     @property
     def tmp(self) -> list[str]:
-        """Return the directories among ``data`` that the job has for itself."""
+        """Return the private temporary directories among ``data``."""
         if not self.isolation.tmp:
             return []
         from icecore.host.jobs import temporary  # few jobs have them

@@ -32,10 +32,10 @@ class NewJob:
         described: Its description; the registry may give it another name.
         path: The program that is executed, absolute unless it is looked up with the rights of
             another user.
-        environment: The whole, but for what its keeper adds.
+        environment: The whole, except what its keeper adds.
         umask: The job's.
-        resident: It has the preload, and a keeper of its own.
-        keep_resident: That memory outlives it.
+        resident: Its GPU memory is resident: it has the preload, and a keeper of its own.
+        keep_resident: That memory outlives the job.
         identity: The user that it runs as; None: this process's.
         io_uring: It may use io_uring.
     """
@@ -69,8 +69,8 @@ class NewJob:
         """Decide all that can be decided before the job is recorded.
 
         Args:
-            state: The state directory, which no data directory may hold. Others: as for
-                `Registry.start`, with its errors.
+            state: The state directory, which no data directory may hold. Others, and errors: as
+                for `Registry.start`.
         """
         if not command or not command[0]:
             raise UsageError("no command was given")
@@ -110,10 +110,10 @@ class NewJob:
         )
 
     def start(self, job: Job, emit: Sink) -> Job:
-        """Start the recorded job; if that fails, nothing of it is left.
+        """Start the recorded job; discard its record if that fails.
 
         Args:
-            emit: Gets ``run.io_uring`` if the job can use io_uring although it was not to.
+            emit: Gets ``run.io_uring`` if io_uring could not be denied to the job.
 
         Raises:
             MissingTool: The preload was not built.

@@ -159,16 +159,16 @@ class Registry:
                 user's rights. Default: this process's.
             data: Directories whose content shall be part of each snapshot. A user other than root
                 must own them.
-            io_uring: It may use io_uring, which cannot be snapshotted. Otherwise io_uring_setup(2)
-                fails with EPERM, as in containers.
-            emit: Gets ``run.started``, ``run.io_uring`` if the kernel has no seccomp filters, and
+            io_uring: It may use io_uring; a job that does cannot be snapshotted. Otherwise
+                io_uring_setup(2) fails with EPERM, as in containers.
+            emit: Gets ``run.started``, ``run.io_uring`` if io_uring could not be denied, and
                 ``run.limits`` if this process cannot raise a limit as far as ``identity`` has it.
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed;
                 a data directory that cannot be one (`icecore.host.jobs.data`); a directory that a
-                job with a private /tmp would not see;
-                ``keep_resident`` without ``resident``; an ``identity`` that only root can take.
+                private /tmp would hide from the job; ``keep_resident`` without ``resident``; an
+                ``identity`` that only root can take.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
@@ -214,8 +214,8 @@ class Registry:
 
         Raises:
             UsageError: A bad name, or one that a living job has.
-            RestoreRefused: This machine lacks a mount that the job had, or a directory that it had
-                for itself.
+            RestoreRefused: This machine lacks a mount that the job had, or a directory that was
+                private to it.
         """
         described = describe(
             name or record.name,
@@ -253,8 +253,8 @@ class Registry:
             raise
 
     def thaw_left(self) -> None:
-        """Let jobs run that a dump left frozen because all its processes were killed, and remove the
-        temporary directories of jobs whose end nobody waited for.
+        """Thaw jobs that a dump left frozen because all its processes were killed, and remove the
+        private temporary directories of jobs that ended while no command waited for them.
         """
         for job in self.instances():
             if job.description.isolation.tmp and not job.alive:

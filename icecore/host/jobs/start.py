@@ -45,7 +45,7 @@ class Launch:
         cwd, environment, umask: The command's.
         isolation: Its namespaces.
         binds: The host's mount points to bind into a private root.
-        tmp: Its own temporary directories, by mount point; they are there
+        tmp: Mount points of its private temporary directories, which exist already
             (`icecore.host.jobs.temporary`).
         identity: The user that it runs as, who looks up the program in the environment's PATH;
             None: this process's.
@@ -108,7 +108,7 @@ class Starting:
 
     Attributes:
         pid: The init's.
-        permitted: Why the job can use io_uring although it was not to; empty: it cannot.
+        permitted: Why io_uring could not be denied to the job; empty: that did not fail.
 
     Raises:
         StartFailed, UsageError: The namespaces or the private root could not be made.
@@ -200,9 +200,10 @@ class Starting:
             number = int(answer["exec_errno"])
             if number == errno.ENOENT:
                 point = covering(self._wanted.tmp, program)
+                cure = f"leave out --tmp private: a private {point} is empty at first"
                 return NotFound(
                     f"there is no program {program}, or its interpreter is missing",
-                    cure=f"the job gets an empty {point}; leave out --tmp private" if point else "",
+                    cure=cure if point else "",
                 )
             if number in (errno.EACCES, errno.ENOEXEC):
                 return UsageError(

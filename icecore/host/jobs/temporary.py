@@ -1,10 +1,10 @@
 """The private temporary directories of a job (``icecore run --tmp private``): its own /tmp and
-/var/tmp, which no other process sees. Their content is part of each snapshot, as that of data
+/var/tmp, which no other job sees. Their content is part of each snapshot, like that of data
 directories.
 
 Each is a directory of the instance (`place`), which is bound over the host's in a mount namespace
-of the job. It belongs to the job's user, with mode 1777, and lies where only root may enter. It is
-removed when the job has ended, because its snapshots have the content.
+of the job. It belongs to the job's user, with mode 1777, in a directory that only root can enter.
+It is removed when the job has ended, because the job's snapshots have the content.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from icecore.errors import RestoreRefused, UsageError
 from icecore.host.kernel.removal import remove_tree
 
-#: What is covered, where it is a directory of its own.
+#: What is covered, unless it is a link to another directory.
 POINTS = ("/tmp", "/var/tmp")
 #: The cure where the kernel refuses the mount namespace or the binds.
 NO_MOUNTS = (
-    "leave out --tmp private, or run icecore where root may mount: with CAP_SYS_ADMIN, and"
-    " with mount namespaces left in 'sysctl user.max_mnt_namespaces'"
+    "leave out --tmp private, or run icecore where root can mount: with CAP_SYS_ADMIN, and"
+    " with 'sysctl user.max_mnt_namespaces' high enough"
 )
 _FOLDER = "tmp"
 _MODE = 0o1777
 
 
 def points_here() -> list[str]:
-    """Return those of `POINTS` that are directories here, and no links to another."""
+    """Return those of `POINTS` that are directories on this machine, and not links."""
     return [point for point in POINTS if os.path.isdir(point) and not os.path.islink(point)]
 
 
@@ -53,7 +53,7 @@ def make(directory: Path, points: Sequence[str], user: int) -> None:
 
     Args:
         directory: The instance's.
-        user: Whose job it is.
+        user: The job's user.
     """
     if points:
         (directory / _FOLDER).mkdir(mode=0o700)
@@ -66,7 +66,7 @@ def make(directory: Path, points: Sequence[str], user: int) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove the directories of an instance that has ended, with all that they hold.
+    """Remove the directories of an instance that has ended, with all their content.
 
     Raises:
         OSError: Something in them cannot be removed.
@@ -80,7 +80,7 @@ def remove(directory: Path) -> None:
 
 
 def require_visible(points: Sequence[str], state: Path, cwd: str, data: Sequence[str]) -> None:
-    """Require that a job with private points finds what it is started with.
+    """Require that the private points hide nothing that the job needs at its start.
 
     Args:
         state: icecore's state directory, which holds the job's logs.
@@ -88,28 +88,28 @@ def require_visible(points: Sequence[str], state: Path, cwd: str, data: Sequence
         data: Its data directories.
 
     Raises:
-        UsageError: It would not see one of them.
+        UsageError: They hide one of these.
     """
     if point := covering(points, str(state)):
         raise UsageError(
-            f"the job's logs are in {state}, which it does not see with a private {point}",
+            f"the job's logs are in {state}, which a private {point} hides from it",
             cure="name another state directory in ICECORE_STATE, or leave out --tmp private",
         )
     if (point := covering(points, cwd)) and cwd != point:
         raise UsageError(
-            f"the working directory {cwd} lies in {point}, and the job gets an empty one",
+            f"the working directory {cwd} is in {point}, and a private {point} is empty at first",
             cure="name another one with --cwd, or leave out --tmp private",
         )
     for path in data:
         if point := covering(points, path):
             raise UsageError(
-                f"the data directory {path} lies in {point}, and the job gets an empty one, which"
-                " is part of its snapshots",
+                f"the data directory {path} is in {point}, and a private {point} is empty at"
+                " first, and part of each snapshot anyway",
                 cure="leave out this --data, or --tmp private",
             )
         if any(point.startswith(f"{path}/") for point in points):
             raise UsageError(
-                f"the data directory {path} holds a directory that the job gets for itself",
+                f"the data directory {path} contains a directory that --tmp private replaces",
                 cure="name its other directories with --data, or leave out --tmp private",
             )
 
@@ -122,20 +122,20 @@ def require_here(points: Sequence[str], state: Path) -> None:
     """
     if missing := [point for point in points if point not in points_here()]:
         raise RestoreRefused(
-            f"the job has its own {missing[0]}, which is no directory on this machine",
+            f"the job has a private {missing[0]}, which is not a directory on this machine",
             cure=f"make the directory {missing[0]}",
         )
     if point := covering(points, str(state)):
         raise RestoreRefused(
-            f"the job's logs would be in {state}, which it does not see with its own {point}",
+            f"the job's logs would be in {state}, which its private {point} hides from it",
             cure="name another state directory in ICECORE_STATE",
         )
 
 
 def refusal(points: Sequence[str], error: OSError) -> RestoreRefused:
-    """Return what a restore raises where the directories of an instance cannot be made or bound."""
+    """Return what a restore raises if the directories of an instance cannot be made or bound."""
     return RestoreRefused(
-        f"cannot give the job its own {points[0]}: {error.strerror}",
+        f"cannot make the job's private {points[0]}: {error.strerror}",
         cure=NO_MOUNTS.partition(", or ")[2],
     )
 
@@ -149,7 +149,7 @@ def hidden_from_criu(points: Sequence[str], workdir: str, criu: Path) -> tuple[s
         (str(criu), "install CRIU elsewhere (tools/install-criu)"),
     ):
         if point := covering(points, os.path.realpath(path)):
-            return f"the job has its own {point}, in which CRIU does not find {path}", cure
+            return f"the job has a private {point}, in which CRIU does not find {path}", cure
     return None
 
 

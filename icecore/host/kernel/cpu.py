@@ -54,8 +54,8 @@ def usable_cores() -> float:
 
 
 def idle_seconds() -> float:
-    """Return for how long the cores of this process's affinity have been idle since the machine
-    started, together.
+    """Return how long the cores of this process's affinity have been idle in total since the
+    machine started.
     """
     own = os.sched_getaffinity(0)
     ticks = 0
@@ -68,7 +68,7 @@ def idle_seconds() -> float:
 
 @dataclass(frozen=True)
 class Activity:
-    """What ran while this process was at rest.
+    """What ran while this process slept.
 
     Attributes:
         busy: Pids of the processes that ran for a noticeable share of the time.
@@ -83,7 +83,7 @@ def look_at(pids: Collection[int]) -> Activity:
     """Sleep for a moment, and return what ran meanwhile.
 
     Args:
-        pids: The processes of which to tell whether they are busy.
+        pids: The processes among which to find the busy ones.
     """
     before = {pid: process_seconds(pid) for pid in pids}
     idle, began = idle_seconds(), time.monotonic()

@@ -36,7 +36,7 @@ def thaw(group: Path) -> None:
         try:
             file.write_text(_CONTROLS[file.name])
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENODEV):  # ENODEV: it goes at this moment
+            if error.errno not in (errno.ENOENT, errno.ENODEV):  # ENODEV: it is being removed
                 raise
         with suppress(OSError):  # it has no mark
             os.removexattr(group, MARK)

@@ -24,7 +24,8 @@ _LEAST_ENTRIES = 10_000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 Attributes = dict[bytes, bytes]
-#: Beginnings of the names of extended attributes that owners of files can set, and that root can.
+#: Beginnings of the names of extended attributes that owners of files can set, and that only root
+#: can set.
 OF_USERS = ("user.", "system.posix_acl_")
 OF_ROOT = ("trusted.", "security.capability")
 
@@ -68,7 +69,7 @@ def walk(
     Args:
         top: Its descriptor.
         known: Directories whose attributes are known, if their status is still this one.
-        most: Entries.
+        most: Entries that the listing may hold.
         privileged: As in `attributes_of`.
 
     Raises:
@@ -129,7 +130,8 @@ def attributes_of(descriptor: int, *, privileged: bool = False) -> Attributes:
     control lists.
 
     Args:
-        privileged: Also those that only root can set: capabilities of programs, and ``trusted.*``.
+        privileged: Also return those that only root can set: capabilities of programs, and
+            ``trusted.*``.
     """
     wanted = OF_USERS + (OF_ROOT if privileged else ())
     try:

@@ -78,8 +78,8 @@ def standing(thread: int, seconds: float, *, unfiltered: bool = False) -> Iterat
 
     Args:
         seconds: How long it may take to stop.
-        unfiltered: The thread's seccomp filters, which may kill it for a call that this process has
-            it make, are off meanwhile.
+        unfiltered: Suspend the thread's seccomp filters meanwhile, which may kill it for a call
+            that this process has it make.
 
     Yields:
         SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand,

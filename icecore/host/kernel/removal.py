@@ -1,5 +1,5 @@
-"""Removes a directory with all that is below it, through descriptors: no symbolic link and no mount
-leads out of it, and no depth is too deep.
+"""Removes a directory with all that is below it, through descriptors: no symbolic link or mount
+leads out of it, and long paths do not matter.
 """
 
 from __future__ import annotations

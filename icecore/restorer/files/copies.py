@@ -58,7 +58,7 @@ def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -
     """
     if options.root and record is not None and record.tmp:
         raise UsageError(
-            f"a job with its own {record.tmp[0]} (--tmp) cannot have another root (--root)",
+            f"a job with a private {record.tmp[0]} (--tmp) cannot have another root (--root)",
             cure="leave out --root",
         )
     if options.root and (options.files_to or (record is not None and record.copies)):

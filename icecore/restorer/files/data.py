@@ -249,7 +249,7 @@ def _listed(paths: JobPaths, one: DataDirectory, *, privileged: bool) -> Listing
             f"{one.path}/{error.filename}", f"cannot list it: {error.strerror}", "run as root"
         )
     except TooMany as error:
-        message = f"it has more than {error.most} entries, too many for the memory available"
+        message = f"it has more than {error.most} entries, more than the available memory allows"
         return Problem(one.path, message, "move some away, or free memory")
     finally:
         os.close(top)

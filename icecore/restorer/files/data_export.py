@@ -122,7 +122,7 @@ def write_data(
     """Write the content of a data directory of a snapshot, with owners, modes and times.
 
     Args:
-        folder: An empty directory, which nobody else can change meanwhile.
+        folder: An empty directory, which no other user can change meanwhile.
 
     Raises:
         NotFound: The content of a file is missing.
@@ -166,8 +166,8 @@ def write_data(
 
 
 def _link_lost_names(files: JobFiles, manifest: Manifest, data: str) -> None:
-    """Give files, under which the job has them open, the names again that they had lost: CRIU opens
-    them by these, and removes them.
+    """Give files again the deleted names under which the job has them open: CRIU opens them by
+    these names, and then removes the names.
     """
     for file in manifest.files:
         source = next((name for name in file.links if name.startswith(f"{data}/")), "")

@@ -70,7 +70,7 @@ _MADV_WIPEONFORK = 18
 #: places of it.
 _NEAR = 1 << 30
 _TOP = 1 << 57
-#: Memory of that size without any page is a reservation. Bytes.
+#: Bytes: memory of at least this size without any page is a reservation.
 _RESERVATION = 1 << 30
 #: By how much a mapping's huge pages may exceed its bytes.
 SPARE = 0.125
@@ -460,8 +460,8 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
 
 
 def reservations(vmas: Vmas, entries: Entries) -> set[int]:
-    """Return where private anonymous memory of `_RESERVATION` bytes at least begins that has no
-    pages: address space that is only reserved.
+    """Return the starts of private anonymous memory of at least `_RESERVATION` bytes without pages:
+    address space that is only reserved.
     """
     kind = MAP_PRIVATE | MAP_ANONYMOUS
     fit = vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB | MAP_GROWSDOWN) == kind

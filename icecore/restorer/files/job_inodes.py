@@ -1,5 +1,5 @@
-"""Files of a job: created, given their owner, opened and removed as the very inodes that are meant;
-only `JobFiles` calls this.
+"""Files of a job: created, given their owner, opened and removed, each checked to be the intended
+inode; only `JobFiles` calls this.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def create(place: Place, owner: Owner) -> int:
 def settle(descriptor: int, file: OpenFile, attributes: Mapping[bytes, bytes] | None) -> bool:
     """Do what `JobFiles.settle` says."""
     owner = Owner(file.user, file.group)
-    give(descriptor, owner)  # which would remove capabilities
+    give(descriptor, owner)  # first, because chown(2) removes capabilities
 
     def rest() -> None:
         if attributes is not None:
@@ -99,7 +99,7 @@ def settle_fifo(descriptor: int, owner: Owner, mode: int, mtime_ns: int | None) 
     if (about.st_uid, about.st_gid) != owner:
         os.chown(name, *owner)
     with acting_as(*owner, [owner.group]):
-        with suppress(OSError):  # it inherited no access control list, or there are none
+        with suppress(OSError):  # it inherited no access control list, or the file system has none
             os.removexattr(name, b"system.posix_acl_access")
         os.chmod(name, mode)
         if mtime_ns is not None:
@@ -134,11 +134,11 @@ def create_symlink(place: Place, owner: Owner, target: bytes, mtime_ns: int) -> 
 def replace_attributes(
     descriptor: int, wanted: Mapping[bytes, bytes], before: Collection[bytes] = ()
 ) -> None:
-    """Give a file or directory extended attributes, and take away others that owners can set: a
-    directory hands its access control list on to what is made in it.
+    """Set the extended attributes of a file or directory, and remove others that owners can set: a
+    new file inherits an access control list from its directory.
 
     Args:
-        before: Names of more attributes that it loses if they are not wanted.
+        before: Names of further attributes to remove if they are not wanted.
     """
     try:
         there = [os.fsencode(name) for name in os.listxattr(descriptor)]

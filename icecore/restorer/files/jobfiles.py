@@ -106,7 +106,7 @@ class JobFiles:
         """Return all extended attributes of a directory that a restore may change.
 
         Raises:
-            PathRefused: It is another one.
+            PathRefused: It was replaced.
         """
         return self._do(lambda: job_directories.attributes(place, known))
 

@@ -52,8 +52,8 @@ class Directory:
 
     @property
     def descriptor(self) -> int:
-        """Return a descriptor, open with O_PATH, which the `JobPaths` owns: valid until it has
-        opened many others. One call at a time may use a `JobPaths`.
+        """Return a descriptor, open with O_PATH, which the `JobPaths` owns and may close once it
+        opens others: use it at once. One call at a time may use a `JobPaths`.
 
         Raises:
             PathRefused: The directory was closed meanwhile, and its path leads elsewhere now.
@@ -111,7 +111,7 @@ class JobPaths:
 
     root: str = ""
     _directories: dict[str, Directory] = field(default_factory=dict)
-    #: Open descriptors by directory, those used last at the end.
+    #: Open descriptors by directory, the most recently used last.
     _open: OrderedDict[Directory, int] = field(default_factory=OrderedDict)
     #: Directories that were reached through a link in the last component: always open.
     _linked: dict[Directory, int] = field(default_factory=dict)

@@ -200,9 +200,9 @@ def _plan_one(
 
 
 def can_keep(file: OpenFile, now: os.stat_result) -> bool:
-    """Return whether a file is still the one that the job had open, and its content can be changed
-    in place: no other name of it, of a backup perhaps, shows that, and saving the old content takes
-    no time.
+    """Return whether a file is still the one that the job had open, and its content may be changed
+    in place: it has no other name (a backup, perhaps) that would change too, and saving its old
+    content is quick.
     """
     return (
         inode_of(now) == (file.device, file.inode)

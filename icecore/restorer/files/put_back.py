@@ -48,8 +48,8 @@ class _Prepared:
     """One action: its change, and the place.
 
     Attributes:
-        made: Whether a file or FIFO was made that gets its owner, mode and time yet.
-        descriptor: It, open; None: it is opened again, because too many others are open.
+        made: Whether a file or FIFO was made that has yet to get its owner, mode and time.
+        descriptor: The open file; None: it is opened again, because too many others are open.
     """
 
     action: Action

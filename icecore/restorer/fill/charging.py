@@ -1,5 +1,5 @@
-"""Whose cgroup pays for restored shared memory: a page is charged to the group of the process that
-first touches it (cgroups(7)), so a process in the job's group allocates the pages that are filled.
+"""Charges restored shared memory to the job's cgroup: a page is charged to the group of the process
+that first touches it (cgroups(7)), so a process in the job's group allocates the pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from icecore.sizes import CELL_PAGES, PAGE
 
 _MEMORY, _CURRENT = "memory", "memory.current"
 _SECONDS = 600.0
-#: Exit status of the process that allocates if it may not join the group.
+#: Exit status of the allocating process if it may not join the group.
 _NOT_JOINED = 3
 #: Arguments: the group's file, the exit status, the objects' descriptors. Standard input: for each
 #: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes).
@@ -44,9 +44,9 @@ Ranges = npt.NDArray[np.uint64]
 
 
 def paying_group(pid: int) -> Path | None:
-    """Return the cgroup that pays for the memory of a process, if this process's memory is charged to
-    another one: of version 1's memory hierarchy, else of version 2. None: they are the same, or it
-    cannot be told.
+    """Return the cgroup to which the memory of a process is charged, if this process's memory is
+    charged to another one: of version 1's memory hierarchy, else of version 2. None: they are the
+    same, or cannot be determined.
     """
     for one in sorted(cgroups.hierarchies(), key=lambda one: not one.name):
         if one.name and _MEMORY not in one.name.split(","):
@@ -70,7 +70,9 @@ def _place(hierarchy: cgroups.Hierarchy, pid: int | str) -> Path | None:
 
 
 def _charged(hierarchy: cgroups.Hierarchy, group: Path) -> Path:
-    """Return the group that counts the memory of a group: of version 2, the next above that does."""
+    """Return the group that counts the memory of a group: in version 2, the nearest one with the
+    memory controller, upwards.
+    """
     while not hierarchy.name and group != hierarchy.point and not (group / _CURRENT).exists():
         group = group.parent
     return group
@@ -91,14 +93,14 @@ def ranges_of(cells: SpaceCells) -> Ranges:
 
 
 def allocate(group: Path, objects: Sequence[tuple[int, Ranges]]) -> bool:
-    """Allocate pages at the expense of a cgroup.
+    """Allocate pages that are charged to a cgroup.
 
     Args:
         group: Its directory.
-        objects: Descriptors of objects in memory, open for writing, and what to allocate of each.
+        objects: Descriptors of memory objects, open for writing, and what to allocate of each.
 
     Returns:
-        Whether it paid; False: no process of this one's may join it.
+        Whether they were charged to it; False: no process that this one starts may join it.
 
     Raises:
         RestoreFailed: The group has no room for them, or there is no memory.

@@ -258,8 +258,8 @@ def _logs(restoring: Restoring | None, spaces: _Spaces) -> list[FileTarget]:
 
 
 def _fill_temporary(attempt: Attempt, plan: Plan, resources: Resources) -> int:
-    """Write the content of the directories that the instance has for itself; return its bytes.
-    Nobody sees them yet, and they are removed if the restore fails.
+    """Write the content of the instance's private temporary directories; return its bytes.
+    No process of the job sees them yet, and they are removed if the restore fails.
     """
     record, restoring, done = resources.record, resources.restoring, 0
     if record is None or restoring is None:
@@ -274,7 +274,7 @@ def _fill_temporary(attempt: Attempt, plan: Plan, resources: Resources) -> int:
             done += write_data(backend, attempt.loop, plan.reader, point, place).bytes
         except OSError as error:
             raise RestoreFailed(
-                f"cannot write the job's own {point}: {error.strerror}",
+                f"cannot write the job's private {point}: {error.strerror}",
                 cure=f"free space in {attempt.state}",
             ) from error
     return done

@@ -64,7 +64,7 @@ def check_requirements(
     """
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
-    # What the instance has for itself is made anew, whatever becomes of other files.
+    # Private temporary directories are made anew, whatever happens to other files.
     private = run.tmp if run is not None else []
     directories = [one for one in read_data(manifest) if one.path not in private]
     active = options.files in ("auto", "restore") and not copies.directory
@@ -159,8 +159,8 @@ def _container(manifest: Manifest) -> list[Requirement]:
 
 
 def _without_keeping(files: FilePlan, held: Set[str]) -> FilePlan:
-    """Return the plan with files of which a running process has one open replaced by others: what
-    it reads or writes stays its own.
+    """Return the plan without changing in place the files that a running process has open: they are
+    replaced, and the process keeps the old ones.
     """
     return replace(
         files,

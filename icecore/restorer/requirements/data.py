@@ -41,9 +41,9 @@ def entries(
 
 
 def check_left(paths: Sequence[str]) -> Iterator[Requirement]:
-    """Say which files do not get attributes back that give rights to programs."""
+    """Warn of files whose capabilities are not restored."""
     for path in paths[:_SHOWN]:
-        message = f"{path} had capabilities, which a restore gives back to files of root alone"
+        message = f"{path} had capabilities, which a restore sets only on files of root"
         yield Requirement("data", False, message, hard=False)
     if len(paths) > _SHOWN:
         message = f"{len(paths) - _SHOWN} more files had capabilities"
@@ -53,13 +53,13 @@ def check_left(paths: Sequence[str]) -> Iterator[Requirement]:
 def check_temporary(
     manifest: Manifest, run: RunRecord | None, workdir: str, criu: Criu
 ) -> Iterator[Requirement]:
-    """Say what the job gets for itself, and check that CRIU finds its own files beside it."""
+    """Report the job's private temporary directories; check that they hide nothing from CRIU."""
     if run is None or not run.tmp:
         return
     for one in read_data(manifest):
         if one.path in run.tmp:
             size = f"{one.entries} entries, {units.size(one.bytes)}"
-            yield Requirement("tmp", True, f"the job gets its own {one.path}: {size}")
+            yield Requirement("tmp", True, f"the job gets a private {one.path}: {size}")
     hidden = temporary.hidden_from_criu(run.tmp, workdir, criu.path) if run.own_view else None
     if hidden is not None:
         yield Requirement("tmp", False, *hidden)

@@ -65,7 +65,7 @@ def as_job(call: Call, job: Job, supervising: Mapping[str, str]) -> models.Job:
         isolation={
             name: bool(getattr(known.isolation, name))
             for name in ("pid", "ipc", "network", "root", "tmp")
-            # A client of an earlier version does not know the last.
+            # A client of an earlier version does not know "tmp".
             if name != "tmp" or known.isolation.tmp
         },
         restored_from=known.restored_from,

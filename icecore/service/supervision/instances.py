@@ -119,7 +119,7 @@ class Instances:
         )
 
     def _tell_ignored(self, job: Job) -> None:
-        """Say which data directories are not the job's, which was started with others."""
+        """Report the requested data directories that the job was not started with."""
         has = job.description.data
         ignored = [path for path in self._plan.data if os.path.realpath(path) not in has]
         if ignored:

@@ -25,7 +25,7 @@ class Plan:
     Attributes:
         name: The job's name.
         start: Starts the job anew.
-        data: The data directories with which it does so, as they were named.
+        data: The data directories with which ``start`` starts it, as the user named them.
         resume: Bring it back from its newest snapshot if there is one.
         or_start: Start anew if no snapshot can be restored.
         fall_back: So many older snapshots are tried if the newest cannot be restored.

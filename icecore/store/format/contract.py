@@ -54,8 +54,8 @@ _Record = TypeVar("_Record")
 
 class RunIsolation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which namespaces of its own the job has (`icecore.host.jobs.namespaces.Isolation`). A private
-    root (``root``) requires a pid namespace. ``tmp``: it has /tmp and /var/tmp for itself, as far as
-    they are among its data directories; left out if not.
+    root (``root``) requires a pid namespace. ``tmp``: those of /tmp and /var/tmp that are
+    among its data directories are private to it; left out if false.
     """
 
     pid: bool = True

@@ -38,8 +38,8 @@ OPEN = -1
 #: ns: a file whose times are this close to the moment of a look may have been written again in the
 #: same tick of the kernel's clock.
 TICK_NS = 100_000_000
-#: Extended attributes that owners of files can set (access control lists: acl(5)), and that root
-#: can: the capabilities of a program, and what programs of root keep in ``trusted.``.
+#: Extended attributes that owners of files can set (access control lists: acl(5)), and that only
+#: root can: the capabilities of a program, and what programs of root keep in ``trusted.``.
 _LISTS = (b"system.posix_acl_access", b"system.posix_acl_default")
 CAPABILITY = b"security.capability"
 OF_ROOT = (CAPABILITY, b"trusted.")
@@ -88,9 +88,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     def attributes_for(self, owner: int) -> dict[bytes, bytes]:
         """Return the attributes that a restore gives back.
 
-        Those of root alone (`OF_ROOT`) come back only from a snapshot of root's. The capability of
-        a program also requires that the program is root's: another owner could have it open for
-        writing, or mapped, before it gets the capability.
+        Those of root alone (`OF_ROOT`) are restored only from a snapshot of root's. The
+        capabilities of a program also require that it belongs to root: another owner could have it
+        open for writing, or mapped, before it gets the capabilities.
 
         Args:
             owner: The user whose snapshot it is.
@@ -166,8 +166,8 @@ def read_data(manifest: Manifest) -> list[DataDirectory]:
 
 
 def data_bytes(manifest: Manifest) -> int:
-    """Return the bytes of all files in a snapshot's data directories; 0: it has none, or its record
-    makes no sense, which a restore refuses.
+    """Return the bytes of all files in a snapshot's data directories; 0: it has none, or their
+    record is damaged, which a restore refuses.
     """
     try:
         return sum(one.bytes for one in read_data(manifest))
@@ -248,7 +248,7 @@ def _broken(entries: list[Entry], size: int) -> Iterator[str]:
             yield f"the attributes of {entry.path!r} are too long"
         for name in entry.attributes:
             if not name.startswith((b"user.", b"trusted.")) and name not in (*_LISTS, CAPABILITY):
-                yield f"{entry.path!r} has an attribute {name!r}, which no restore gives back"
+                yield f"{entry.path!r} has an attribute {name!r}, which no restore sets"
     for entry in entries:
         if entry.kind == "link" and seen.get(entry.target) != "file":
             yield f"{entry.path!r} names a file that is not in the table"

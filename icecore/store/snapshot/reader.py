@@ -212,7 +212,7 @@ class SnapshotReader:
 
     def content(self, space: Space, most: int) -> bytearray:
         """Return the bytes of a table: a space of kind ``file`` of which no page is absent and no
-        cell holds only zeros. Memory is allocated for what was read, not for what is claimed.
+        cell holds only zeros. Memory is allocated as bytes are read, not by the claimed size.
 
         Args:
             most: Bytes that it may have.
@@ -242,7 +242,7 @@ class SnapshotReader:
         return Damaged(
             "map",
             f"of snapshot {self.manifest.snapshot}",
-            f"{space.kind} {space.key!a} has {space.size} bytes, but not exactly these are there",
+            f"{space.kind} {space.key!a} has {space.size} bytes, but its cells do not hold exactly these",
         )
 
     def decode(

@@ -245,9 +245,9 @@ def test_a_users_job_has_a_tmp_of_its_own(public: Path) -> None:
             node.ok(ALICE, *words, "sh", "/tmp")
             until(lambda: len(node.ok(ALICE, "logs", "own").split()) > 5, "5 files")
             snapshot = node.ok(ALICE, "dump", "--stop", "own").split()[0]
-            assert "/tmp (the job's own)" in node.ok(ALICE, "show", snapshot)
+            assert "/tmp (private to the job)" in node.ok(ALICE, "show", snapshot)
             planned = node.ok(ALICE, "restore", "-n", snapshot)
-            assert "the job gets its own /tmp" in planned and "segment" not in planned
+            assert "the job gets a private /tmp" in planned and "segment" not in planned
             node.ok(ALICE, "restore", "--name", "again", snapshot)
             before = len(node.ok(ALICE, "logs", "again").split())
             until(lambda: len(node.ok(ALICE, "logs", "again").split()) > before + 3, "it goes on")
