@@ -36,7 +36,7 @@ SOURCES = [
     PACKAGE / "host" / "criu" / "log.py",
     PACKAGE / "host" / "jobs" / "start.py",
     PACKAGE / "host" / "kernel" / "oom.py",
-    PACKAGE / "restorer" / "requirements.py",
+    *sorted((PACKAGE / "restorer" / "requirements").glob("*.py")),
     PACKAGE / "node" / "doctor.py",
 ]
 #: Options of other programs, each with a word that stands before it in the same text.

@@ -30,7 +30,13 @@ from icecore.restorer.restore import check, restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
-pytestmark = pytest.mark.criu
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(
+        bool(temporary.hidden_from_criu(temporary.POINTS, "/", Path("/"))),
+        reason="icecore is installed in /tmp, which a private /tmp hides from CRIU",
+    ),
+]
 
 PYTHON = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
 

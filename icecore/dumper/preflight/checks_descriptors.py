@@ -73,7 +73,9 @@ def io_uring(found: Inspection) -> list[Refusal]:
         Refusal(
             "io_uring",
             f"CRIU cannot dump io_uring, which {'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users))} uses",
-            "start the job with 'icecore run' without --io-uring, or after 'sysctl -w kernel.io_uring_disabled=2'",
+            "start the job without --io-uring ('icecore run', run.io_uring in the configuration)"
+            if found.run is not None
+            else "start the job with 'icecore run', which denies it io_uring, or after 'sysctl -w kernel.io_uring_disabled=2'",
         )
     ]
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from icecore.errors import RestoreRefused, UsageError
+from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.kernel.removal import remove_tree
 
 #: What is covered, unless it is a link to another directory.
@@ -147,6 +148,7 @@ def hidden_from_criu(points: Sequence[str], workdir: str, criu: Path) -> tuple[s
     for path, cure in (
         (workdir, "name another directory with --workdir"),
         (str(criu), "install CRIU elsewhere (tools/install-criu)"),
+        (str(CRIU_LIBRARY), "install icecore elsewhere"),
     ):
         if point := covering(points, os.path.realpath(path)):
             return f"the job has a private {point}, in which CRIU does not find {path}", cure

@@ -271,9 +271,10 @@ def plan_memory(
             os.unlink(path)
             write_pagemap(folder / f"placed-shmem-{space.key}.img", pages_id, entries, version)
         ranges: list[tuple[int, int]] = []
-        vmas = _vmas(folder, int(space.key)) if space.kind == "process" else None
+        wanted_vmas = space.kind == "process" and (lazily or temporary)
+        vmas = _vmas(folder, int(space.key)) if wanted_vmas else None
         if vmas is not None:
-            if reserved := reservations(vmas, entries):
+            if lazily and (reserved := reservations(vmas, entries)):  # not what is exported
                 map_in_place(folder, int(space.key), reserved)
             given = temporary.get(int(space.key), ()) if temporary else ()
             ranges = [bounds for bounds in mappable(vmas, given, entries) if _dense(cells, bounds)]

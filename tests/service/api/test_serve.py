@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from icecore.errors import ServiceFailed
+from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import user_name
 from icecore.remote.connection import Service, at
 from tests.cli.conftest import until
@@ -234,6 +235,10 @@ def test_data_of_a_user_is_dumped_and_restored(node: Node) -> None:
     assert {path.stat().st_uid for path in [data, *data.iterdir()]} == {ALICE}
 
 
+@pytest.mark.skipif(
+    bool(temporary.hidden_from_criu(temporary.POINTS, "/", Path("/"))),
+    reason="icecore is installed in /tmp, which a private /tmp hides from CRIU",
+)
 def test_a_users_job_has_a_tmp_of_its_own(public: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/var/lib", prefix="icecore-test-") as name:
         Path(name).chmod(0o755)
