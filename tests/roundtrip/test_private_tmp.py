@@ -25,6 +25,7 @@ from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
+from icecore.restorer.files.data_export import export_data
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check, restore
 from tests.host.target import eventually
@@ -135,6 +136,12 @@ class World:
         job.wait(20)
 
 
+def exported_names(world: World, snapshot: str) -> set[str]:
+    trip, folder = world.trip, world.registry.state / "export"
+    export_data(trip.repository, trip.loop, snapshot, "/tmp", folder)
+    return set(os.listdir(folder))
+
+
 def inside(job: Job) -> Path:
     return Path(f"/proc/{job.pid}/root/tmp")
 
@@ -158,6 +165,10 @@ def test_a_private_tmp_travels_with_its_job(world: World, root: bool) -> None:
     assert (there / "deep/work/count").exists() and not Path("/tmp/deep/work/count").exists()
     first = world.dump(job)
     world.goes_on(job)
+    # An export has what the directory had: not the names that the job has removed.
+    exported = exported_names(world, first)
+    assert "kept" in exported and not {"lost", "gone"} & exported, exported
+    assert not [name for name in exported if "link_remap" in name]
     # A second instance beside the original has its own.
     beside = world.restore(first, "beside")
     world.goes_on(beside)

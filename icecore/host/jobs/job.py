@@ -319,19 +319,22 @@ class Job:
         job.tidy()
         return status
 
-    def tidy(self, seconds: float = _LEAVE_SECONDS) -> None:
+    def tidy(self, seconds: float = _LEAVE_SECONDS, removal: float | None = None) -> None:
         """Remove the cgroup and the private temporary directories of a job that has ended. What
-        cannot be removed stays for the next call.
+        cannot be removed stays for the next call. The directories stay, too, while processes of
+        the job go on without its init.
 
         Args:
             seconds: How long to wait for processes that its init left, which are still ending.
+            removal: How many seconds the removal of the directories may take if a process is
+                adding to them; None: `icecore.host.jobs.temporary.REMOVAL_SECONDS`.
         """
         known = self.description
         if not (known.group or known.isolation.tmp) or self.state not in ("ended", "failed"):
             return
-        if known.group:
-            freezer.remove_group(Path(known.group), seconds)
-        self._remove_temporary()
+        if known.group and not freezer.remove_group(Path(known.group), seconds):
+            return
+        self._remove_temporary(removal)
 
     def discard(self) -> None:
         """Remove the directory and the cgroup of an instance that does not run."""
@@ -340,13 +343,15 @@ class Job:
         self._remove_temporary()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _remove_temporary(self) -> None:
+    def _remove_temporary(self, seconds: float | None = None) -> None:
         """Remove the job's private temporary directories, if it has any."""
         if self.description.isolation.tmp:
             from icecore.host.jobs import temporary  # few jobs have them
 
             with suppress(OSError):
-                temporary.remove(self.directory)
+                temporary.remove(
+                    self.directory, temporary.REMOVAL_SECONDS if seconds is None else seconds
+                )
 
     @property
     def group(self) -> Path | None:

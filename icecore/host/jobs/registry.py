@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.restoring import Restoring
 
+#: How long a command removes ever deeper private directories of jobs that have ended.
+_TIDY_SECONDS = 5.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -256,10 +258,10 @@ class Registry:
         """Thaw jobs that a dump left frozen because all its processes were killed, and remove the
         private temporary directories of jobs that ended while no command waited for them.
         """
-        for job in self.instances():
-            if job.description.isolation.tmp and not job.alive:
-                job.tidy(0.0)
-            elif job.group is not None and job.alive and freezer.thaw_left(job.group):
+        jobs = self.instances()
+        _tidy([job for job in jobs if job.description.isolation.tmp and not job.alive])
+        for job in jobs:
+            if job.group is not None and job.alive and freezer.thaw_left(job.group):
                 self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
@@ -291,20 +293,22 @@ class Registry:
         """Forget an instance that has ended, with its logs.
 
         Raises:
-            UsageError: It runs or is being started, or a restore takes the device memory that it
-                left.
+            UsageError: It runs or is being started, processes of it or of its user still use its
+                private temporary directories, or a restore takes the device memory that it left.
             ResidentFailed: The keeper of its device memory does not answer; nothing is forgotten,
                 and it can be tried again.
         """
+        job.tidy()  # without the lock: it can take a while
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
                 raise UsageError(
                     f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first"
                 )
+            if job.description.isolation.tmp:
+                _require_no_temporary(job.directory, job.instance)
             place = keepers.keeper_place(job)
             if place.exists() and keepers.has_last(job, self.instances()):
                 keepers.let_go_unless_claimed(place, f"job {job.name} ({job.instance})")
-            job.tidy()
             shutil.rmtree(job.directory)
 
     def remove_damaged(self, instance: str) -> None:
@@ -327,7 +331,9 @@ class Registry:
                     keepers.let_go_unless_claimed(place, f"job {instance}")
             from icecore.host.jobs import temporary  # few commands need it
 
-            temporary.remove(directory)
+            with suppress(OSError):
+                temporary.remove(directory, _TIDY_SECONDS)
+            _require_no_temporary(directory, instance)
             shutil.rmtree(directory)
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
@@ -364,10 +370,9 @@ class Registry:
             require_name(name)
         if not exact:
             name = job_name(name) or "job"
+        _tidy(self.instances())
         with self._lock():
             instances = self.instances()
-            for ended in instances:
-                ended.tidy(0.0)
             taken = {job.name for job in instances if job.state in ("running", "starting")}
             if exact and name in taken:
                 raise UsageError(
@@ -393,6 +398,30 @@ class Registry:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
         return job
+
+
+def _tidy(jobs: Sequence[Job]) -> None:
+    """Tidy up after those that have ended, without waiting long for processes that keep others
+    from it.
+    """
+    until = time.monotonic() + _TIDY_SECONDS
+    for job in jobs:
+        job.tidy(0.0, max(0.0, until - time.monotonic()))
+
+
+def _require_no_temporary(directory: Path, instance: str) -> None:
+    """Require that the private temporary directories of a job that has ended are gone.
+
+    Raises:
+        UsageError: They are not.
+    """
+    from icecore.host.jobs import temporary  # few jobs have them
+
+    if temporary.is_left(directory):
+        raise UsageError(
+            f"the private /tmp of job {instance} is still in use",
+            cure=f"end the processes of its user that use it, then 'icecore rm {instance}' again",
+        )
 
 
 def _make_logs(directory: Path, user: int) -> None:

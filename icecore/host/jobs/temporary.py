@@ -25,6 +25,8 @@ NO_MOUNTS = (
     "leave out --tmp private, or run icecore where root can mount: with CAP_SYS_ADMIN, and"
     " with 'sysctl user.max_mnt_namespaces' high enough"
 )
+#: How long a removal goes on with ever deeper directories, which a process may be adding.
+REMOVAL_SECONDS = 60.0
 _FOLDER = "tmp"
 _MODE = 0o1777
 
@@ -66,18 +68,27 @@ def make(directory: Path, points: Sequence[str], user: int) -> None:
         own.chmod(_MODE)
 
 
-def remove(directory: Path) -> None:
-    """Remove the directories of an instance that has ended, with all their content.
+def remove(directory: Path, seconds: float = REMOVAL_SECONDS) -> None:
+    """Remove the directories of an instance that has ended, with all their content. A process of
+    the job's user that has kept its way into them cannot add anything to what is being removed.
+
+    Args:
+        seconds: As in `icecore.host.kernel.removal.remove_tree`.
 
     Raises:
-        OSError: Something in them cannot be removed.
+        OSError: Something in them cannot be removed, or ``seconds`` are over.
     """
     with suppress(FileNotFoundError):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            remove_tree(descriptor, _FOLDER)
+            remove_tree(descriptor, _FOLDER, seize=True, seconds=seconds)
         finally:
             os.close(descriptor)
+
+
+def is_left(directory: Path) -> bool:
+    """Return whether an instance has private directories, which may be half removed."""
+    return os.path.lexists(directory / _FOLDER)
 
 
 def require_visible(points: Sequence[str], state: Path, cwd: str, data: Sequence[str]) -> None:

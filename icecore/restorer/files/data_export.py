@@ -160,15 +160,27 @@ def write_data(
             ),
             cells,
         )
-        _link_lost_names(files, manifest, data)
     size = sum(entry.size for entry in entries)
     return DataExport(folder, len(entries) - 1, size, time.perf_counter() - began)
 
 
-def _link_lost_names(files: JobFiles, manifest: Manifest, data: str) -> None:
-    """Give files again the deleted names under which the job has them open: CRIU opens them by
-    these names, and then removes the names.
+def link_lost_names(manifest: Manifest, data: str, folder: Path) -> None:
+    """Give files in a written data directory again the deleted names under which the job has them
+    open: CRIU opens them by these names, and then removes the names.
+
+    Args:
+        data: Path of the data directory, as the job sees it.
+        folder: Where it was written (`write_data`).
+
+    Raises:
+        RestoreFailed: A name leads through a link that the job's user could make.
+        OSError: A name cannot be made.
     """
+    with JobFiles(str(folder)) as files:
+        _link_lost_names(files, manifest, data)
+
+
+def _link_lost_names(files: JobFiles, manifest: Manifest, data: str) -> None:
     for file in manifest.files:
         source = next((name for name in file.links if name.startswith(f"{data}/")), "")
         if not source or not file.path.startswith(f"{data}/"):

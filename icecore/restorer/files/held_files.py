@@ -123,7 +123,9 @@ def _is_right_place(
         return True
     if path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY):
         return target.removesuffix(_DELETED) == path
-    return any(f"{path}/".startswith(beginning) for beginning in own)
+    return any(
+        f"{path}/".startswith(beginning) and f"{target}/".startswith(beginning) for beginning in own
+    )
 
 
 def _is_right(

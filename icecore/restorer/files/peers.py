@@ -45,7 +45,7 @@ def _connects_as(user: int, root: str, path: str) -> bool:
     here = os.open(root or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         below = os.path.relpath(resolved, _path_of(here))
-        with acting_as(*_rights(user)):
+        with acting_as(*rights(user)):
             for part in below.split("/") if below != "." else ():
                 found = open_confined(here, part, os.O_PATH | os.O_DIRECTORY)
                 above, here = here, found
@@ -80,7 +80,8 @@ def _path_of(descriptor: int) -> str:
     return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
-def _rights(user: int) -> tuple[int, int, list[int]]:
+def rights(user: int) -> tuple[int, int, list[int]]:
+    """Return a user's uid, gid and groups, as far as this machine knows them."""
     try:
         entry = pwd.getpwuid(user)
     except KeyError:

@@ -15,6 +15,7 @@ from icecore.errors import Damaged
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, components
 from icecore.restorer.files.plan import Action, FilePlan, FilesMode, Problem
 from icecore.restorer.files.rights import Inode, inode_of
+from icecore.restorer.files.socket_names import name_problem
 from icecore.store.format.manifest import OpenFile
 from icecore.store.format.surroundings import Folder, Named, SmallFile, SocketName, Surroundings
 
@@ -58,6 +59,7 @@ def plan_surroundings(
     *,
     root: str = "",
     is_own: Callable[[str], bool] = lambda path: False,
+    user: int = 0,
 ) -> FilePlan:
     """Compare the record of the snapshot with the file system.
 
@@ -67,6 +69,7 @@ def plan_surroundings(
             file is made.
         root: What the paths are relative to, for a job with a private root.
         is_own: Whether a path belongs to the new instance itself.
+        user: The job's user.
     """
     if found is None:
         return FilePlan([], [])
@@ -80,18 +83,16 @@ def plan_surroundings(
                 paths.forget()
             if not is_own(one.path):
                 _plan_one(planning, one)
-    made = {folder.path for folder in planning.folders}
-    sockets = []
-    for one in found.sockets:
-        folder = os.path.dirname(one.place)
-        if is_own(one.path):
-            continue
-        if folder in made:
-            sockets.append(msgspec.structs.replace(one, path=one.place, folder=""))
-        if not _leads_to(one, root, made):
-            message = "the job has a unix socket of this name, and its directory is missing"
-            problem = Problem(one.path, message, f"make {os.path.dirname(one.path)}")
-            planning.problems.append(problem)
+        made = {folder.path for folder in planning.folders}
+        named = [one for one in found.sockets if not is_own(one.path)]
+        for one in named:
+            if (problem := _socket_problem(paths, one, root, made, user)) is not None:
+                planning.problems.append(problem)
+    sockets = [
+        msgspec.structs.replace(one, path=one.place, folder="")
+        for one in named
+        if os.path.dirname(one.place) in made
+    ]
     return FilePlan(
         planning.actions,
         planning.problems,
@@ -100,6 +101,22 @@ def plan_surroundings(
         tuple(planning.folders),
         tuple(sockets),
     )
+
+
+def _socket_problem(
+    paths: JobPaths, one: SocketName, root: str, made: Set[str], user: int
+) -> Problem | None:
+    """Return why CRIU may not or cannot give a name to a socket."""
+    try:
+        problem = name_problem(paths, one.path, user)
+    except (FileNotFoundError, NotADirectoryError):
+        problem = None
+    except OSError as error:
+        return Problem(one.path, f"cannot examine it: {error.strerror}", "run as root")
+    if problem is not None or _leads_to(one, root, made):
+        return problem
+    message = "the job has a unix socket of this name, and its directory is missing"
+    return Problem(one.path, message, f"make {os.path.dirname(one.path)}")
 
 
 def _leads_to(one: SocketName, root: str, made: Set[str]) -> bool:

@@ -23,10 +23,11 @@ from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.restoring import Restoring
 from icecore.restorer.files.copies import require_all_covered
-from icecore.restorer.files.data_export import write_data
+from icecore.restorer.files.data_export import link_lost_names, write_data
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
 from icecore.restorer.files.held_files import require_files
+from icecore.restorer.files.image_paths import require_paths
 from icecore.restorer.files.images import (
     FILE_NAME,
     Memory,
@@ -149,6 +150,7 @@ def prepare_files(
             )
         running.bytes += _write(attempt, plan, memory.page_images)
         _exchange(attempt, workspace, put_back)
+        _require_paths(attempt, plan, resources, folder)
         forget_sizes(folder, plan.requirements.shared)
         rearm_timers(folder)
         _drop_datagrams(attempt, plan, folder)
@@ -272,12 +274,28 @@ def _fill_temporary(attempt: Attempt, plan: Plan, resources: Resources) -> int:
         try:
             backend = attempt.repository.backend
             done += write_data(backend, attempt.loop, plan.reader, point, place).bytes
+            link_lost_names(plan.manifest, point, place)
         except OSError as error:
             raise RestoreFailed(
                 f"cannot write the job's private {point}: {error.strerror}",
                 cure=f"free space in {attempt.state}",
             ) from error
     return done
+
+
+def _require_paths(attempt: Attempt, plan: Plan, resources: Resources, images: Path) -> None:
+    """Require that no link of a user leads CRIU elsewhere."""
+    record, restoring = resources.record, resources.restoring
+    places = {}
+    if record is not None and restoring is not None:
+        places = {one: temporary.place(restoring.job.directory, one) for one in record.tmp}
+    require_paths(
+        images,
+        places,
+        root=attempt.options.root,
+        is_own=record.is_own if record is not None else lambda path: False,
+        user=owner_of(plan.manifest, record),
+    )
 
 
 def _write(attempt: Attempt, plan: Plan, targets: Sequence[FileTarget]) -> int:
@@ -319,7 +337,8 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
     root could change where a path leads.
     """
     files = plan.requirements.files
-    if not files.exposed or not all(file.inode for file in plan.manifest.files):
+    exposed = files.exposed or (plan.record is not None and bool(plan.record.tmp))
+    if not exposed or not all(file.inode for file in plan.manifest.files):
         return None
     given = {f"/{FILE_NAME}"}
     places: tuple[str, ...] = ()

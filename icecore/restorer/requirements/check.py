@@ -87,6 +87,7 @@ def check_requirements(
             options.files,
             root=options.root,
             is_own=run.is_own if run is not None else lambda path: path in own_files,
+            user=owner_of(manifest, run),
         )
     )
     data = NO_DATA

@@ -1,0 +1,314 @@
+"""CRIU opens files and names sockets as root, by paths that lead through directories of the job's
+user. No link that the user makes there leads it to something of root's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.dump import dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import RestoreFailed, RestoreRefused
+from icecore.events import Event, discard
+from icecore.host.jobs import temporary
+from icecore.host.jobs.identity import Identity
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.phases import files
+from icecore.restorer.restore import restore
+from tests.host.target import eventually
+from tests.roundtrip.conftest import Trip
+
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(
+        bool(temporary.hidden_from_criu(temporary.POINTS, "/", Path("/"))),
+        reason="icecore is installed in /tmp, which a private /tmp hides from CRIU",
+    ),
+]
+
+PYTHON = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+SECRET = b"a secret!"
+
+#: Has something open in a directory of its own, of the size and mode of root's file.
+OPENED = f"""
+import os, sys, time
+os.makedirs("/tmp/real/in")
+file = os.open("/tmp/real/shadow", os.O_RDWR | os.O_CREAT, 0o600); os.write(file, bytes({len(SECRET)}))
+os.chmod("/tmp/real/in", 0o700)
+if sys.argv[1] == "directory":
+    os.close(file); os.chdir("/tmp/real/in")
+print("there", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+#: Has bound a socket by a name through a link; may remove the name, and lets the link lead elsewhere.
+BOUND = """
+import os, socket, sys, time
+name, link, elsewhere = sys.argv[1:4]
+home = os.path.dirname(link)
+os.makedirs(f"{home}/real/in"); os.symlink("real", link)
+server = socket.socket(socket.AF_UNIX); server.bind(name); server.listen()
+if elsewhere:
+    os.unlink(name); os.unlink(link); os.symlink(elsewhere, link)
+print("there", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+@dataclass
+class World:
+    """Jobs of an ordinary user, and a directory of root's."""
+
+    trip: Trip
+    registry: Registry
+    home: Path
+    roots: Path
+    user: Identity
+
+    def start(self, program: str, *words: str, tmp: bool) -> Job:
+        job = self.registry.start(
+            [PYTHON, "-c", program, *words],
+            name="hostile",
+            cwd="/",
+            isolation=Isolation(tmp=tmp),
+            identity=self.user,
+        )
+        assert eventually(lambda: "there" in job.log_path("stdout").read_text()), job.log_path(
+            "stderr"
+        ).read_text()
+        return job
+
+    def dump(self, job: Job, meanwhile: Callable[[], None] = lambda: None) -> str:
+        def emit(event: Event) -> None:
+            if (event.name, event.fields.get("state")) == ("dump.criu", "end"):
+                meanwhile()
+
+        target = Target(job.pid, job.name, record=job.record())
+        result = dump(
+            self.trip.repository,
+            self.trip.loop,
+            target,
+            DumpOptions(stop=True),
+            criu=self.trip.criu,
+            emit=emit,
+        )
+        job.wait(20)
+        return result.snapshot
+
+    def restore(self, snapshot: str) -> Job:
+        restored = restore(
+            self.trip.repository,
+            self.trip.loop,
+            snapshot,
+            RestoreOptions(),
+            criu=self.trip.criu,
+            registry=self.registry,
+            emit=discard,
+        )
+        restored.wait_resident(60)
+        assert restored.job is not None
+        return restored.job
+
+    def end(self) -> None:
+        for job in self.registry.instances():
+            if job.alive:
+                job.kill(9)
+                job.wait(20)
+
+
+@pytest.fixture
+def world(trip: Trip) -> Iterator[World]:
+    user = Identity.of_user("nobody")
+    with tempfile.TemporaryDirectory(dir="/var/lib", prefix="icecore-test-") as name:
+        top = Path(name)
+        top.chmod(0o755)
+        for own in ("home", "roots"):
+            (top / own).mkdir(mode=0o755)
+        os.chown(top / "home", user.user, user.group)
+        made = World(trip, Registry(top / "state"), top / "home", top / "roots", user)
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+@pytest.mark.parametrize("check", ["before", "after"])
+def test_a_link_that_is_made_while_the_snapshot_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch, what: str, check: str
+) -> None:
+    (world.roots / "shadow").write_bytes(SECRET)
+    (world.roots / "shadow").chmod(0o600)
+    (world.roots / "in").mkdir(mode=0o700)
+    job = world.start(OPENED, what, tmp=True)
+    place = temporary.place(job.directory, "/tmp")
+
+    def swap() -> None:
+        """What a process of the user outside of the job can do."""
+        (place / "real").rename(place / "x")
+        (place / "real").symlink_to(world.roots)
+        os.chown(place / "real", world.user.user, world.user.group, follow_symlinks=False)
+
+    snapshot = world.dump(job, swap)
+    if check == "before":
+        with pytest.raises(RestoreRefused, match="through a symbolic link in its private"):
+            world.restore(snapshot)
+    else:  # both checks do, alone
+        monkeypatch.setattr(files, "require_paths", lambda *_, **__: None)
+        with pytest.raises(RestoreFailed, match="is not the file that was checked"):
+            world.restore(snapshot)
+    assert not any(one.alive for one in world.registry.instances())
+    assert (world.roots / "shadow").read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("tmp", [True, False], ids=["private", "host"])
+@pytest.mark.parametrize("how", ["live", "deleted", "up"])
+def test_a_socket_is_not_named_through_a_link_of_the_user(
+    world: World, tmp: bool, how: str
+) -> None:
+    home = "/tmp" if tmp else str(world.home)
+    names = {"up": f"{home}/link/in/../victim"}
+    with socket.socket(socket.AF_UNIX) as victim:
+        victim.bind(str(world.roots / "victim"))
+        victim.listen()
+        before = (world.roots / "victim").stat()
+        job = world.start(
+            BOUND,
+            names.get(how, f"{home}/link/victim"),
+            f"{home}/link",
+            str(world.roots) if how == "deleted" else "",
+            tmp=tmp,
+        )
+        snapshot = world.dump(job)
+        if not tmp and how != "deleted":
+            (world.home / "link").unlink()
+            (world.home / "link").symlink_to(world.roots)
+            (world.roots / "in").mkdir()
+        with pytest.raises(RestoreRefused, match="symbolic link") as caught:
+            world.restore(snapshot)
+        assert caught.value.cure
+        after = (world.roots / "victim").stat()
+        assert (after.st_ino, after.st_uid, after.st_ctime_ns) == (
+            before.st_ino,
+            before.st_uid,
+            before.st_ctime_ns,
+        )
+
+
+def test_a_socket_is_not_named_where_its_user_may_not(world: World) -> None:
+    own = world.home / "own"
+    job = world.start(BOUND, str(own / "real/victim"), str(own / "link"), "", tmp=False)
+    snapshot = world.dump(job)
+    restored = world.restore(snapshot)
+    assert (own / "real/victim").stat().st_uid == world.user.user
+    world.end()
+    assert not restored.alive
+    os.chown(own / "real", 0, 0)
+    with pytest.raises(RestoreRefused, match="may not make here"):
+        world.restore(snapshot)
+    # A name that is another user's in a directory that everybody may write to.
+    (own / "real").chmod(0o1777)
+    os.chown(own / "real/victim", 12345, 12345)
+    with pytest.raises(RestoreRefused, match="may not make here"):
+        world.restore(snapshot)
+
+
+#: Enters the private directory of a job of its user, and adds to it until it cannot.
+ADDS = """
+import os, sys
+os.chdir(f"/proc/{sys.argv[1]}/root/tmp")
+for number in range(1 << 40):
+    try:
+        os.mkdir(f"new-{number}")
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+        sys.exit(3)
+    if not number:
+        print("in", flush=True)
+"""
+
+
+def test_a_process_that_goes_on_adding_to_what_is_removed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = world.start(OPENED, "file", tmp=True)
+    adder = subprocess.Popen(
+        ["setpriv", f"--reuid={world.user.user}", f"--regid={world.user.group}",
+         "--clear-groups", PYTHON, "-c", ADDS, str(job.main_process())],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert adder.stdout is not None and adder.stdout.readline() == "in\n"
+        job.kill(9)
+        assert eventually(lambda: job.state == "ended")
+        held = []
+        remove = temporary.remove
+
+        def removed(directory: Path, seconds: float) -> None:
+            held.append(_is_locked(world.registry.state / "lock"))
+            remove(directory, seconds)
+
+        monkeypatch.setattr(temporary, "remove", removed)
+        other = world.registry.start(["true"], name="other", cwd="/")
+        other.wait(20)
+        assert adder.wait(60) == 3
+        assert adder.stdout.read() in ("PermissionError\n", "FileNotFoundError\n")
+        world.registry.remove(job)
+        assert held and not any(held), "other commands do not wait for a removal"
+        assert not job.directory.exists()
+    finally:
+        adder.kill()
+        adder.wait(20)
+        assert adder.stdout is not None
+        adder.stdout.close()
+
+
+def _is_locked(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_processes_that_outlive_their_init_keep_their_tmp(world: World) -> None:
+    job = world.registry.start(
+        [PYTHON, "-c", OPENED, "file"],
+        name="left",
+        cwd="/",
+        isolation=Isolation(pid=False, tmp=True),
+        identity=world.user,
+    )
+    if job.group is None:
+        pytest.skip("this machine gives a job no cgroup")
+    assert eventually(lambda: "there" in job.log_path("stdout").read_text())
+    command, place = job.main_process(), temporary.place(job.directory, "/tmp")
+    descriptor = os.pidfd_open(command)
+    try:
+        os.kill(job.pid, 9)
+        assert eventually(lambda: job.state == "ended")
+        world.registry.thaw_left()
+        assert (place / "real/shadow").exists() and Path(f"/proc/{command}/root/tmp/real").exists()
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        assert eventually(lambda: world.registry.thaw_left() or not place.exists())
+    finally:
+        os.close(descriptor)
