@@ -12,17 +12,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from icecore.dumper.data.directories import DataDirectories
 from icecore.dumper.dump import dump
+from icecore.dumper.observe.files import FoundFile
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import RestoreFailed, RestoreRefused
-from icecore.events import Event, discard
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
@@ -96,11 +97,7 @@ class World:
         ).read_text()
         return job
 
-    def dump(self, job: Job, meanwhile: Callable[[], None] = lambda: None) -> str:
-        def emit(event: Event) -> None:
-            if (event.name, event.fields.get("state")) == ("dump.criu", "end"):
-                meanwhile()
-
+    def dump(self, job: Job) -> str:
         target = Target(job.pid, job.name, record=job.record())
         result = dump(
             self.trip.repository,
@@ -108,7 +105,6 @@ class World:
             target,
             DumpOptions(stop=True),
             criu=self.trip.criu,
-            emit=emit,
         )
         job.wait(20)
         return result.snapshot
@@ -121,7 +117,6 @@ class World:
             RestoreOptions(),
             criu=self.trip.criu,
             registry=self.registry,
-            emit=discard,
         )
         restored.wait_resident(60)
         assert restored.job is not None
@@ -161,13 +156,21 @@ def test_a_link_that_is_made_while_the_snapshot_is_taken(
     job = world.start(OPENED, what, tmp=True)
     place = temporary.place(job.directory, "/tmp")
 
+    in_window = DataDirectories.in_window
+
+    def swapped(captures: DataDirectories, found: Sequence[FoundFile]) -> int:
+        """What a process of the user outside of the job can do once the job is frozen."""
+        if not (place / "real").is_symlink():
+            swap()
+        return in_window(captures, found)
+
     def swap() -> None:
-        """What a process of the user outside of the job can do."""
         (place / "real").rename(place / "x")
         (place / "real").symlink_to(world.roots)
         os.chown(place / "real", world.user.user, world.user.group, follow_symlinks=False)
 
-    snapshot = world.dump(job, swap)
+    monkeypatch.setattr(DataDirectories, "in_window", swapped)
+    snapshot = world.dump(job)
     if check == "before":
         with pytest.raises(RestoreRefused, match="through a symbolic link in its private"):
             world.restore(snapshot)
