@@ -33,6 +33,8 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 _NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+")
 #: More than the cores of any machine; starting tens of thousands of threads fails.
 _MOST_THREADS = 1024
+#: Of the cores, for work in the background: with less, changed memory would wait in staging for days.
+LEAST_CPU_SHARE = 0.01
 _WORDS = {
     "1": True,
     "true": True,
@@ -137,12 +139,24 @@ def _share(value: str | float) -> float:
     return share if 0 < share <= 1 else _refuse(value)
 
 
+def check_cpu_share(share: float) -> float:
+    """Return a share of the cores for work in the background, which is 0 (auto) or at least
+    `LEAST_CPU_SHARE`.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if share == 0 or LEAST_CPU_SHARE <= share <= 1:
+        return share
+    raise ValueError(
+        f"background_cpu is {share}; it must be from {LEAST_CPU_SHARE} to 1, or 0 (auto)"
+    )
+
+
 def _share_or_auto(value: str | float) -> float:
-    """Return a share of at least 1 %; 0 for ``auto`` and for 0."""
     if value in ("auto", 0) or str(value).strip() in ("0", "0.0"):
         return 0.0
-    share = _share(value)
-    return share if share >= 0.01 else _refuse(value)
+    return check_cpu_share(_share(value))
 
 
 def _plain(text: str) -> str:

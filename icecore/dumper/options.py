@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+from icecore.config.kinds import check_cpu_share
 from icecore.errors import UsageError
 
 
@@ -42,9 +43,9 @@ class DumpOptions:
         pinned: Never forget this snapshot by policy.
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
             (eight, if scanning needs the interpreter) and four.
-        background_cpu: Share of the cores that scanning and storing may use while the job runs. The
-            bound does not apply to the window, nor to a dump with ``stop``. 0: as many cores as are
-            idle when the dump begins, and at least an eighth of all.
+        background_cpu: Share of the cores that scanning and storing may use while the job runs, at
+            least 0.01. The bound does not apply to the window, nor to a dump with ``stop``. 0: as
+            many cores as are idle when the dump begins, and at least an eighth of all.
         memory: ``in-place``: CRIU only refers to the memory, which is read where it is.
             ``streamed``: CRIU sends all of it, which makes the window longer; for machines on which
             the other way does not work (too few descriptors, pipes that may not grow, a kernel
@@ -97,10 +98,9 @@ class DumpOptions:
     tcp: InitVar[Literal["", "keep", "close"]] = ""
 
     def __post_init__(self, tcp: Literal["", "keep", "close"]) -> None:
-        if not 0 <= self.background_cpu <= 1:
-            raise UsageError(
-                f"background_cpu is {self.background_cpu}, which is not a share of the cores",
-                cure="give a number from 0.01 to 1, or 0 for the default",
-            )
+        try:
+            check_cpu_share(self.background_cpu)
+        except ValueError as error:
+            raise UsageError(str(error), cure="set background_cpu to 0.01 or more") from None
         if tcp:
             object.__setattr__(self, "connections", tcp)

@@ -138,6 +138,7 @@ def test_a_share_of_the_cores(given: str, share: float) -> None:
         ("[dump]\nscan_threads = 1.5\n", ("dump.scan_threads", "1.5", "a whole number")),
         ("[dump]\nbackground_cpu = 1.5\n", ("dump.background_cpu", "1.5", "a share from 1%")),
         ("[dump]\nbackground_cpu = '0.5%'\n", ("dump.background_cpu", "0.5%", "a share from 1%")),
+        ("[dump]\nbackground_cpu = 1e-6\n", ("dump.background_cpu", "1e-06", "a share from 1%")),
         ("[dump]\nbackground_cpu = -1\n", ("dump.background_cpu", "-1", "or 'auto'")),
         ("[dump]\nbackground_cpu = nan\n", ("dump.background_cpu", "nan", "a share from 1%")),
         ("[dump]\nmax_window = nan\n", ("dump.max_window", "nan", "a duration")),

@@ -42,8 +42,9 @@ def test_the_jobs_own_options_are_not_parsed(cli: Cli) -> None:
 def test_a_bound_for_snapshots_that_are_not_taken(cli: Cli) -> None:
     done = cli.run("run", "--background-cpu", "50%", "--", "true", status=2)
     assert "--every" in done.stderr
-    done = cli.run("dump", "--background-cpu", "150%", "1", status=2)
-    assert "a share from 1% to 100%" in done.stderr
+    for share in ("150%", "0.5%", "1e-6", "1e-14"):
+        done = cli.run("dump", "--background-cpu", share, "1", status=2)
+        assert "a share from 1% to 100%" in done.stderr
 
 
 def test_output_as_events(cli: Cli) -> None:

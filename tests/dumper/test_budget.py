@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+import types
+from typing import cast
 
+import msgspec
 import pytest
 
 from icecore.dumper import storing
 from icecore.dumper.memory.budget import CpuBudget, own_seconds
+from icecore.dumper.memory.pipeline import CellStore, Pipeline, SpaceSink
+from icecore.dumper.memory.staging import Staging
+from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.phases.ahead import look_ahead
 from icecore.errors import UsageError
 from icecore.events import Event
 from icecore.host.kernel import cpu
+from icecore.service.api import requests
 
 from .conftest import Store
 from .puppet import Puppet
@@ -64,9 +73,33 @@ def test_work_that_does_not_pause_makes_the_rest_pause_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch, 0.5)
-    clock.used += 2.0
+    clock.used += 0.4
     clock.budget.pause()
-    assert clock.now - 100 == pytest.approx(4.0)
+    assert clock.now - 100 == pytest.approx(0.8)
+
+
+def test_threads_that_a_calling_program_starts_later_delay_no_piece_of_work_by_more_than_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, 0.5)
+    pauses = []
+    for _ in range(20):
+        clock.used += 8.0  # theirs
+        began = clock.now
+        clock.work(0.01)
+        pauses.append(clock.now - began - 0.01)
+    assert pauses == pytest.approx([1.0] * 20)
+    # Once they have ended, the bound is that of the dump's own work again.
+    began, used = clock.now, clock.used
+    for _ in range(1000):
+        clock.work(0.003)
+    assert clock.used - used == pytest.approx(0.5 * (clock.now - began), rel=0.01)
+
+
+def test_no_pause_is_longer_than_a_thread_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1e-14)
+    clock.work(1.0)
+    assert clock.now - 100 == pytest.approx(2.0)
 
 
 def test_nothing_is_bounded_before_it_is_asked_for_and_in_the_window(
@@ -123,10 +156,57 @@ def test_the_threads_of_a_calling_program_do_not_count() -> None:
     assert read() >= began  # a thread that has ended keeps what it had used
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), 1e-6, 1e-14, 0.0099])
 def test_a_share_that_is_none(share: float) -> None:
     with pytest.raises(UsageError, match="background_cpu"):
         DumpOptions(background_cpu=share)
+    for request in (requests.DumpRequest, requests.Supervise):
+        body = b'{"background_cpu": %s}' % (b"2" if math.isnan(share) else b"%.17g" % share)
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(body, type=request)
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 1])
+def test_a_share_that_is_allowed(share: float) -> None:
+    assert DumpOptions(background_cpu=share).background_cpu == share
+    for request in (requests.DumpRequest, requests.Supervise):
+        body = b'{"background_cpu": %g}' % share
+        assert msgspec.json.decode(body, type=request).background_cpu == share
+
+
+def test_a_share_that_is_not_checked_is_at_least_a_hundredth() -> None:
+    options, budget = DumpOptions(pre_copy="off"), CpuBudget()
+    object.__setattr__(options, "background_cpu", 1e-14)
+    found = types.SimpleNamespace(processes=[], private_bytes=0)
+    look_ahead(options, cast("Inspection", found), [], budget)
+    assert budget.cores == pytest.approx(0.01 * cpu.usable_cores())
+
+
+def test_an_encoder_whose_pause_fails_ends_the_dump_and_not_only_its_thread() -> None:
+    class Failing(CpuBudget):
+        def pause(self) -> None:
+            raise OverflowError("as planned")
+
+    class Sink:
+        def store(self, *_: object) -> None: ...
+        def length(self, row: int) -> int:
+            return row
+
+    found: list[BaseException] = []
+
+    def drain() -> None:
+        staging = Staging(8 << 20)
+        with staging, Pipeline(cast("CellStore", None), staging, 2, Failing()) as pipeline:
+            try:
+                pipeline.put(cast("SpaceSink", Sink()), 0, staging.acquire())
+                pipeline.drain()
+            except OverflowError as error:
+                found.append(error)
+
+    thread = threading.Thread(target=drain, daemon=True)
+    thread.start()
+    thread.join(_WAIT)
+    assert not thread.is_alive() and str(found[0]) == "as planned"
 
 
 def test_what_runs_is_seen() -> None:

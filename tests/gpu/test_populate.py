@@ -65,9 +65,9 @@ class Target:
         thread: The driver's, as the process itself sees it.
     """
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, first: str = "") -> None:
         self.process = subprocess.Popen(
-            [*words, sys.executable, "-c", TARGET],
+            [*words, sys.executable, "-c", first + TARGET],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -137,6 +137,32 @@ def test_a_mapping_is_there(target: Target, meanwhile: str) -> None:
         line for line in status.read_text().splitlines() if line.startswith("SigBlk")
     ] == blocked
     assert meanwhile != "signals" or int(said[2]) > 0
+
+
+#: Whoever calls madvise(…, MADV_HUGEPAGE) is killed (seccomp(2)).
+FILTER = """
+import ctypes, struct
+code = [(0x20, 0, 0, 0), (0x15, 0, 3, 28), (0x20, 0, 0, 32), (0x15, 0, 1, 14), (0x06, 0, 0, 0x80000000), (0x06, 0, 0, 0x7fff0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.syscall(317, 1, 0, struct.pack("HxxxxxxP", 6, ctypes.addressof(code))) == 0
+"""
+
+
+def test_a_thread_with_seccomp_filters() -> None:
+    """They are off for icecore's call, and for no call of the thread's own."""
+    target = Target(first=FILTER)
+    try:
+        with Populating(target.pid, target.thread) as made:
+            said = target.make(SMALLEST + 12288)
+        check(target, said, made)
+        own = "import mmap; mmap.mmap(-1, 8192).madvise(14)"
+        killed = subprocess.run([sys.executable, "-c", FILTER + own], timeout=20)
+        assert killed.returncode == -signal.SIGSYS, "the filter works"
+    finally:
+        target.process.kill()
+        target.process.communicate()
 
 
 @pytest.mark.skipif(limits.huge_pages() == "never", reason="this machine has no huge pages")

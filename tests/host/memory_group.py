@@ -1,4 +1,4 @@
-"""A cgroup that counts memory, for tests of who pays for it."""
+"""Cgroups for tests of who pays for memory: one that counts it, and a frozen one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,24 @@ def memory_group() -> Iterator[tuple[Path, dict[str, str]]]:
             return
         made.rmdir()
     pytest.skip("no cgroup that counts memory can be made here")
+
+
+@contextmanager
+def frozen_group() -> Iterator[Path]:
+    """Make a frozen group of version 2; yield its directory."""
+    place = next((one.point for one in cgroups.hierarchies() if not one.name), None)
+    group = place / f"icecore-frozen-{os.getpid()}" if place else Path()
+    try:
+        group.mkdir()
+        (group / "cgroup.freeze").write_text("1")
+    except OSError:
+        if place and group.exists():
+            group.rmdir()
+        pytest.skip("no cgroup that can be frozen can be made here")
+    try:
+        yield group
+    finally:
+        assert freezer.remove_group(group, 30)
 
 
 def used(group: Path) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +13,14 @@ import numpy as np
 import pytest
 
 from icecore.errors import RestoreFailed
-from icecore.restorer.fill.charging import allocate, paying_group, ranges_of
+from icecore.restorer.fill import charging
+from icecore.restorer.fill.charging import Allocator, full_group, paying_group, ranges_of
 from icecore.restorer.plan.cells import space_cells
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
-from tests.host.memory_group import USAGE, memory_group, used
+from tests.host.memory_group import USAGE, frozen_group, memory_group, used
+from tests.host.target import eventually
 
 MIB = 1 << 20
 
@@ -54,7 +58,7 @@ def test_the_group_pays_and_holes_stay_holes(group: Path, member: int, memory: i
     paying = paying_group(member)
     assert paying == group
     before = used(group)
-    assert allocate(paying, [(memory, RANGES)])
+    assert Allocator().allocate(paying, [(memory, RANGES)])
     assert used(group) - before >= 32 * MIB
     content = os.urandom(MIB) * 16
     assert os.pwrite(memory, content, 0) == os.pwrite(memory, content, 32 * MIB) == len(content)
@@ -74,11 +78,71 @@ def test_a_group_without_room(group: Path, member: int, memory: int) -> None:
     limit = next(limit for name, limit in USAGE.items() if (group / name).exists())
     (group / limit).write_text(str(16 * MIB))
     with pytest.raises(RestoreFailed, match="has no room"):
-        allocate(group, [(memory, RANGES)])
+        Allocator().allocate(group, [(memory, RANGES)])
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_the_jobs_processes_survive_if_the_group_has_no_room(
+    group: Path, memory: int, below: str
+) -> None:
+    """They are larger than the process that allocates. The limit may be that of a group above."""
+    inner = group / below
+    inner.mkdir(exist_ok=True)
+    hold = "held = bytearray(b'x' * (64 << 20)); print(len(held), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as job:
+        try:
+            assert job.stdout is not None
+            (inner / "cgroup.procs").write_text(str(job.pid))
+            assert job.stdout.readline()
+            limit = next(limit for name, limit in USAGE.items() if (group / name).exists())
+            (group / limit).write_text(str(used(group) + 16 * MIB))
+            assert full_group(inner, MIB) is None
+            with pytest.raises(RestoreFailed, match=f"{group} has no room"):
+                Allocator().allocate(inner, [(memory, RANGES)])
+            assert job.poll() is None
+            assert (inner / "cgroup.procs").read_text().split() == [str(job.pid)]
+        finally:
+            job.kill()
+            job.wait(30)
+            if below:
+                inner.rmdir()
+
+
+def test_an_allocation_ends_when_the_restore_is_given_up(memory: int) -> None:
+    allocator, found = Allocator(), []
+
+    def allocate(group: Path) -> None:
+        with pytest.raises(RestoreFailed) as caught:
+            allocator.allocate(group, [(memory, RANGES)])
+        found.append(caught.value.message)
+
+    with frozen_group() as group:
+        thread = threading.Thread(target=allocate, args=(group,), daemon=True)
+        thread.start()
+        assert eventually(lambda: (group / "cgroup.procs").read_text())
+        pid = (group / "cgroup.procs").read_text().strip()
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+        allocator.end()
+        thread.join(60)
+        assert found == ["the restore was given up"]
+        assert eventually(lambda: not (group / "cgroup.procs").read_text())
+        with pytest.raises(RestoreFailed, match="given up"):
+            allocator.allocate(group, [(memory, RANGES)])
+
+
+def test_a_frozen_group_fails_the_restore(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charging, "_SECONDS", 2.0)
+    with frozen_group() as group:
+        with pytest.raises(RestoreFailed, match="longer than 2 s") as caught:
+            Allocator().allocate(group, [(memory, RANGES)])
+        assert "thaw the cgroup" in caught.value.cure
+        assert eventually(lambda: not (group / "cgroup.procs").read_text())
 
 
 def test_a_group_that_cannot_be_joined(tmp_path: Path, memory: int) -> None:
-    assert not allocate(tmp_path / "gone", [(memory, RANGES)])
+    assert not Allocator().allocate(tmp_path / "gone", [(memory, RANGES)])
     assert os.fstat(memory).st_blocks == 0
 
 

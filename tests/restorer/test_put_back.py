@@ -233,6 +233,44 @@ def test_a_kept_file_that_is_as_it_was_is_not_written(tmp_path: Path) -> None:
     assert back.abandon() == []
 
 
+def test_files_that_are_kept_have_no_attributes_and_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved of them lies in the state directory, and a change of the content would remove
+    security.capability.
+    """
+    files = []
+    for name in ("first", "second", "third"):
+        (tmp_path / name).write_bytes(THEN)
+        files.append(recorded(tmp_path / name))
+    os.setxattr(tmp_path / "first", "user.kind", b"tested")
+
+    def kept() -> list[bool]:
+        actions = plan_files(manifest_of(*files), "restore").actions
+        return [action.keep for action in actions]
+
+    assert kept() == [False, True, True]
+    monkeypatch.setattr(plan, "_ALL_KEPT_BYTES", len(THEN) + 1)
+    assert kept() == [False, True, False]
+
+
+def test_holes_of_kept_files_stay_holes(tmp_path: Path) -> None:
+    actions = [action for action in lay_out(tmp_path) if action.keep]
+    kept = tmp_path / "home" / "kept"
+    with open(kept, "r+b") as file:
+        file.truncate(32 << 20)
+        file.seek(16 << 20)
+        file.write(b"in the middle")
+    before = kept.read_bytes()
+    back = written(actions, THEN, tmp_path / "state")
+    back.exchange()
+    (saved,) = (tmp_path / "state" / "restores").glob("*/*.saved")
+    assert saved.stat().st_size == 32 << 20 and saved.stat().st_blocks * 512 < 4 << 20
+    assert kept.read_bytes() == THEN
+    assert back.abandon() == []
+    assert kept.read_bytes() == before and kept.stat().st_blocks * 512 < 4 << 20
+
+
 @pytest.mark.parametrize("what", ["linked", "another", "of another", "mode", "large"])
 def test_when_a_file_is_replaced_by_another(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, NotFound, RestoreFailed, RestoreRefused, UsageError
+from icecore.events import Event, Sink, discard
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
@@ -36,6 +37,7 @@ from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check as verify
 from icecore.store.replication.transfer import copy
 from icecore.store.snapshot.reader import SnapshotReader
+from tests.dumper.world import Events
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 from tests.store.miniature import collect
@@ -89,10 +91,11 @@ class World:
     def number(self, job: Job) -> int:
         return int((job.log_path("stdout").read_text().split() or ["0"])[-1])
 
-    def dump(self, job: Job, **options: object) -> DumpResult:
+    def dump(self, job: Job, *, emit: Sink = discard, **options: object) -> DumpResult:
         target = Target(job.pid, job.name, record=job.record())
         chosen = DumpOptions(**options)  # type: ignore[arg-type]
-        return dump(self.trip.repository, self.trip.loop, target, chosen, criu=self.trip.criu)
+        trip = self.trip
+        return dump(trip.repository, trip.loop, target, chosen, criu=trip.criu, emit=emit)
 
     def restore(self, snapshot: str, **options: object) -> Job:
         chosen = RestoreOptions(**options)  # type: ignore[arg-type]
@@ -589,6 +592,41 @@ def test_attributes_of_directories_and_programs(world: World) -> None:
     assert isinstance(content, tuple)
     assert content[1].pop("security.capability") == capability
     assert after == before
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_what_happens_after_the_window_is_no_part_of_the_snapshot(
+    world: World, change: str
+) -> None:
+    fill(world.one)
+    deep, log = world.one / "deep", world.one / "log"
+    (deep / "latest").symlink_to("step-100")
+    before = still(deep)
+    job = world.start()
+    os.setxattr(log, "user.kind", b"open")
+    os.setxattr(log, "system.posix_acl_access", acl(11))
+    listed = {name: os.getxattr(log, name) for name in os.listxattr(log)}
+
+    def after(_: Event) -> None:
+        if change == "removed":
+            world.end(job)
+            shutil.rmtree(world.one)
+            return
+        (deep / "next").symlink_to("step-200")
+        (deep / "next").replace(deep / "latest")
+        (deep / "link").unlink()
+        os.setxattr(log, "user.kind", b"later")
+        os.removexattr(log, "system.posix_acl_access")
+
+    snapshot = world.dump(job, emit=Events({("dump.store", "begin"): after})).snapshot
+    if change == "replaced":
+        world.end(job)
+        log.unlink()  # attributes come with files that a restore makes
+    assert not (deep / "link").is_symlink()
+    restored = world.restore(snapshot)
+    assert still(deep) == before
+    assert {name: os.getxattr(log, name) for name in os.listxattr(log)} == listed
+    world.assert_one_moment(restored)
 
 
 def test_more_files_than_descriptors(world: World, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, RestoreFailed, RestoreRefused, UsageError
+from icecore.events import Event, Sink, discard
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
@@ -28,6 +29,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.restorer.files.data_export import export_data
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check, restore
+from tests.dumper.world import Events
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
@@ -113,11 +115,11 @@ class World:
             job.log_path("stdout").read_text()[-500:] + job.log_path("stderr").read_text()
         )
 
-    def dump(self, job: Job, *, stop: bool = False) -> str:
+    def dump(self, job: Job, *, stop: bool = False, emit: Sink = discard) -> str:
         target = Target(job.pid, job.name, record=job.record())
         options = DumpOptions(stop=stop)
         trip = self.trip
-        result = dump(trip.repository, trip.loop, target, options, criu=trip.criu)
+        result = dump(trip.repository, trip.loop, target, options, criu=trip.criu, emit=emit)
         if stop:
             job.wait(20)
         return result.snapshot
@@ -193,6 +195,21 @@ def test_a_private_tmp_travels_with_its_job(world: World, root: bool) -> None:
         assert not [name for name in os.listdir(top) if "link_remap" in name]
         world.end(restored)
         assert not temporary.place(restored.directory, "/tmp").exists()
+
+
+def test_a_job_that_ends_right_after_the_window(world: World) -> None:
+    """Its /tmp is removed while the snapshot is stored."""
+    job = world.start()
+    top = temporary.place(job.directory, "/tmp")
+
+    def end(_: Event) -> None:
+        world.end(job)
+        assert not top.exists()
+
+    snapshot = world.dump(job, emit=Events({("dump.store", "begin"): end}))
+    restored = world.restore(snapshot)
+    world.goes_on(restored)
+    assert os.readlink(inside(restored) / "link") == "deep"
 
 
 def test_the_tmp_of_a_users_job(world: World) -> None:

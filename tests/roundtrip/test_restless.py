@@ -70,14 +70,16 @@ for number in itertools.count():
     print(number, flush=True)
 """
 
+#: It does not print: a thread of the pool forks, and a child that was forked while another thread held
+#: the lock of sys.stdout would wait for it for ever, snapshot or not.
 POOL = """
-import itertools, multiprocessing
+import itertools, multiprocessing, os
 def square(number): return number * number
 if __name__ == "__main__":
     with multiprocessing.get_context("fork").Pool(3, maxtasksperchild=1) as pool:
         for number, found in enumerate(pool.imap(square, itertools.count())):
             assert found == number * number
-            print(number, flush=True)
+            os.write(1, b"%d\\n" % number)
 """
 
 MAKE = """

@@ -30,6 +30,7 @@ from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.restorer.fill import charging
 from icecore.restorer.fill import shared as shared_fill
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import files as restored_files
@@ -39,7 +40,8 @@ from icecore.sizes import PAGE
 from icecore.store.runtime.loop import LoopThread
 from tests.dumper.puppet import Puppet
 from tests.dumper.world import Events, Store
-from tests.host.memory_group import memory_group, used
+from tests.host.memory_group import frozen_group, memory_group, used
+from tests.host.target import eventually
 
 MIB = 1 << 20
 
@@ -511,6 +513,36 @@ def test_nothing_runs_if_it_cannot_be_filled(
         pass
     assert not Path(f"/proc/{pid}").exists()
     assert not any(store.workdir.glob("icecore-restore-*"))
+
+
+def test_a_restore_that_fails_does_not_wait_for_a_frozen_cgroup(
+    puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of one object are being allocated when the next one fails."""
+    puppet.do("held = [mmap.mmap(-1, 2 * MIB) for _ in range(2)]")
+    puppet.do("for one in held: one[:] = os.urandom(2 * MIB)")
+    snapshot, _, _ = dumped(puppet.pid, store)
+    puppet.end()
+    opened, open_mapped = [], shared_fill._open_mapped
+
+    def open_one(pid: int, start: int, number: int) -> int:
+        if opened:
+            assert eventually(lambda: (group / "cgroup.procs").read_text())
+            raise RestoreFailed("as planned")
+        opened.append(number)
+        return open_mapped(pid, start, number)
+
+    monkeypatch.setattr(shared_fill, "_open_mapped", open_one)
+    with frozen_group() as group:
+        monkeypatch.setattr(shared_fill, "paying_group", lambda _: group)
+        began = time.monotonic()
+        with (
+            pytest.raises(RestoreFailed, match="as planned"),
+            restored(store, snapshot, "full"),
+        ):
+            pass
+        assert time.monotonic() - began < charging._SECONDS / 4
+        assert eventually(lambda: not (group / "cgroup.procs").read_text())
 
 
 def test_a_mapped_file_in_memory_is_stored_before_the_window(puppet: Puppet, store: Store) -> None:

@@ -118,6 +118,8 @@ class DataCapture:
         self._folders: dict[str, os.stat_result] = {}
         self._clones: dict[str, Clone] = {}
         self._open = OpenHere({}, frozenset())
+        self._open_attributes: dict[Identity, Attributes] = {}
+        self._targets: dict[str, bytes] = {}
         self._captured: list[SpaceCapture] = []
         self.summary: DataDirectory | None = None
 
@@ -239,7 +241,8 @@ class DataCapture:
     # -- in the window
 
     def in_window(self, opened: OpenHere) -> int:
-        """List the directory, and read or clone what changed; return the bytes read.
+        """List the directory, and read or clone what changed; return the bytes read. After the
+        window, no name is looked up: the job may have replaced or removed it.
 
         Raises:
             DumpFailed: More changed than the budget permits, or something outside of the job
@@ -247,11 +250,13 @@ class DataCapture:
         """
         self._open = opened
         listing = self._list()
+        self._read_links()
         wanted: list[str] = []
         size = 0
         for path, about in self._primaries(listing):
             identity = about.st_dev, about.st_ino
             if self._is_stored(path, identity):
+                self._open_attributes[identity] = self._attributes_of(path)
                 continue
             if identity not in opened.mapped and self._has(path, about):
                 continue
@@ -272,12 +277,41 @@ class DataCapture:
         for path in now:
             read = self._read.get(path)
             if read is None or not same(read.about, listing.found[path]):
-                raise DumpFailed(
-                    f"{self.path}/{path} changed in the window: something outside of the job writes"
-                    " to it",
-                    cure="keep other programs from writing to the job's --data, and snapshot again",
-                )
+                raise self._changed(path)
         return size
+
+    def _changed(self, path: str) -> DumpFailed:
+        return DumpFailed(
+            f"{self.path}/{path} changed in the window: something outside of the job writes to it",
+            cure="keep other programs from writing to the job's --data, and snapshot again",
+        )
+
+    def _read_links(self) -> None:
+        """Read the targets of all symbolic links.
+
+        Raises:
+            DumpFailed: One is gone.
+        """
+        for path, about in self._listing.found.items():
+            if stat.S_ISLNK(about.st_mode):
+                try:
+                    self._targets[path] = os.readlink(os.fsencode(path), dir_fd=self._top)
+                except OSError as error:
+                    raise self._changed(path) from error
+
+    def _attributes_of(self, path: str) -> Attributes:
+        """Return the extended attributes of a file.
+
+        Raises:
+            DumpFailed: It is gone, or cannot be read.
+        """
+        descriptor = self._reader.open(path)
+        if descriptor < 0:
+            raise self._changed(path)
+        try:
+            return self._reader.attributes(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _is_stored(self, path: str, identity: Identity) -> bool:
         """Return whether the content of a file is stored as that of an open file of this path."""
@@ -361,16 +395,16 @@ class DataCapture:
             attributes = self._attributes[path][1] if path in self._attributes else {}
             return Entry("directory", name, *common, 0, *times, attributes=attributes)
         if stat.S_ISLNK(mode):
-            target = os.fsencode(os.readlink(name, dir_fd=self._top))
-            return Entry("symlink", name, *common, 0, *times, target=target)
+            return Entry("symlink", name, *common, 0, *times, target=self._targets[path])
         if stat.S_ISFIFO(mode):
             return Entry("fifo", name, *common, 0, *times)
         return Entry("skipped", name)
 
     def _placed(self, path: str, about: os.stat_result) -> tuple[int, Attributes]:
         """Return where the content of a file is, and its attributes."""
-        if self._is_stored(path, (about.st_dev, about.st_ino)):
-            return OPEN, self._open_attributes(path, about)
+        identity = about.st_dev, about.st_ino
+        if self._is_stored(path, identity):
+            return OPEN, self._open_attributes[identity]
         read = self._read.get(path)
         if read is not None and same(read.about, about):
             return read.location, read.attributes
@@ -378,15 +412,6 @@ class DataCapture:
         if before is None:
             raise DumpFailed(f"{self.path}/{path} could not be read")
         return before.location, before.attributes
-
-    def _open_attributes(self, path: str, about: os.stat_result) -> Attributes:
-        descriptor = self._reader.open(path)
-        if descriptor < 0:
-            return {}
-        try:
-            return self._reader.attributes(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _content(self, entries: list[Entry]) -> SpaceCapture:
         """Return the space of all contents: cells that were read, and the parent's of files that

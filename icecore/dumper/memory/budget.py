@@ -16,6 +16,9 @@ from icecore.host.kernel.cpu import process_seconds, thread_seconds
 
 #: Unused time that is kept at most, in seconds at the bound's rate; pauses are about as long.
 _SAVED_SECONDS = 0.05
+#: Excess use that is made up for at most, in the same unit: the longest pause. The rest may be that
+#: of threads that a program which calls the library started during the dump.
+_OWED_SECONDS = 1.0
 
 
 def own_seconds(
@@ -46,7 +49,7 @@ class CpuBudget:
     `bound` is called.
 
     Work that does not pause by itself (uploads) counts too, and makes the other threads pause for
-    longer.
+    longer, up to 1 s after each piece of work. Excess use beyond that is forgotten.
 
     Args:
         used: Clock of the CPU time that counts, in seconds.
@@ -94,8 +97,9 @@ class CpuBudget:
         with self._lock:
             now, spent = self._now(), self._used()
             saved = self._left + (now - self._at) * self._cores
-            self._left = min(saved, _SAVED_SECONDS * self._cores) - (spent - self._spent)
+            left = min(saved, _SAVED_SECONDS * self._cores) - (spent - self._spent)
+            self._left = max(left, -_OWED_SECONDS * self._cores)
             self._at, self._spent = now, spent
             seconds = -self._left / self._cores
         if seconds > 0:
-            self._lifted.wait(seconds)
+            self._lifted.wait(min(seconds, _OWED_SECONDS))

@@ -272,16 +272,17 @@ class Pipeline:
             self._gate.wait()
             sink, row, slot = item
             try:
-                if self._failure is None:
-                    sink.store(row, slot, scratch, self._writer)
-                    self._advance(sink.length(row))
+                try:
+                    if self._failure is None:
+                        sink.store(row, slot, scratch, self._writer)
+                        self._advance(sink.length(row))
+                finally:
+                    self._staging.release(slot)
+                self._budget.pause()
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 self._failure = self._failure or error
                 self._mark.passed.set()
                 self._staging.abandon(error)
-            finally:
-                self._staging.release(slot)
-            self._budget.pause()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from icecore.config.kinds import LEAST_CPU_SHARE
 from icecore.dumper.memory.background import in_background
 from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.precopy import PreCopied
@@ -41,7 +42,7 @@ def look_ahead(
         What runs; None: not measured, because there is too little memory for pre-copy.
     """
     if options.background_cpu and not options.stop:
-        budget.bound(options.background_cpu * cpu.usable_cores())
+        budget.bound(max(options.background_cpu, LEAST_CPU_SHARE) * cpu.usable_cores())
     if not _is_much(options, found, shared):
         return None
     activity = cpu.look_at([process.pid for process in found.processes])

@@ -19,6 +19,7 @@ import threading
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -95,6 +96,7 @@ class Populating:
         self._pid, self._said, self._tracee = pid, thread, 0
         self._ready, self._over = threading.Event(), threading.Event()
         self._changed = False  # the thread has other registers: it is not let go
+        self._filtered = False  # by seccomp
         self._thread = threading.Thread(target=self._trace, name="populate")
 
     def __enter__(self) -> Self:
@@ -122,10 +124,8 @@ class Populating:
         try:
             self.why = self._unfit()
             if not self.why:
-                filtered = procfs.status(self._tracee).seccomp != 0
-                with ptrace.standing(
-                    self._tracee, _STOP_SECONDS, unfiltered=filtered
-                ) as stopped_by:
+                self._filtered = procfs.status(self._tracee).seccomp != 0
+                with ptrace.standing(self._tracee, _STOP_SECONDS) as stopped_by:
                     if stopped_by == signal.SIGTRAP:
                         self._watch()
                     else:
@@ -240,8 +240,9 @@ class Populating:
         self._set(
             {_RIP: words[_RIP] - 2, _RAX: _MADVISE, _RDI: start, _RSI: length, _RDX: _MADV_HUGEPAGE}
         )
-        self._to_call(_MADVISE)
-        answer = self._to_call().result
+        with ptrace.unfiltered(self._tracee) if self._filtered else nullcontext():
+            self._to_call(_MADVISE)
+            answer = self._to_call().result
         if not ptrace.set_registers(self._tracee, before) or not ptrace.set_mask(
             self._tracee, mask
         ):

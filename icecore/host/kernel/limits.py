@@ -182,14 +182,21 @@ def free_huge_bytes() -> int:
     return found + max(0, int(free[1]) * 1024 - listed) if free and listed else found
 
 
+def _meminfo(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def free_swap() -> int:
+    """Return the bytes of swap that are free."""
+    return _meminfo("SwapFree")
+
+
 def memory_available() -> int:
     """Return how many bytes can be allocated without swapping (MemAvailable) or within the cgroup's
     limit, whichever is less.
     """
-    found = re.search(
-        r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
-    )
-    available = int(found[1]) * 1024 if found else 0
+    available = _meminfo("MemAvailable")
     try:
         group = (
             os.fsdecode(Path("/proc/self/cgroup").read_bytes())

@@ -24,6 +24,7 @@ CONT, SYSCALL = 7, 24
 PEEKSIGINFO = 0x4209
 _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
+_SETOPTIONS = 0x4200
 _OPTION_SYSGOOD, _OPTION_SUSPEND_SECCOMP = 1, 1 << 21
 _EVENT_STOP, _SYSGOOD = 128, 0x80
 _WALL = 0x40000000
@@ -72,27 +73,37 @@ def apart(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def standing(thread: int, seconds: float, *, unfiltered: bool = False) -> Iterator[int]:
+def standing(thread: int, seconds: float) -> Iterator[int]:
     """Stop a thread for the duration of the block. Only the calling thread may use it and the
     functions below.
-
-    Args:
-        seconds: How long it may take to stop.
-        unfiltered: Suspend the thread's seccomp filters meanwhile, which may kill it for a call
-            that this process has it make.
 
     Yields:
         SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand,
         because it has ended, has another tracer, or takes longer.
     """
-    options = _OPTION_SYSGOOD | (_OPTION_SUSPEND_SECCOMP if unfiltered else 0)
-    if not request(_SEIZE, thread, 0, options):
+    if not request(_SEIZE, thread, 0, _OPTION_SYSGOOD):
         yield 0
         return
     try:
         yield _stopped(thread, seconds) if interrupt(thread) else 0
     finally:
         request(_DETACH, thread)
+
+
+@contextmanager
+def unfiltered(thread: int) -> Iterator[None]:
+    """Suspend the seccomp filters of a thread that stands, for the duration of the block: they may
+    kill it for a call that this process has it make.
+
+    Raises:
+        ProcessLookupError: It has ended, or the kernel refuses.
+    """
+    if not request(_SETOPTIONS, thread, 0, _OPTION_SYSGOOD | _OPTION_SUSPEND_SECCOMP):
+        raise ProcessLookupError(thread)
+    try:
+        yield
+    finally:
+        request(_SETOPTIONS, thread, 0, _OPTION_SYSGOOD)
 
 
 def request(what: int, thread: int, address: int = 0, data: object = None) -> bool:

@@ -144,11 +144,16 @@ def with_attributes(
         if entry.kind == "file" and entry.location == OPEN
     }
     return [
-        replace(action, attributes=known[action.file.path].attributes_for(owner))
+        _with_attributes(action, known[action.file.path].attributes_for(owner))
         if action.file.path in known
         else action
         for action in actions
     ]
+
+
+def _with_attributes(action: Action, attributes: Mapping[bytes, bytes]) -> Action:
+    """Return the action with attributes; only a file that is made gets any."""
+    return replace(action, attributes=attributes, keep=action.keep and not attributes)
 
 
 def plan_data(

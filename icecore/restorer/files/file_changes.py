@@ -200,21 +200,28 @@ def _save(journal: FileJournal, change: Change, descriptor: int, about: os.stat_
     """
     whole = journal.saved(change.saved)
     part = whole.with_name(f"{whole.name}.part")
-    out = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    out = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         _copy(descriptor, change.size, out, 0)
+        os.ftruncate(out, max(0, about.st_size - change.size))
         os.utime(out, ns=(about.st_mtime_ns, about.st_mtime_ns))
         os.fsync(out)  # it is the only copy once the file is cut
     finally:
         os.close(out)
     part.rename(whole)
+    journal.sync()  # without its name it would not be found
 
 
 def _copy(source: int, start: int, target: int, position: int) -> None:
-    """Copy all bytes from ``start`` on."""
+    """Copy all bytes from ``start`` on; the caller sets the size of the target. Zeros take no room
+    where the target has none.
+    """
     while piece := os.pread(source, _COPY_BYTES, start):
         view = memoryview(piece)
         start += len(piece)
+        if not any(piece) and not any(os.pread(target, len(piece), position)):
+            position += len(piece)
+            continue
         while view:
             written = os.pwrite(target, view, position)
             position, view = position + written, view[written:]
@@ -356,6 +363,7 @@ def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: l
             _copy(source, 0, descriptor, change.size)
             os.ftruncate(descriptor, change.size + about.st_size)
             os.utime(descriptor, ns=(about.st_mtime_ns, about.st_mtime_ns))
+            os.fsync(descriptor)  # then what was saved may go
         finally:
             os.close(source)
     finally:

@@ -159,6 +159,10 @@ class FileJournal:
             _sync(self.folder)
             _sync(self.folder.parent)
 
+    def sync(self) -> None:
+        """Have the names of the files in its folder survive a crash of the machine."""
+        _sync(self.folder)
+
     def read(self) -> Record | None:
         """Return the recorded changes; None: none, so nothing was changed.
 

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import blake3
@@ -23,8 +24,11 @@ FilesMode = Literal["auto", "restore", "truncate", "leave"]
 _HASH_PIECE = 1 << 20
 #: Files for which directories stay open together.
 _AT_ONCE = 200
-#: Most bytes of a file whose content is changed in place.
-_KEPT_BYTES = 64 << 20
+#: Attributes that the kernel's security modules give to every file.
+_LABELS = frozenset(("security.selinux", "security.SMACK64", "security.evm", "security.ima"))
+#: Most bytes of a file whose content is changed in place, and of all together: what they held is
+#: saved in the state directory.
+_KEPT_BYTES, _ALL_KEPT_BYTES = 64 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def plan_files(
     actions: list[Action] = []
     problems: list[Problem] = []
     untouched: set[Inode] = set()
-    exposed = False
+    exposed, kept = False, 0
     stored = {space.key for space in manifest.spaces if space.kind == "file"}
     with JobPaths(root) as paths:
         for number, file in enumerate(manifest.files):
@@ -148,6 +152,9 @@ def plan_files(
             else:
                 outcome = _plan_one(paths, file, has_content, chosen, verify)
             if isinstance(outcome, Action):
+                if outcome.keep:
+                    kept += max(outcome.size or 0, file.size)
+                    outcome = replace(outcome, keep=kept <= _ALL_KEPT_BYTES)
                 actions.append(outcome)
             elif isinstance(outcome, Problem):
                 problems.append(outcome)
@@ -169,7 +176,8 @@ def _plan_one(
     place, now = found
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
-        return Action("replace", file, now.st_size, now.st_mtime_ns, keep=can_keep(file, now))
+        keep = can_keep(file, now) and not _attributes(place)
+        return Action("replace", file, now.st_size, now.st_mtime_ns, keep=keep)
     same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
     if has_content and mode == "restore" and not same:
         return Action("replace", file, now.st_size, now.st_mtime_ns)
@@ -197,6 +205,21 @@ def _plan_one(
     return Problem(
         file.path, message, "restore the old file, or accept the new one with --files leave"
     )
+
+
+def _attributes(place: Place) -> list[str]:
+    """Return the extended attributes of a file that a change of its content would have to keep."""
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(place.name, flags, dir_fd=place.directory.descriptor)
+    try:
+        names = os.listxattr(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        names = []
+    finally:
+        os.close(descriptor)
+    return [name for name in names if name not in _LABELS]
 
 
 def can_keep(file: OpenFile, now: os.stat_result) -> bool:

@@ -7,25 +7,44 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import NotFound, RestoreFailed
 from icecore.host.kernel import cgroups
+from icecore.host.kernel.limits import free_swap
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.sizes import CELL_PAGES, PAGE
 
 _MEMORY, _CURRENT = "memory", "memory.current"
+#: Files and prefixes of memory.stat, of versions 2 and 1; what can be reclaimed without swap.
+_LIMITS = (
+    ("memory.max", _CURRENT, ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+#: What a group may have charged for each core, but not used (MEMCG_CHARGE_BATCH in Linux).
+_CHARGED_AHEAD = 64 * PAGE
+#: How long the allocation may take, and how often it is looked at, in seconds.
 _SECONDS = 600.0
+_LOOK_SECONDS = 1.0
+_GIVEN_UP = "the restore was given up"
 #: Exit status of the allocating process if it may not join the group.
 _NOT_JOINED = 3
 #: Arguments: the group's file, the exit status, the objects' descriptors. Standard input: for each
-#: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes).
+#: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes). If a cgroup runs
+#: out of memory, the kernel is to kill this process: the memory is not its own, so it looks small.
 _ALLOCATE = """
 import array, os, sys
+with open("/proc/self/oom_score_adj", "w") as adjustment:
+    adjustment.write("1000")
 try:
     with open(sys.argv[1], "w") as group:
         group.write("0")
@@ -92,37 +111,132 @@ def ranges_of(cells: SpaceCells) -> Ranges:
     return np.stack([there[head], count.astype(np.uint64)], axis=1) * np.uint64(PAGE)
 
 
-def allocate(group: Path, objects: Sequence[tuple[int, Ranges]]) -> bool:
-    """Allocate pages that are charged to a cgroup.
+def full_group(group: Path, size: int) -> Path | None:
+    """Return the group, or the nearest one above it, whose limit does not leave room for ``size``
+    bytes even if all is reclaimed that can be; None: there is room.
 
-    Args:
-        group: Its directory.
-        objects: Descriptors of memory objects, open for writing, and what to allocate of each.
-
-    Returns:
-        Whether they were charged to it; False: no process that this one starts may join it.
-
-    Raises:
-        RestoreFailed: The group has no room for them, or there is no memory.
+    To try would be wrong: where there is no room, the kernel may kill any process of the group.
     """
-    words = [
-        np.concatenate(([np.uint64(len(ranges))], ranges.reshape(-1))) for _, ranges in objects
-    ]
-    descriptors = [descriptor for descriptor, _ in objects]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-I", "-S", "-c", _ALLOCATE),
-            *(str(group / "cgroup.procs"), str(_NOT_JOINED), *map(str, descriptors)),
-        ],
-        input=np.concatenate(words).astype(np.uint64).tobytes(),
-        capture_output=True,
-        pass_fds=descriptors,
-        timeout=_SECONDS,
+    for one in (group, *group.parents):
+        if not (one / "cgroup.procs").exists():
+            break
+        room = _room(one)
+        if room is not None and room < size:
+            return one
+    return None
+
+
+def _room(group: Path) -> int | None:
+    """Return the most bytes that a group can still get; None: it has no limit."""
+    for limit, usage, prefix in _LIMITS:
+        try:
+            most, used = (int((group / name).read_text()) for name in (limit, usage))
+            lines = (group / "memory.stat").read_text().splitlines()
+        except OSError:
+            continue
+        except ValueError:  # "max"
+            return None
+        found = dict(line.split() for line in lines)
+        cached = sum(int(found.get(prefix + name, 0)) for name in _RECLAIMABLE)
+        with suppress(OSError):  # version 1 does not tell which part of it can be reclaimed
+            cached += int((group / "memory.kmem.usage_in_bytes").read_text())
+        return most - used + cached + (os.cpu_count() or 1) * _CHARGED_AHEAD + free_swap()
+    return None
+
+
+def _no_room(group: Path, why: str) -> RestoreFailed:
+    return RestoreFailed(
+        f"the cgroup {group} has no room for shared memory: {why}", cure="raise its memory limit"
     )
-    if done.returncode not in (0, _NOT_JOINED):
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RestoreFailed(
-            f"the cgroup {group} has no room for shared memory: {said or 'out of memory'}",
-            cure="raise its memory limit",
-        )
-    return done.returncode == 0
+
+
+class Allocator:
+    """Allocates pages that are charged to a cgroup, in a process of its own. `end` is for another
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+
+    def end(self) -> None:
+        """Make `allocate` fail, now and from now on: kill its process."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
+
+    def allocate(self, group: Path, objects: Sequence[tuple[int, Ranges]]) -> bool:
+        """Allocate the pages.
+
+        Args:
+            group: The directory of the cgroup.
+            objects: Descriptors of memory objects, open for writing, and what to allocate of each.
+
+        Returns:
+            Whether they were charged to it; False: no process that this one starts may join it.
+
+        Raises:
+            RestoreFailed: The group has no room for them, there is no memory, or the group is frozen
+                or throttled for too long; or `end` was called.
+        """
+        size = sum(int(ranges[:, 1].sum()) for _, ranges in objects)
+        if (full := full_group(group, size)) is not None:
+            raise _no_room(full, f"{size >> 20} MiB would exceed its limit")
+        with open(os.memfd_create("icecore-ranges"), "w+b") as words:
+            for _, ranges in objects:
+                words.write(np.uint64(len(ranges)).tobytes() + ranges.astype(np.uint64).tobytes())
+            words.seek(0)
+            process = self._start(group, words, [descriptor for descriptor, _ in objects])
+        said = self._wait(process, group)
+        if process.returncode not in (0, _NOT_JOINED):
+            raise _no_room(group, said or "out of memory")
+        return process.returncode == 0
+
+    def _start(
+        self, group: Path, words: IO[bytes], descriptors: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._ended:
+                raise RestoreFailed(_GIVEN_UP)
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", "-c", _ALLOCATE),
+                    *(str(group / "cgroup.procs"), str(_NOT_JOINED), *map(str, descriptors)),
+                ],
+                stdin=words,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=descriptors,
+            )
+            return self._process
+
+    def _wait(self, process: subprocess.Popen[bytes], group: Path) -> str:
+        """Wait for the process; return the last line of its standard error."""
+        end = time.monotonic() + _SECONDS
+        try:
+            while True:
+                # The freezer of version 1 delays even SIGKILL, so `end` does not suffice.
+                with suppress(subprocess.TimeoutExpired):
+                    said = process.communicate(timeout=_LOOK_SECONDS)[1]
+                    if self._ended:
+                        raise RestoreFailed(_GIVEN_UP)
+                    return said.decode(errors="replace").strip().rpartition("\n")[2]
+                if self._ended:
+                    raise RestoreFailed(_GIVEN_UP)
+                if time.monotonic() >= end:
+                    raise RestoreFailed(
+                        f"allocating shared memory in the cgroup {group} takes longer than"
+                        f" {_SECONDS:g} s",
+                        cure="thaw the cgroup, or raise its memory.high, and restore again",
+                    )
+        finally:
+            self._reap(process)
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_SECONDS)
+        assert process.stderr is not None
+        process.stderr.close()

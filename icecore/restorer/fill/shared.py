@@ -28,7 +28,7 @@ from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.filewriter import FileTarget, FileWriter
 from icecore.restorer.files.images import PlacedMemory
-from icecore.restorer.fill.charging import allocate, paying_group, ranges_of
+from icecore.restorer.fill.charging import Allocator, paying_group, ranges_of
 from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import data_pages
@@ -81,6 +81,7 @@ class SharedFill:
         self._filling = self._closed = False
         self._group: Path | None = None
         self._fetcher: Fetcher | None = None
+        self._allocator = Allocator()
         self._filled = 0
         self._progress: Progress | None = None
         self.failure: BaseException | None = None
@@ -125,6 +126,7 @@ class SharedFill:
             self._closed = True
             fetcher = self._fetcher
             self._changed.notify_all()
+        self._allocator.end()
         if fetcher is not None:
             fetcher.fail(RestoreFailed("the restore was given up"))
         if self._listener is not None:
@@ -213,7 +215,9 @@ class SharedFill:
             group = self._group
         if group is not None:
             pages = [(target.descriptor, ranges_of(target.cells)) for target in targets]
-            allocate(group, [(number, one) for number, one in pages if number is not None])
+            self._allocator.allocate(
+                group, [(number, one) for number, one in pages if number is not None]
+            )
         fetcher.start(writer.order())
         try:
             fetcher.wait()

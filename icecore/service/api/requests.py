@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from icecore.config.kinds import LEAST_CPU_SHARE, check_cpu_share
 from icecore.service.api.models import State
 
 MaybeName = Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,62})?$")]
@@ -19,8 +20,15 @@ Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\
 Labels = Annotated[list[Label], msgspec.Meta(max_length=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-#: 0: auto.
-Percent = Annotated[float, msgspec.Meta(ge=0, le=1)]
+#: 0 (auto), or at least `LEAST_CPU_SHARE`; msgspec has no such type, so requests check it.
+CpuShare = Annotated[
+    float,
+    msgspec.Meta(
+        ge=0,
+        le=1,
+        extra_json_schema={"anyOf": [{"const": 0}, {"minimum": LEAST_CPU_SHARE}]},
+    ),
+]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Keep = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -121,7 +129,15 @@ class Supervise(Request, frozen=True, kw_only=True):
     requeue_command: Text | None = None
     notice_command: Text | None = None
     notice_url: Text | None = None
-    background_cpu: Percent | None = None
+    background_cpu: CpuShare | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse too small a share of the cores.
+
+        Raises:
+            ValueError: See `check_cpu_share`.
+        """
+        check_cpu_share(self.background_cpu or 0.0)
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
@@ -175,13 +191,21 @@ class DumpRequest(Request, frozen=True, kw_only=True):
     pinned: bool = False
     max_window: Seconds | None = None
     pre_copy: Literal["auto", "on", "off"] | None = None
-    background_cpu: Percent | None = None
+    background_cpu: CpuShare | None = None
     memory: Literal["in-place", "streamed"] | None = None
     files: Literal["content", "check"] | None = None
     with_files: bool | None = None
     verify_files: bool | None = None
     connections: Literal["keep", "close"] | None = None
     gpu_shared: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse too small a share of the cores.
+
+        Raises:
+            ValueError: See `check_cpu_share`.
+        """
+        check_cpu_share(self.background_cpu or 0.0)
 
 
 class RestoreRequest(Request, frozen=True, kw_only=True):
