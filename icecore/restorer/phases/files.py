@@ -337,8 +337,10 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
     root could change where a path leads.
     """
     files = plan.requirements.files
-    exposed = files.exposed or (plan.record is not None and bool(plan.record.tmp))
-    if not exposed or not all(file.inode for file in plan.manifest.files):
+    record = plan.record
+    # Directories that the instance has for itself were the job's user's when they were read.
+    own = record is not None and (bool(record.tmp) or record.isolation.root)
+    if not (files.exposed or own) or not all(file.inode for file in plan.manifest.files):
         return None
     given = {f"/{FILE_NAME}"}
     places: tuple[str, ...] = ()
