@@ -84,12 +84,12 @@ class World:
     roots: Path
     user: Identity
 
-    def start(self, program: str, *words: str, tmp: bool) -> Job:
+    def start(self, program: str, *words: str, tmp: bool, root: bool = False) -> Job:
         job = self.registry.start(
             [PYTHON, "-c", program, *words],
             name="hostile",
             cwd="/",
-            isolation=Isolation(tmp=tmp),
+            isolation=Isolation(tmp=tmp, root=root),
             identity=self.user,
         )
         assert eventually(lambda: "there" in job.log_path("stdout").read_text()), job.log_path(
@@ -214,6 +214,26 @@ def test_a_socket_is_not_named_through_a_link_of_the_user(
             before.st_uid,
             before.st_ctime_ns,
         )
+
+
+@pytest.mark.parametrize("name", ["link/victim", "link/in/../victim"])
+def test_a_link_in_the_shared_memory_of_a_private_root(world: World, name: str) -> None:
+    (world.roots / "in").mkdir()
+    with socket.socket(socket.AF_UNIX) as victim:
+        victim.bind(str(world.roots / "victim"))
+        before = (world.roots / "victim").stat()
+        words = [f"/dev/shm/{name}", "/dev/shm/link", str(world.roots)]
+        snapshot = world.dump(world.start(BOUND, *words, tmp=False, root=True))
+        with pytest.raises(RestoreRefused, match="symbolic link"):
+            world.restore(snapshot)
+        after = (world.roots / "victim").stat()
+        assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
+    # Without a link in its way the name comes back.
+    snapshot = world.dump(
+        world.start(BOUND, "/dev/shm/real/in/s", "/dev/shm/link", "", tmp=False, root=True)
+    )
+    restored = world.restore(snapshot)
+    assert Path(f"/proc/{restored.pid}/root/dev/shm/real/in/s").is_socket()
 
 
 def test_a_socket_is_not_named_where_its_user_may_not(world: World) -> None:

@@ -78,7 +78,7 @@ _NOT_BOUND = frozenset(
         "tracefs",
     )
 )
-_OWN_MOUNTS = ("/proc", "/dev/pts", "/dev/shm", "/dev/mqueue", "/run/icecore")
+OWN_MOUNTS = ("/proc", "/dev/pts", "/dev/shm", "/dev/mqueue", "/run/icecore")
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class RunRecord:
         """
         if path in self.files.values():
             return True
-        own = (*(_OWN_MOUNTS if self.isolation.root else ()), *self.tmp)
+        own = (*(OWN_MOUNTS if self.isolation.root else ()), *self.tmp)
         return any(path == point or path.startswith(f"{point}/") for point in own)
 
 
@@ -230,7 +230,7 @@ def bindable_mounts(hidden: Sequence[str] = ()) -> list[str]:
     found: list[str] = []
     for mount in procfs.mounts():
         point = mount.point
-        own = any(point == own or point.startswith(f"{own}/") for own in (*_OWN_MOUNTS, *hidden))
+        own = any(point == own or point.startswith(f"{own}/") for own in (*OWN_MOUNTS, *hidden))
         if (
             point == "/"
             or own

@@ -12,16 +12,22 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tarfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from icecore.errors import RestoreRefused
+from icecore.errors import Damaged, RestoreRefused
 from icecore.host.criu.images import GHOST, load_files, load_remaps
 from icecore.host.criu.socket_images import UnixImage, load_unix
+from icecore.host.jobs.namespaces import OWN_MOUNTS
 from icecore.host.jobs.temporary import covering
 from icecore.host.kernel.filesystem import open_confined
 from icecore.restorer.files.jobpaths import JobPaths, components
 from icecore.restorer.files.socket_names import name_problem
+
+#: Links in it lead elsewhere for each process.
+_PROCESSES = "/proc/"
 
 
 def require_paths(
@@ -45,15 +51,17 @@ def require_paths(
         RestoreRefused: One does.
         Damaged: The kernel never shows such a path for an open file.
     """
-    points = tuple(places)
-    if points:
-        _require_files(images, places)
+    points, own = tuple(places), _OwnMounts(images, is_own)
+    _require_files(images, places, own)
     with JobPaths(root) as paths:
         for one in load_unix(images):
             if not one.path:
                 continue
+            if one.path.startswith(_PROCESSES) and user and not one.external:
+                raise _refused("socket", one.path)
             if one.leads_up and not one.external:  # CRIU drops others (peers.py)
-                _require_steps(one, places, root)
+                _require_steps(one, places, root, own)
+            own.require("socket", one.path)
             if point := covering(points, one.path):
                 # CRIU removes a link that has the name, but connects through it.
                 _require_confined(places[point], point, one.path, "socket", last=one.external)
@@ -61,10 +69,49 @@ def require_paths(
                 _require_name(paths, one, points, user)
 
 
-def _require_files(images: Path, places: Mapping[str, Path]) -> None:
+class _OwnMounts:
+    """The file systems of a private root whose content CRIU restores from an archive."""
+
+    def __init__(self, images: Path, is_own: Callable[[str], bool]) -> None:
+        self._images = images
+        self._is_own = is_own
+        self._links: set[str] | None = None
+
+    def require(self, kind: str, path: str) -> None:
+        """Return if no directory on the way to a path is a link."""
+        if path.startswith(_PROCESSES):
+            return  # the kernel's
+        mount = covering(OWN_MOUNTS, path)
+        if not mount or not self._is_own(path):
+            return
+        steps = path.removeprefix(f"{mount}/").split("/")[:-1]
+        if not steps:
+            return
+        if self._links is None:
+            self._links = _archived_links(self._images)
+        if any("/".join(steps[: number + 1]) in self._links for number in range(len(steps))):
+            raise _refused(kind, path)
+
+
+def _archived_links(images: Path) -> set[str]:
+    """Return the paths of the links in the archives of CRIU's images."""
+    found = set()
+    for path in images.glob("tmpfs-*.img"):
+        try:
+            with tarfile.open(path) as archive:
+                found |= {os.path.normpath(one.name) for one in archive if one.issym()}
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+            raise Damaged("image", path.name, str(error)) from error
+    return found
+
+
+def _require_files(images: Path, places: Mapping[str, Path], own: _OwnMounts) -> None:
     remaps = {remap.original: remap for remap in load_remaps(images)}
     for file in load_files(images):
-        if file.external or not (point := covering(tuple(places), file.path)):
+        if file.external:
+            continue
+        own.require("file", file.path)
+        if not (point := covering(tuple(places), file.path)):
             continue
         components(file.path)
         remap = remaps.get(file.id)
@@ -103,13 +150,14 @@ def _require_confined(place: Path, point: str, path: str, kind: str, *, last: bo
         raise _refused(kind, path)
 
 
-def _require_steps(one: UnixImage, places: Mapping[str, Path], root: str) -> None:
+def _require_steps(one: UnixImage, places: Mapping[str, Path], root: str, own: _OwnMounts) -> None:
     """Return if each ``..`` in a socket's name leads where `UnixImage.path` says: no link is before
     it.
     """
     here = "/"
     for part in os.path.join("/", one.directory, os.fsdecode(one.name.rstrip(b"\0"))).split("/"):
         if part == "..":
+            own.require("socket", f"{here}/..")
             point = covering(tuple(places), here)
             start = places[point] if point else Path(root or "/")
             _require_confined(start, point or "/", here, "socket", last=True)
