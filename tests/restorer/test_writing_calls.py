@@ -99,6 +99,18 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         {"Path.mkdir"},
         "the directory that the user named; everything in it goes through jobfiles.py",
     ),
+    "files/image_paths.py": (
+        {"os.open", "filesystem.open_confined"},
+        "looks where paths lead, with O_PATH, below directories that only root can enter",
+    ),
+    "files/socket_names.py": (
+        {"filesystem.acting_as"},
+        "asks as the job's user whether it may make a name; makes none",
+    ),
+    "fill/charging.py": (
+        {"open"},
+        "a memfd of its own",
+    ),
     "files/file_journal.py": (
         {
             "os.open",
