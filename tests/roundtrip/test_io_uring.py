@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.dump import dump
-from icecore.dumper.options import DumpOptions
-from icecore.dumper.target import Target
 from icecore.host.jobs.registry import Registry
-from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
+from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = pytest.mark.criu
 
@@ -53,22 +49,9 @@ def test_no_rings(trip: Trip, tmp_path: Path) -> None:
         for _ in range(2):
             log, asked = job.log_path("stdout"), job.log_path("stdout").stat().st_size
             assert eventually(lambda: set(log.read_text()[asked:].splitlines()[1:-1]) >= every)  # noqa: B023
-            made = dump(
-                trip.repository,
-                trip.loop,
-                Target(job.pid, job.name, record=job.record()),
-                DumpOptions(stop=True),
-                criu=trip.criu,
-            )
+            snapshot = take(trip, job, stop=True)
             job.wait(10)
-            restored = restore(
-                trip.repository,
-                trip.loop,
-                made.snapshot,
-                RestoreOptions(),
-                criu=trip.criu,
-                registry=registry,
-            )
+            restored = bring_back(trip, registry, snapshot)
             restored.wait_resident(60)
             assert restored.job is not None
             job = restored.job

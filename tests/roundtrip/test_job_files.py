@@ -31,7 +31,7 @@ from tests.host.target import eventually
 from tests.restorer.criu_place import await_gone
 from tests.restorer.job_file_places import look
 from tests.roundtrip.conftest import Trip
-from tests.roundtrip.test_instances import take
+from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = pytest.mark.criu
 
@@ -401,14 +401,7 @@ def test_a_database_is_the_file_that_it_was(trip: Trip, tmp_path: Path, data: bo
             if job.alive:
                 job.kill(signal.SIGKILL)
             job.wait(10)
-            restored = restore(
-                trip.repository,
-                trip.loop,
-                snapshot,
-                RestoreOptions(),
-                criu=trip.criu,
-                registry=registry,
-            )
+            restored = bring_back(trip, registry, snapshot)
             restored.wait_resident(60)
             assert restored.job is not None
             job = restored.job

@@ -10,7 +10,6 @@ from typing import Literal
 import pytest
 
 from icecore.dumper.dump import dump
-from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
@@ -20,6 +19,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
+from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = [
     pytest.mark.criu,
@@ -143,22 +143,9 @@ def test_most_of_the_address_space(
     try:
         assert eventually(lambda: len(_lines(job)) == 2)
         reserved = _mappings(job)
-        made = dump(
-            trip.repository,
-            trip.loop,
-            Target(job.pid, job.name, record=job.record()),
-            DumpOptions(stop=True),
-            criu=trip.criu,
-        )
+        snapshot = take(trip, job, stop=True)
         job.wait(10)
-        restored = restore(
-            trip.repository,
-            trip.loop,
-            made.snapshot,
-            RestoreOptions(mode=mode),
-            criu=trip.criu,
-            registry=registry,
-        )
+        restored = bring_back(trip, registry, snapshot, mode=mode)
         restored.wait_resident(60)
         assert restored.job is not None
         job = restored.job

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.dump import dump
-from icecore.dumper.options import DumpOptions
-from icecore.dumper.target import Target
 from icecore.host.jobs.registry import Registry
-from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
+from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = pytest.mark.criu
 
@@ -50,18 +46,9 @@ def test_timers(trip: Trip, tmp_path: Path) -> None:
     job = registry.start([sys.executable, "-c", TIMERS, str(use), root], name="timers", cwd="/")
     try:
         assert eventually(lambda: job.log_path("stdout").read_text() == "ready\n")
-        target = Target(job.pid, job.name, record=job.record())
-        options = DumpOptions(stop=True)
-        made = dump(trip.repository, trip.loop, target, options, criu=trip.criu)
+        snapshot = take(trip, job, stop=True)
         job.wait(10)
-        restored = restore(
-            trip.repository,
-            trip.loop,
-            made.snapshot,
-            RestoreOptions(),
-            criu=trip.criu,
-            registry=registry,
-        )
+        restored = bring_back(trip, registry, snapshot)
         restored.wait_resident(60)
         assert restored.job is not None
         job = restored.job

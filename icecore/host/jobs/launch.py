@@ -241,6 +241,9 @@ def deny_io_uring() -> str:
 
     Return why that failed; empty: it did not.
     """
+    machine = os.uname().machine
+    if machine not in SECCOMP_CALL:
+        return f"the number of seccomp(2) on {machine} is not known"
     code = (
         (BPF_LD_W_ABS, 0, 0, 0),  # seccomp_data.nr
         (BPF_ALU_AND_K, 0, 0, ~X32_BIT & 0xFFFFFFFF),
@@ -251,7 +254,7 @@ def deny_io_uring() -> str:
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(instructions))
     result = _libc.syscall(
-        ctypes.c_long(SECCOMP_CALL[os.uname().machine]),
+        ctypes.c_long(SECCOMP_CALL[machine]),
         ctypes.c_uint(SECCOMP_SET_MODE_FILTER),
         # Without this flag kernels before 5.16 slow the process down (speculative store bypass).
         ctypes.c_uint(SECCOMP_FILTER_FLAG_SPEC_ALLOW),

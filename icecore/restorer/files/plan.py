@@ -176,7 +176,7 @@ def _plan_one(
     place, now = found
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
-        keep = can_keep(file, now) and not _attributes(place)
+        keep = can_keep(file, now) and _is_plain(place)
         return Action("replace", file, now.st_size, now.st_mtime_ns, keep=keep)
     same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
     if has_content and mode == "restore" and not same:
@@ -207,19 +207,21 @@ def _plan_one(
     )
 
 
-def _attributes(place: Place) -> list[str]:
-    """Return the extended attributes of a file that a change of its content would have to keep."""
+def _is_plain(place: Place) -> bool:
+    """Return whether a file has no extended attributes that a change of its content would have to
+    keep. False if that cannot be determined: it may just have been removed.
+    """
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(place.name, flags, dir_fd=place.directory.descriptor)
     try:
-        names = os.listxattr(f"/proc/self/fd/{descriptor}")
+        descriptor = os.open(place.name, flags, dir_fd=place.directory.descriptor)
+    except OSError:
+        return False
+    try:
+        return _LABELS.issuperset(os.listxattr(f"/proc/self/fd/{descriptor}"))
     except OSError as error:
-        if error.errno != errno.ENOTSUP:
-            raise
-        names = []
+        return error.errno == errno.ENOTSUP
     finally:
         os.close(descriptor)
-    return [name for name in names if name not in _LABELS]
 
 
 def can_keep(file: OpenFile, now: os.stat_result) -> bool:
