@@ -21,6 +21,7 @@ from icecore.dumper.phases.freeze import freeze, start_criu, undisturbed
 from icecore.dumper.phases.preflight import Accepted, preflight
 from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
+from icecore.dumper.preflight.orphans import GpusChanged
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
@@ -35,6 +36,9 @@ from icecore.text import require_label
 #: seconds.
 _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
+#: How often a dump inspects a tree whose processes begin to use GPUs meanwhile, and the pause in
+#: between, in seconds: about what CUDA takes to start.
+_INSPECTIONS, _GPU_PAUSE = 4, 1.0
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,10 @@ def dump(
     for tag in options.tags:
         require_label(tag)
     with hooks_of(options, target, emit) as hooks:
-        with ExitStack() as stack:
-            request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
-            deaths = DeathWatch(target.pid, target.job)
-            with deaths.explaining():
-                made = _run(request, hooks, deaths, stack)
-            snapshot = hooks.snapshot = made.snapshot
-            manifest = made.manifest
+        request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
+        made = _run_until_known(request, hooks)
+        snapshot = hooks.snapshot = made.snapshot
+        manifest = made.manifest
         done = DumpResult(
             snapshot=snapshot,
             job=manifest.job,
@@ -148,10 +149,28 @@ def dump(
     return done
 
 
+def _run_until_known(request: Request, hooks: Hooks) -> Committed:
+    """Run the phases, from the first one again if processes began to use GPUs after they were
+    inspected, as the compilers of torch.compile do when they start.
+    """
+    deaths = DeathWatch(request.target.pid, request.target.job)
+    for left in reversed(range(_INSPECTIONS)):
+        try:
+            with ExitStack() as stack, deaths.explaining():
+                return _run(request, hooks, deaths, stack)
+        except GpusChanged as error:
+            if not left or not _runs(request.target.pid):
+                raise
+            request.emit(Event("dump.retry", {"error": str(error), "pause": _GPU_PAUSE}))
+        time.sleep(_GPU_PAUSE)
+    raise AssertionError("the last attempt returns or raises")
+
+
 def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -> Committed:
     """Run the phases in order. ``stack`` undoes, in reverse, everything that they begin."""
     accepted = preflight(request, deaths)
-    hooks.before()
+    if not hooks.begun:
+        hooks.before()
     ready = prepare(request, accepted, stack)
     for pause in (*_pauses(), None):
         try:

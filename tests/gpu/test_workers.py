@@ -18,7 +18,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import orphans
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.preflight.prediction import predict
-from icecore.errors import DumpFailed
+from icecore.errors import DumpFailed, PreflightRefused
 from icecore.host.criu.program import Criu, find_criu
 from icecore.host.cuda.api import State
 from icecore.host.cuda.fake import FakeDriver
@@ -205,27 +205,62 @@ def test_a_worker_that_is_forked_while_the_dump_begins(
     target.pids = procfs.tree(restored.pid)
 
 
+@pytest.mark.parametrize("state", ["begin", "end"], ids=["before the window", "in the window"])
 def test_a_process_that_begins_to_use_cuda_meanwhile(
-    store: Store, launch: Launch, world: World
+    state: str, store: Store, launch: Launch, world: World
 ) -> None:
-    """CRIU stops it with device files that the plugin would dump: the snapshot is given up, and all
-    run on.
+    """CRIU would stop it with device files that the plugin would dump. The dump begins anew, and
+    knows it then.
     """
     target = launch(workers=1, late=GPUS[1])
     wait_workers(target, 1)
     late = workers(target.pid)[0]
+    begun: list[int] = []
 
     def begin(_: object) -> None:
-        os.kill(late, signal.SIGUSR2)
-        assert eventually(lambda: has_drivers_threads(late))
+        if not begun:
+            begun.append(late)
+            os.kill(late, signal.SIGUSR2)
+            assert eventually(lambda: has_drivers_threads(late))
 
-    with pytest.raises(DumpFailed, match="has begun to use CUDA since the dump began"):
-        store.dump(target.pid, events=Events({("dump.criu", "end"): begin}))
+    events = Events({("dump.criu", state): begin})
+    snapshot = store.dump(target.pid, events=events).snapshot
+    [retry] = events.named("dump.retry")
+    assert "has begun to use CUDA since the dump began" in str(retry.fields["error"])
+    windows = [one for one in events.named("dump.window") if one.fields["state"] == "begin"]
+    assert len(windows) == (1 if state == "begin" else 2)
+    assert store.snapshots() == [snapshot]
     assert not standing(target.pid)
     target.wait_steps(3)
     target.is_right()
-    assert not store.snapshots()
-    store.dump(target.pid)  # now it is known
+
+
+def test_a_process_without_a_context(store: Store, launch: Launch, world: World) -> None:
+    """It shares no device memory and has none that is moved, until it has a context."""
+    target = launch([GPUS[0], GPUS[0]])
+    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
+    world.more["no_context"] = [other]
+    for gpu in world.gpus:
+        gpu["used"] = 3 << 30
+    world.write()
+    found = inspect_tree(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    assert found.gpus is not None and found.gpus.most_bytes == MIB << 20
+    assert [p.pid for p in found.gpus.without_context] == [other]
+    assert [r for r in refuse(found) if r.name.startswith("gpu")] == []
+    store.gpu_shared = False
+    store.dump(target.pid)
+
+    def begin(_: object) -> None:
+        world.more["no_context"] = []
+        world.write()
+
+    events = Events({("dump.criu", "begin"): begin})
+    with pytest.raises(PreflightRefused, match="gpu-shared"):
+        store.dump(target.pid, events=events)
+    assert not events.named("dump.window")
+    assert len(events.named("dump.retry")) == 1
+    assert not standing(target.pid)
+    target.wait_steps(3)
 
 
 def test_a_device_file_that_the_driver_has_left_open(

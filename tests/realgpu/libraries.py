@@ -254,7 +254,8 @@ def optax(report: Report) -> None:
         data = jax.random.normal(jax.random.key(step), (BATCH, WIDTH))
         state, moments, loss = update(state, moments, data)
         if saver is not None and step % 40 == 0:
-            saver.save(folder / str(step), args=orbax.args.StandardSave(state))
+            # Forced: after a restore it saves these steps again.
+            saver.save(folder / str(step), args=orbax.args.StandardSave(state), force=True)
         report(float(loss))
 
 

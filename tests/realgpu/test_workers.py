@@ -42,14 +42,17 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
-def reference(scratch: Path, how: str) -> list[str]:
-    """The lines of an undisturbed run: checkpoints, loggers and where batches lie change nothing."""
-    key = ("compile",) if how == "compile" else ()
+def reference(scratch: Path, job: str) -> list[str]:
+    """The lines of an undisturbed run. Checkpoints and loggers change nothing; new workers in each
+    epoch do, because each time a seed is drawn from the generator that shuffles.
+    """
+    words = JOBS[job]
+    key = tuple(word for word in ("--persistent", "compile") if word in words)
     if key not in _references:
         out = scratch / f"reference{len(_references)}"
-        words = ["--persistent", *(("--how", "compile") if key else ())]
+        told = [word for one in key for word in (("--how", one) if one == "compile" else (one,))]
         subprocess.run(
-            [sys.executable, LOADER, "--out", str(out), "--steps", str(STEPS), *words],
+            [sys.executable, LOADER, "--out", str(out), "--steps", str(STEPS), *told],
             check=True,
             timeout=300,
             cwd=scratch,
@@ -172,10 +175,11 @@ def test_a_worker_that_ends_by_itself_after_a_restore(lab: Lab) -> None:
     out = lab.folder / "lines"
     pid = lab.plain("-c", _ENDING, str(out))
     wait_lines(out, 3, lab.logs)
-    children = [one for one in procfs.tree(pid) if one != pid]
+    pids = procfs.tree(pid)
+    children = [one for one in pids if one != pid]
     tell(pid)
     snapshot = lab.dump(pid, stop=True).snapshot
-    lab.kill(pid)
+    lab.reap(pids)
     restored = lab.restore(snapshot)
     for child in (one for one in procfs.tree(restored.pid) if one != restored.pid):
         print(

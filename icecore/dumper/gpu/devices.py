@@ -22,7 +22,13 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.resident_inspection import has_mapped
-from icecore.dumper.preflight.orphans import left_open, misjudged, require_no_others
+from icecore.dumper.preflight.orphans import (
+    GpusChanged,
+    left_open,
+    misjudged,
+    require_no_more_contexts,
+    require_no_others,
+)
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Event, Sink, phase
 from icecore.host.cuda.api import DeviceError, HelperLost, Placement, State
@@ -165,6 +171,15 @@ class Devices:
         """Bytes of resident memory that were stored before the window."""
         return 0 if self._resident is None else self._resident.pre_copied
 
+    def require_unchanged(self) -> None:
+        """Require that no further process uses a GPU, while the job still runs.
+
+        Raises:
+            GpusChanged: One does.
+        """
+        require_no_others(self._root, self._inspection, self.pids)
+        require_no_more_contexts(self._inspection)
+
     # -- in the window
 
     def lock(self, limit: float | None, context: ScanContext, parent: Parent | None) -> None:
@@ -202,7 +217,7 @@ class Devices:
         """
         for pid in self.pids:
             if has_mapped(pid):
-                raise DumpFailed(
+                raise GpusChanged(
                     f"process {pid} has resident memory now that it did not have when the dump began",
                     cure="dump it again",
                 )

@@ -90,11 +90,27 @@ class GpuInspection:
         return sum(p.moved for p in self.processes)
 
     @property
+    def without_context(self) -> Sequence[GpuProcess]:
+        """Processes that have initialised CUDA but have no context on any GPU, and so no device
+        memory, such as the process that starts the compilers of torch.compile. Empty if NVML knows
+        no process of the tree (in another pid namespace).
+        """
+        if not any(p.contexts for p in self.processes):
+            return []
+        return [p for p in self.processes if not p.contexts]
+
+    @property
     def most_bytes(self) -> int:
         """The upper bound of `device_bytes`: for processes that NVML does not know (in another pid
         namespace), count everything that is used on their GPUs.
         """
-        unknown = {uuid for p in self.processes if not p.contexts for uuid in p.opened}
+        none = {p.pid for p in self.without_context}
+        unknown = {
+            uuid
+            for p in self.processes
+            if not p.contexts and p.pid not in none
+            for uuid in p.opened
+        }
         used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
         resident = sum(p.resident for p in self.processes if not p.contexts)
         return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown) - resident)

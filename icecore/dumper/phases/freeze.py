@@ -57,6 +57,7 @@ def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
     """Start CRIU; it waits before it touches the tree.
 
     Raises:
+        GpusChanged: A further process uses a GPU.
         DumpFailed: It failed.
     """
     with phase(request.emit, "dump.criu"):
@@ -67,6 +68,8 @@ def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
         command = _criu_command(request, accepted, ready, group)
         with ready.devices.holder() if ready.devices is not None else nullcontext() as holder:
             ready.window.prepare(command, hidden if ready.hiding else None, holder, group)
+        if ready.devices is not None:
+            ready.devices.require_unchanged()
 
 
 def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -> Frozen:

@@ -100,7 +100,7 @@ ipc = _each(
 
 def shared(found: Inspection) -> list[Refusal]:
     """Refuse several GPU processes that may share device memory by CUDA IPC, on one GPU or across
-    GPUs. The importer shows no sign of it and is lost.
+    GPUs. The importer shows no sign of it and is lost. A process without a context shares nothing.
 
     For processes under the preload it is known that none exported or opened memory of the driver's;
     windows take away what else they share.
@@ -114,7 +114,8 @@ def shared(found: Inspection) -> list[Refusal]:
     ):
         return []
     reports = found.resident.reports if found.resident is not None else {}
-    pids = [p.pid for p in gpus.processes]
+    none = {p.pid for p in gpus.without_context}
+    pids = [p.pid for p in gpus.processes if p.pid not in none]
     if len(pids) < 2 or all(pid in reports and not reports[pid].counts.ipc_exports for pid in pids):
         return []
     return [

@@ -28,6 +28,12 @@ from icecore.host.kernel import procfs
 _AGAIN = "dump it again"
 
 
+class GpusChanged(DumpFailed):
+    """A process of the tree has begun to use a GPU since it was inspected. Another dump, from its
+    inspection on, may succeed.
+    """
+
+
 def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Refusal]:
     """Refuse processes whose driver state contradicts their threads.
 
@@ -58,15 +64,16 @@ def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Re
 
 
 def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int]) -> None:
-    """Require that only checkpointed processes have CUDA state. The tree is stopped.
+    """Require that only processes that are checkpointed have CUDA state.
 
     Args:
-        root: Host pid of the tree's root.
+        root: Host pid of the tree's root. In the window, once the tree is stopped, the answer is
+            final.
         inspection: What was read before the window.
-        cuda: The processes that were checkpointed.
+        cuda: The processes that are checkpointed.
 
     Raises:
-        DumpFailed: Another process may have CUDA state.
+        GpusChanged: Another process may have CUDA state.
     """
     asked = {one.pid for one in (*inspection.processes, *inspection.orphans)}
     named = any(one.threads for one in inspection.processes)
@@ -79,9 +86,25 @@ def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int
             if has_drivers_threads(pid) or (
                 not named and pid not in asked and _has_device_files(pid, inspection.backend)
             ):
-                raise DumpFailed(
+                raise GpusChanged(
                     f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN
                 )
+
+
+def require_no_more_contexts(inspection: GpuInspection) -> None:
+    """Require that the processes without a context still have none: with one, a process may share
+    memory with another.
+
+    Raises:
+        GpusChanged: One has a context now.
+    """
+    none = [one.pid for one in inspection.without_context]
+    found = inspection.backend.inventory(none).contexts if none else {}
+    for pid in none:
+        if found.get(pid):
+            raise GpusChanged(
+                f"process {pid} has begun to use a GPU since the dump began", cure=_AGAIN
+            )
 
 
 def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) -> list[int]:

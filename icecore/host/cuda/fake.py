@@ -6,7 +6,8 @@ request; a thread of the target, as the driver has one there, acts on it and ans
 pid, from any process, through dumps, restores and namespaces. The *world* is a directory:
 
 - ``inventory.json``: ``{"driver": "580.159.03", "gpus": [{"uuid": …, "name": …, "memory": …,
-  "minor": …}]}``; ``used``, ``mig`` as in `Gpu`, and ``mps``: pids;
+  "minor": …}]}``; ``used``, ``mig`` as in `Gpu`; ``mps``: pids; ``no_context``: pids of
+  targets that count as not having a context yet;
 - ``dev/nvidia0``, …: what the target has open while it uses a GPU;
 - ``gpu/UUID/…``: device memory, which no process maps;
 - ``faults/…``: one JSON object each, used once and then removed: ``{"call": "restore", "code": 999,
@@ -194,7 +195,11 @@ def fake_inventory(world: Path, pids: Collection[int]) -> Inventory:
     for pid in pids:
         header = _header(pid)
         for gpu in gpus:
-            if header is not None and uuid_bytes(gpu.uuid) == header[10]:
+            if (
+                header is not None
+                and uuid_bytes(gpu.uuid) == header[10]
+                and pid not in known.get("no_context", ())
+            ):
                 contexts[pid] = {gpu.uuid: header[9]}
     return Inventory(
         known["driver"], gpus, contexts, frozenset(known.get("mps", ())) & frozenset(pids)
