@@ -140,15 +140,16 @@ def prepare_files(
             temporary=resources.memory.temporary,
             fillable=_fillable(plan, folder),
         )
-        device_file = None
-        if memory.filed:
-            device_file = _start_device_file(attempt, undo, plan, resources, memory)
         if short := shortage(folder, memory.page_images):
             raise RestoreRefused(
                 f"there is no room for CRIU's page images: {short}",
                 cure="name another directory with --workdir",
             )
         running.bytes += _write(attempt, plan, memory.page_images)
+        # Not before: CRIU waits for the page images, and the driver needs its file much later.
+        device_file = None
+        if memory.filed:
+            device_file = _start_device_file(attempt, undo, plan, resources, memory)
         _exchange(attempt, workspace, put_back)
         _require_paths(attempt, plan, resources, folder)
         forget_sizes(folder, plan.requirements.shared)
