@@ -165,6 +165,12 @@ class Lab:
                     raise TimeoutError(f"process {pid} does not go away: {procfs.status(pid)}")
                 time.sleep(0.01)
 
+    def reap_ended(self) -> None:
+        """Reap all that have ended and became children of this process, whatever their pids."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
     # -- snapshots
 
     def dump(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import platform
 import re
-import socket
 import time
 from collections.abc import Iterator
 
-from icecore.errors import Damaged, NotFound
+from icecore.errors import NotFound
 from icecore.host.criu.program import Criu
 from icecore.host.kernel import limits, procfs, userfaultfd
 from icecore.restorer.requirements.outcome import Requirement
+from icecore.restorer.requirements.ports import check_ports
 from icecore.store.format.contract import CUDA, RESIDENT
 from icecore.store.format.manifest import Manifest
-from icecore.text import printable
 
 #: CPU flags that are instructions a program may have chosen its code by; the others describe the
 #: kernel or the host.
@@ -107,15 +105,7 @@ def check_names(manifest: Manifest) -> Iterator[Requirement]:
             "wait until the processes that have them end; jobs of 'icecore run --pid private' have process ids of their own",
         )
     if manifest.namespaces.network == "host":
-        busy = [port for port in manifest.requirements.ports if not _can_listen(port)]
-        yield Requirement(
-            "port",
-            not busy,
-            f"the job listens on {', '.join(busy)}, where another process listens already"
-            if busy
-            else "all ports are free",
-            "end the process that listens there; jobs of 'icecore run --network private' have ports of their own",
-        )
+        yield check_ports(manifest.requirements.ports)
 
 
 def _taken(pids: list[int]) -> list[int]:
@@ -135,25 +125,3 @@ def _dead(pid: int) -> bool:
         return procfs.status(pid).zombie
     except NotFound:
         return True
-
-
-def _can_listen(address: str) -> bool:
-    text, _, number = address.rpartition(":")
-    try:
-        parsed, port = ipaddress.ip_address(text.strip("[]")), int(number)
-    except ValueError as error:
-        raise Damaged(
-            "manifest", "requirements", f"{printable(address)} is not an address and port"
-        ) from error
-    host, family = str(parsed), socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # CRIU fails only if another socket listens; connections that linger do not matter.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind((host, port))
-            probe.listen(1)
-    except (OSError, OverflowError):  # no such port
-        return False
-    return True

@@ -1,0 +1,88 @@
+"""Addresses on which a job listens, and what is left on them when it is restored."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from icecore.host.kernel import tcp
+from icecore.restorer.requirements.ports import check_ports, free
+from tests.cli.conftest import Cli, until
+
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(os.geteuid() != 0, reason="ending a socket needs root"),
+]
+
+#: Listens without SO_REUSEADDR, as many libraries do, and is the first to close each connection.
+_SERVER = """
+import socket, sys
+listener = socket.socket({family})
+listener.bind(("{host}", 0))
+listener.listen()
+open(sys.argv[1], "w").write(str(listener.getsockname()[1]))
+while True:
+    connection, _ = listener.accept()
+    connection.sendall(b"hello")
+    connection.close()
+"""
+
+
+def greeting(host: str, port: int) -> bytes:
+    """Connect, and close after the server has."""
+    with socket.create_connection((host, port), 10) as connection:
+        found = b""
+        while part := connection.recv(100):
+            found += part
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_closed_connections_of_a_killed_job_do_not_delay_its_restore(host: str, cli: Cli) -> None:
+    cli.run("init")
+    family = "socket.AF_INET6" if ":" in host else "socket.AF_INET"
+    there = cli.folder / "port"
+    program = _SERVER.format(family=family, host=host)
+    cli.run("run", "-d", "--name", "j", "--", "python3", "-c", program, str(there))
+    until(lambda: there.exists() and there.read_text() != "", "the server listens")
+    port = int(there.read_text())
+    client = "127.0.0.1" if host == "0.0.0.0" else host
+    assert greeting(client, port) == b"hello"
+    cli.run("dump", "j")
+    cli.run("kill", "j")
+    assert tcp.TIME_WAIT in {one.state for one in tcp.sockets_at(port)}
+    cli.run("restore", "j")
+    assert greeting(client, port) == b"hello"
+
+
+def test_who_has_the_port_is_said(cli: Cli) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = f"127.0.0.1:{other.getsockname()[1]}"
+        found = check_ports([port])
+        assert not found.met and f"process {os.getpid()} (" in found.message
+    assert check_ports([port]).met
+
+
+def test_only_what_belongs_to_nobody_is_ended() -> None:
+    """A client's connection from the same address and port is somebody's."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = listener.getsockname()
+        client = socket.create_connection(address, 10)
+        served, _ = listener.accept()
+    with client, served:
+        port = f"{address[0]}:{address[1]}"
+        assert not check_ports([port]).met
+        served.close()
+        assert client.recv(10) == b""
+        # It waits for the end of a client that still has its own.
+        [left] = tcp.sockets_at(address[1])
+        assert left.state == tcp.FIN_WAIT2 and left.is_over
+    assert check_ports([port]).met
+    free([port])
+    assert not tcp.sockets_at(address[1])
