@@ -128,9 +128,15 @@ class Lab:
         resident: bool = True,
         keep_resident: bool = False,
         environment: Mapping[str, str] | None = None,
+        private_tmp: bool = False,
+        data: Sequence[Path] = (),
     ) -> icecore.Job:
         """A job of `icecore run --gpu`."""
-        isolation = None if not network else Isolation(network=True, root=True)
+        isolation = (
+            Isolation(network=network, root=True, tmp=private_tmp)
+            if network or private_tmp
+            else None
+        )
         return icecore.run(
             [sys.executable, *words],
             name=name,
@@ -139,6 +145,7 @@ class Lab:
             environment={**os.environ, **(environment or {})},
             gpu=True,
             keep_resident=keep_resident,
+            data=data,
             config=replace(self.config, run=replace(self.config.run, resident=resident)),
             emit=self.tell,
         )
