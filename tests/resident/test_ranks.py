@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from icecore.dumper.observe import resident_inspection
-from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks_gpu
@@ -319,43 +318,6 @@ def test_ranks_on_one_gpu(joined: Machine) -> None:
         assert checks_gpu.shared(replace(both, resident=found.resident)), (
             "one of them is not under the preload"
         )
-
-
-def test_a_process_that_has_allocated_nothing(joined: Machine) -> None:
-    """It has a context, as the process in which PyTorch saves checkpoints, but no agent: it shares
-    nothing until it has one.
-    """
-    target = joined.target()
-    target("start(0)")
-    other = replace(_process(target.pid), pid=target.pid, contexts={uuid_of(0): 1})
-    made = joined.target()
-    made("start(0)")
-    assert made("alloc(2 * MIB)[0]") == 0
-    gpus = replace(_gpus(made.pid), processes=[*_gpus(made.pid).processes, other])
-    _, found = resident_inspection.inspect_resident(gpus, 0)
-    assert found is not None
-    assert (found.silent, set(found.reports)) == ({target.pid}, {made.pid})
-    both = replace(
-        inspect_tree(made.pid, find_criu(), "/dev/shm", DumpOptions()), gpus=gpus, resident=found
-    )
-    assert not checks_gpu.shared(both)
-    # Memory of the driver's, which a window does not take away.
-    assert target("ipc_handle(alloc(4096)[1])[0]") == 0
-    _, found = resident_inspection.inspect_resident(gpus, 0)
-    assert found is not None and not found.silent
-    assert found.reports[target.pid].counts.ipc_exports == 1
-    assert checks_gpu.shared(replace(both, resident=found))
-
-
-def _gpus(pid: int) -> GpuInspection:
-    found = inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()).gpus
-    assert found is not None
-    return found
-
-
-def _process(pid: int) -> GpuProcess:
-    [process] = _gpus(pid).processes
-    return process
 
 
 def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None:

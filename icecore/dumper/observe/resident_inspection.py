@@ -20,7 +20,6 @@ from icecore.host.kernel.trusted import open_directory, require_private
 from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed, State
 from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_bytes
 from icecore.host.resident.gpu import spare_room
-from icecore.host.resident.keeper import preload_path
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
 
@@ -47,8 +46,6 @@ class ResidentInspection:
         directory: ``ICECORE_RESIDENT`` in their environment.
         pids: Host pid → pid in the process's own namespace.
         reports: What each agent reports, by host pid.
-        silent: Host pids of processes under this version's preload that have no agent. They have
-            never allocated or shared memory that a program can share.
         outsiders: Processes outside the tree that have memory of it, by the keeper's pids.
         copies: Where copies will go if all of the memory changes and that is found before the
             window.
@@ -57,7 +54,6 @@ class ResidentInspection:
     directory: str
     pids: Mapping[int, int]
     reports: Mapping[int, Report]
-    silent: frozenset[int] = frozenset()
     outsiders: Sequence[int] = ()
     copies: Foreseen = NOTHING
 
@@ -107,7 +103,7 @@ def inspect_resident(
     """
     directory, pids, reports = "", {}, {}
     sizes: Counter[str] = Counter()
-    refused, silent = [], set[int]()
+    refused = []
     for process in gpus.processes:
         try:
             named = resident_directory(process.pid)  # once: a process may change what it shows
@@ -115,8 +111,6 @@ def inspect_resident(
             report = None if agent is None else _report(agent)
             if agent is not None and report is None and _kept(process.pid, agent.directory):
                 raise ResidentFailed("its agent does not listen", errno.ENOTCONN)
-            if agent is not None and report is None and _is_preloaded(process.pid):
-                silent.add(process.pid)
         except NotFound:
             continue  # the process has ended
         except ResidentFailed as error:
@@ -163,16 +157,7 @@ def inspect_resident(
     without = replace(gpus, processes=less)
     copies = _foreseen(without, sizes, staging_bytes)
     return without, ResidentInspection(
-        directory, pids, reports, frozenset(silent), _outsiders(directory, reports), copies
-    )
-
-
-def _is_preloaded(pid: int) -> bool:
-    """Return whether a process has loaded this version's preload, not only been told to."""
-    found = os.stat(preload_path())
-    return any(
-        one.inode == found.st_ino and one.path.endswith(f"/{preload_path().name}")
-        for one in procfs.file_mappings(pid)
+        directory, pids, reports, _outsiders(directory, reports), copies
     )
 
 

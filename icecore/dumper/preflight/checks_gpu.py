@@ -102,8 +102,8 @@ def shared(found: Inspection) -> list[Refusal]:
     """Refuse several GPU processes that may share device memory by CUDA IPC, on one GPU or across
     GPUs. The importer shows no sign of it and is lost. A process without a context shares nothing.
 
-    For processes under the preload it is known that none exported or opened memory of the driver's,
-    also if they have no agent; windows take away what else they share.
+    For processes under the preload it is known that none exported or opened memory of the driver's;
+    windows take away what else they share.
     """
     gpus = found.gpus
     if (
@@ -115,8 +115,7 @@ def shared(found: Inspection) -> list[Refusal]:
         return []
     reports = found.resident.reports if found.resident is not None else {}
     none = {p.pid for p in gpus.without_context}
-    silent = found.resident.silent if found.resident is not None else frozenset()
-    pids = [p.pid for p in gpus.processes if p.pid not in none | silent]
+    pids = [p.pid for p in gpus.processes if p.pid not in none]
     if len(pids) < 2 or all(pid in reports and not reports[pid].counts.ipc_exports for pid in pids):
         return []
     return [
@@ -163,11 +162,7 @@ def transports(found: Inspection) -> list[Refusal]:
     if len(ranks) < 2 and not any(len(p.contexts) > 1 or p.outside for p in ranks):
         return []
     known = found.resident.reports if found.resident is not None else {}
-    silent = found.resident.silent if found.resident is not None else frozenset()
-    parked = all(
-        p.pid in silent or (p.pid in known and known[p.pid].version >= nccl.PARKED_SINCE)
-        for p in ranks
-    )
+    parked = all(p.pid in known and known[p.pid].version >= nccl.PARKED_SINCE for p in ranks)
     refusals = [refusal for process in ranks for refusal in _unsafe(process, parked)]
     return refusals + [
         Refusal(
@@ -179,7 +174,7 @@ def transports(found: Inspection) -> list[Refusal]:
         if parked
         and p.passes_descriptors
         and not nccl.without_peers(p.settings)
-        and (p.pid in silent or not known[p.pid].counts.handles)
+        and not known[p.pid].counts.handles
     ]
 
 

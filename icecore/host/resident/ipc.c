@@ -40,11 +40,8 @@ static const uint8_t magic[16] = {
 /* One opens or closes at a time; taken before table_lock, inside threads_enter … threads_leave. */
 static pthread_mutex_t ipc_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* A dump takes a process without an agent for one that shares nothing. */
 static void count_driver(CUresult result)
 {
-	if (!result)
-		start_agent();
 	pthread_mutex_lock(&table_lock);
 	*(result ? &table_counts.ipc_refused : &table_counts.ipc_exports) += 1;
 	pthread_mutex_unlock(&table_lock);
