@@ -17,6 +17,7 @@ import numpy as np
 from icecore.dumper.data.directories import DataDirectories
 from icecore.dumper.memory.cells import EXTENT, inherit_origins
 from icecore.dumper.memory.early import Early
+from icecore.dumper.memory.forked import with_forked
 from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.hidden import complete, find_hidden, find_shared
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
@@ -149,6 +150,7 @@ class Capture:
         captured = Captured(
             at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images
         )
+        copied = with_forked(self._copied, pids)
         touched = load_rseq(self._images) if early else []
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):
@@ -158,7 +160,8 @@ class Capture:
                 )
             pid = by_image[pagemap.number]
             with RemoteReader(pid) as reader:
-                capture = self._process(pagemap, number, reader, device.get(pid, ()))
+                learnt = copied.get(pagemap.number)
+                capture = self._process(pagemap, number, reader, device.get(pid, ()), learnt)
                 captured.spaces.append(capture)
                 done = early.processes.get(pagemap.number) if early else None
                 captured.scanned += capture.scan(
@@ -247,11 +250,15 @@ class Capture:
         )
 
     def _process(
-        self, pagemap: Pagemap, number: int, reader: RemoteReader, device: Sequence[tuple[int, int]]
+        self,
+        pagemap: Pagemap,
+        number: int,
+        reader: RemoteReader,
+        device: Sequence[tuple[int, int]],
+        copied: PreCopied | None,
     ) -> SpaceCapture:
         key = str(pagemap.number)
         parent = self._parent.space("process", key) if self._parent else None
-        copied = self._copied.get(pagemap.number)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
         regions = grid(pagemap.regions, pagemap.extents, device, reader, parent, copied)
         seen = copied.seen if copied else None

@@ -21,7 +21,7 @@ from icecore.dumper.phases.freeze import freeze, start_criu, undisturbed
 from icecore.dumper.phases.preflight import Accepted, preflight
 from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
-from icecore.dumper.preflight.orphans import GpusChanged
+from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
@@ -36,8 +36,8 @@ from icecore.text import require_label
 #: seconds.
 _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
-#: How often a dump inspects a tree whose processes begin to use GPUs meanwhile, and the pause in
-#: between, in seconds: about what CUDA takes to start.
+#: How many times a dump inspects the tree if its processes start to use GPUs meanwhile, and the
+#: seconds between: about as long as CUDA takes to initialise.
 _INSPECTIONS, _GPU_PAUSE = 4, 1.0
 
 
@@ -90,7 +90,8 @@ def dump(
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:
-        PreflightRefused: The dump would lose or hang the job; nothing was frozen.
+        PreflightRefused: The dump would lose or hang the job; nothing was frozen, unless an earlier
+            attempt of this dump had begun its window and started over (``dump.retry``).
         WindowExceeded: The job would have stood still for too long; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: The snapshot could not be stored; the job runs.
@@ -113,7 +114,7 @@ def dump(
         require_label(tag)
     with hooks_of(options, target, emit) as hooks:
         request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
-        made = _run_until_known(request, hooks)
+        made = _run_until_unchanged(request, hooks)
         snapshot = hooks.snapshot = made.snapshot
         manifest = made.manifest
         done = DumpResult(
@@ -149,21 +150,22 @@ def dump(
     return done
 
 
-def _run_until_known(request: Request, hooks: Hooks) -> Committed:
-    """Run the phases, from the first one again if processes began to use GPUs after they were
-    inspected, as the compilers of torch.compile do when they start.
+def _run_until_unchanged(request: Request, hooks: Hooks) -> Committed:
+    """Run the phases, and start over if a process started to use a GPU after the inspection, as the
+    process that starts torch.compile's compilers does.
     """
-    deaths = DeathWatch(request.target.pid, request.target.job)
-    for left in reversed(range(_INSPECTIONS)):
+    for pause in (*[_GPU_PAUSE] * (_INSPECTIONS - 1), None):
+        deaths = DeathWatch(request.target.pid, request.target.job)
         try:
             with ExitStack() as stack, deaths.explaining():
-                return _run(request, hooks, deaths, stack)
+                committed = _run(request, hooks, deaths, stack)
+            break
         except GpusChanged as error:
-            if not left or not _runs(request.target.pid):
+            if pause is None or not _runs(request.target.pid):
                 raise
-            request.emit(Event("dump.retry", {"error": str(error), "pause": _GPU_PAUSE}))
-        time.sleep(_GPU_PAUSE)
-    raise AssertionError("the last attempt returns or raises")
+            request.emit(Event("dump.retry", {"error": str(error), "pause": pause}))
+        time.sleep(pause)
+    return committed
 
 
 def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -> Committed:

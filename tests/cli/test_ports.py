@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 
+from icecore.errors import RestoreRefused
 from icecore.host.kernel import tcp
-from icecore.restorer.requirements.ports import check_ports, free
+from icecore.restorer.requirements.ports import check_ports, remove_leftovers
 from tests.cli.conftest import Cli, until
 
 pytestmark = [
     pytest.mark.criu,
-    pytest.mark.skipif(os.geteuid() != 0, reason="ending a socket needs root"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="destroying a socket needs root"),
 ]
 
 #: Listens without SO_REUSEADDR, as many libraries do, and is the first to close each connection.
@@ -39,8 +41,13 @@ def greeting(host: str, port: int) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
-def test_closed_connections_of_a_killed_job_do_not_delay_its_restore(host: str, cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("host", "client"),
+    [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1")],
+)
+def test_closed_connections_of_a_killed_job_do_not_delay_its_restore(
+    host: str, client: str, cli: Cli
+) -> None:
     cli.run("init")
     family = "socket.AF_INET6" if ":" in host else "socket.AF_INET"
     there = cli.folder / "port"
@@ -48,27 +55,38 @@ def test_closed_connections_of_a_killed_job_do_not_delay_its_restore(host: str, 
     cli.run("run", "-d", "--name", "j", "--", "python3", "-c", program, str(there))
     until(lambda: there.exists() and there.read_text() != "", "the server listens")
     port = int(there.read_text())
-    client = "127.0.0.1" if host == "0.0.0.0" else host
     assert greeting(client, port) == b"hello"
     cli.run("dump", "j")
     cli.run("kill", "j")
-    assert tcp.TIME_WAIT in {one.state for one in tcp.sockets_at(port)}
+    assert tcp.TIME_WAIT in {one.state for one in at(port)}
     cli.run("restore", "j")
     assert greeting(client, port) == b"hello"
 
 
-def test_who_has_the_port_is_said(cli: Cli) -> None:
+def at(port: int) -> list[tcp.TcpSocket]:
+    """The sockets with a local port."""
+    return [one for one in tcp.list_sockets() if one.local[1] == port]
+
+
+def test_the_message_names_the_process_that_has_the_port() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = f"127.0.0.1:{other.getsockname()[1]}"
-        found = check_ports([port])
+        found = check_ports([port, port])
         assert not found.met and f"process {os.getpid()} (" in found.message
+        assert str(os.getpid()) not in check_ports([port], name=False).message
+        with pytest.raises(RestoreRefused):
+            remove_leftovers([port])
     assert check_ports([port]).met
 
 
-def test_only_what_belongs_to_nobody_is_ended() -> None:
-    """A client's connection from the same address and port is somebody's."""
+def test_an_address_of_another_machine() -> None:
+    found = check_ports(["192.0.2.1:8000"])
+    assert not found.met and "not available here" in found.message
+
+
+def test_only_leftovers_are_removed() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -78,11 +96,18 @@ def test_only_what_belongs_to_nobody_is_ended() -> None:
     with client, served:
         port = f"{address[0]}:{address[1]}"
         assert not check_ports([port]).met
+        with pytest.raises(RestoreRefused):
+            remove_leftovers([port])
+        [before] = at(address[1])
+        tcp.destroy_leftover(before)
+        tcp.destroy_leftover(replace(before, state=tcp.TIME_WAIT, inode=0))  # not believed
+        client.sendall(b"still there")
+        assert served.recv(100) == b"still there"
         served.close()
         assert client.recv(10) == b""
-        # It waits for the end of a client that still has its own.
-        [left] = tcp.sockets_at(address[1])
-        assert left.state == tcp.FIN_WAIT2 and left.is_over
+        # It waits for the end of a client that still has its own socket.
+        [left] = at(address[1])
+        assert left.state == tcp.FIN_WAIT2 and left.is_leftover
     assert check_ports([port]).met
-    free([port])
-    assert not tcp.sockets_at(address[1])
+    remove_leftovers([port])
+    assert not at(address[1])

@@ -16,6 +16,7 @@ from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import orphans
+from icecore.dumper.preflight.gpu_changes import GpusChanged, require_still_orphans
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.preflight.prediction import predict
 from icecore.errors import DumpFailed, PreflightRefused
@@ -209,9 +210,7 @@ def test_a_worker_that_is_forked_while_the_dump_begins(
 def test_a_process_that_begins_to_use_cuda_meanwhile(
     state: str, store: Store, launch: Launch, world: World
 ) -> None:
-    """CRIU would stop it with device files that the plugin would dump. The dump begins anew, and
-    knows it then.
-    """
+    """CRIU would stop it with device files that the plugin would dump. The dump starts over, and then includes it."""
     target = launch(workers=1, late=GPUS[1])
     wait_workers(target, 1)
     late = workers(target.pid)[0]
@@ -226,7 +225,7 @@ def test_a_process_that_begins_to_use_cuda_meanwhile(
     events = Events({("dump.criu", state): begin})
     snapshot = store.dump(target.pid, events=events).snapshot
     [retry] = events.named("dump.retry")
-    assert "has begun to use CUDA since the dump began" in str(retry.fields["error"])
+    assert "has started to use CUDA since the dump began" in str(retry.fields["error"])
     windows = [one for one in events.named("dump.window") if one.fields["state"] == "begin"]
     assert len(windows) == (1 if state == "begin" else 2)
     assert store.snapshots() == [snapshot]
@@ -235,7 +234,10 @@ def test_a_process_that_begins_to_use_cuda_meanwhile(
     target.is_right()
 
 
-def test_a_process_without_a_context(store: Store, launch: Launch, world: World) -> None:
+@pytest.mark.parametrize("state", ["begin", "end"], ids=["before the window", "in the window"])
+def test_a_process_without_a_context(
+    state: str, store: Store, launch: Launch, world: World
+) -> None:
     """It shares no device memory and has none that is moved, until it has a context."""
     target = launch([GPUS[0], GPUS[0]])
     other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
@@ -254,10 +256,10 @@ def test_a_process_without_a_context(store: Store, launch: Launch, world: World)
         world.more["no_context"] = []
         world.write()
 
-    events = Events({("dump.criu", "begin"): begin})
+    events = Events({("dump.criu", state): begin})
     with pytest.raises(PreflightRefused, match="gpu-shared"):
         store.dump(target.pid, events=events)
-    assert not events.named("dump.window")
+    assert bool(events.named("dump.window")) == (state == "end")
     assert len(events.named("dump.retry")) == 1
     assert not standing(target.pid)
     target.wait_steps(3)
@@ -308,19 +310,20 @@ def test_nvml_alone(store: Store, launch: Launch, world: World) -> None:
     assert any(d.target == "/dev/null" and d.number > 2 for d in procfs.descriptors(restored.pid))
 
 
-@pytest.mark.parametrize("wrong", ["an orphan runs CUDA", "threads without state"])
-def test_what_the_driver_contradicts_is_refused(wrong: str) -> None:
+def test_what_the_driver_contradicts_is_refused() -> None:
     ours = os.getpid()
-    one = GpuProcess(ours, threads=wrong != "an orphan runs CUDA")
-    state = State.RUNNING if wrong == "an orphan runs CUDA" else State.NOT_CUDA
-    found = (
-        GpuInspection(Backend("/dev/nvidia"), [one], orphans=[])
-        if one.threads
-        else GpuInspection(Backend("/dev/nvidia"), [], orphans=[one])
-    )
-    assert [r.name for r in orphans.misjudged(found, {ours: state})] == ["gpu-state"]
-    right = State.NOT_CUDA if state is State.RUNNING else State.RUNNING
-    assert orphans.misjudged(found, {ours: right}) == []
+    found = GpuInspection(Backend("/dev/nvidia"), [GpuProcess(ours)], orphans=[])
+    assert [r.name for r in orphans.misjudged(found, {ours: State.NOT_CUDA})] == ["gpu-state"]
+    assert orphans.misjudged(found, {ours: State.RUNNING}) == []
+
+
+def test_an_orphan_with_cuda_state_is_inspected_again() -> None:
+    ours = os.getpid()
+    orphan = GpuProcess(ours, threads=False)
+    found = GpuInspection(Backend("/dev/nvidia"), [], orphans=[orphan])
+    require_still_orphans(found, {ours: State.NOT_CUDA})
+    with pytest.raises(GpusChanged, match=f"process {ours} has started to use CUDA"):
+        require_still_orphans(found, {ours: State.RUNNING})
 
 
 @pytest.mark.parametrize(

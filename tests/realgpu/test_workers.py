@@ -15,6 +15,7 @@ import pytest
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight.prediction import predict
+from icecore.errors import PreflightRefused
 from icecore.host.criu.program import find_criu
 from icecore.host.kernel import procfs
 
@@ -154,10 +155,23 @@ def test_a_training_with_workers(job: str, how: str, lab: Lab, scratch: Path) ->
         )
 
 
-@pytest.mark.parametrize("job", ["epochs", "save_by_process"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        "epochs",
+        pytest.param(
+            "save_by_process",
+            marks=pytest.mark.xfail(
+                reason="a process with a context that has allocated nothing does not report what it shares",
+                raises=PreflightRefused,
+                strict=True,
+            ),
+        ),
+    ],
+)
 def test_under_run_gpu(job: str, lab: Lab, scratch: Path) -> None:
     """`icecore run --gpu` and `--gpu-map`, which here maps the only GPU to itself. The process that
-    saves checkpoints has a context on the GPU and NCCL too, so it has to be started so.
+    saves checkpoints has a context on the GPU and NCCL too, so it must be started under `run --gpu`.
     """
     needs(1, "torch")
     wanted = reference(scratch, job)

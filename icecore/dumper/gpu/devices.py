@@ -22,13 +22,13 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.resident_inspection import has_mapped
-from icecore.dumper.preflight.orphans import (
+from icecore.dumper.preflight.gpu_changes import (
     GpusChanged,
-    left_open,
-    misjudged,
     require_no_more_contexts,
     require_no_others,
+    require_still_orphans,
 )
+from icecore.dumper.preflight.orphans import left_open, misjudged
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Event, Sink, phase
 from icecore.host.cuda.api import DeviceError, HelperLost, Placement, State
@@ -123,6 +123,7 @@ class Devices:
 
         Raises:
             MissingTool: The driver's calls cannot be made.
+            GpusChanged: An orphan uses CUDA now; nothing was stopped.
             PreflightRefused: A process is in a state in which it cannot be dumped; nothing was
                 stopped.
         """
@@ -131,6 +132,7 @@ class Devices:
             p.pid: self._helper.state(p.pid)
             for p in (*self._inspection.processes, *self._inspection.orphans)
         }
+        require_still_orphans(self._inspection, states)
         reasons = [(r.name, r.message, r.cure) for r in misjudged(self._inspection, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
@@ -172,10 +174,10 @@ class Devices:
         return 0 if self._resident is None else self._resident.pre_copied
 
     def require_unchanged(self) -> None:
-        """Require that no further process uses a GPU, while the job still runs.
+        """Require that no other process has started to use a GPU. The job still runs.
 
         Raises:
-            GpusChanged: One does.
+            GpusChanged: One has.
         """
         require_no_others(self._root, self._inspection, self.pids)
         require_no_more_contexts(self._inspection)
@@ -191,6 +193,7 @@ class Devices:
                 does. None: no limit.
 
         Raises:
+            GpusChanged: A process has memory, or a context, that it did not have before.
             DumpFailed: A process could not be locked; the context manager brings all back.
         """
         self._touched = True
@@ -208,12 +211,16 @@ class Devices:
                 self._resident.begin_copy(context, parent)
             lock_all(self._helper, self.pids, self._lock_seconds, self._emit)
             self._require_taken_away()
+            require_no_more_contexts(self._inspection)
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise _uncapturable(error) from error
 
     def _require_taken_away(self) -> None:
         """Require that no memory of a keeper is mapped, because the driver restores what it
         checkpoints into other memory. Locked processes cannot allocate any more.
+
+        Raises:
+            GpusChanged: Some is.
         """
         for pid in self.pids:
             if has_mapped(pid):

@@ -12,6 +12,7 @@ What is known of them:
 
 - `known`: fingerprints and records by address.
 - `parent`: the snapshot to build on.
+- `forked`: what pre-copy learnt of the parents of new processes.
 
 How they are read and stored:
 

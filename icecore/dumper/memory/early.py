@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import plan_cells
+from icecore.dumper.memory.forked import with_forked
 from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
@@ -167,6 +168,7 @@ class EarlyScan:
         found: dict[int, Scanned] = {}
         present: dict[int, Present] = {}
         images = tree_pids(self._root)
+        copied = with_forked(self._copied, images)
         shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = {}
         rings = False
         order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
@@ -185,8 +187,9 @@ class EarlyScan:
                 extents = present_extents(pid, ranges_of(regions), self._context.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
+                    stream = order[image] % self._context.streams
                     found[image] = self._process(
-                        pid, image, regions, extents, order[image] % self._context.streams
+                        pid, image, regions, extents, stream, copied.get(image)
                     )
                     running.bytes += found[image].plan.bytes
             for memory in () if rings else self._shared:
@@ -205,9 +208,9 @@ class EarlyScan:
         regions: list[Region],
         extents: npt.NDArray[np.void],
         stream: int,
+        copied: PreCopied | None,
     ) -> Scanned:
         parent = self._parent.space("process", str(image)) if self._parent else None
-        copied = self._copied.get(image)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
         context = self._context
         with RemoteReader(pid) as reader:

@@ -4,7 +4,6 @@ requires. Reads /proc and changes nothing.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from icecore.dumper.observe.sockets import sockets_of
 from icecore.errors import NotFound
 from icecore.host.kernel import procfs
+from icecore.host.kernel.tcp import parse_end
 from icecore.store.format.manifest import Namespaces, Process, Requirements
 
 _LISTEN = "0A"
@@ -89,14 +89,9 @@ def listening_ports(pids: Iterable[int]) -> list[str]:
 
 
 def _address(text: str) -> str:
-    """Turn ``0100007F:1F90`` into ``127.0.0.1:8080``. The kernel prints each 32-bit word in the
-    machine's byte order.
-    """
-    host, port = text.split(":")
-    raw = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
-    address = ipaddress.ip_address(raw)
-    shown = f"[{address}]" if address.version == 6 else str(address)
-    return f"{shown}:{int(port, 16)}"
+    """Turn ``0100007F:1F90`` into ``127.0.0.1:8080``."""
+    address, port = parse_end(text)
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
 def thread_ids(pids: Iterable[int]) -> list[int]:

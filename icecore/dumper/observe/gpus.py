@@ -100,17 +100,17 @@ class GpuInspection:
         return [p for p in self.processes if not p.contexts]
 
     @property
+    def with_memory(self) -> Sequence[GpuProcess]:
+        """Processes that may have device memory: all but `without_context`."""
+        none = self.without_context
+        return [p for p in self.processes if p not in none]
+
+    @property
     def most_bytes(self) -> int:
         """The upper bound of `device_bytes`: for processes that NVML does not know (in another pid
         namespace), count everything that is used on their GPUs.
         """
-        none = {p.pid for p in self.without_context}
-        unknown = {
-            uuid
-            for p in self.processes
-            if not p.contexts and p.pid not in none
-            for uuid in p.opened
-        }
+        unknown = {uuid for p in self.with_memory if not p.contexts for uuid in p.opened}
         used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
         resident = sum(p.resident for p in self.processes if not p.contexts)
         return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown) - resident)

@@ -57,7 +57,7 @@ def start_criu(request: Request, accepted: Accepted, ready: Ready) -> None:
     """Start CRIU; it waits before it touches the tree.
 
     Raises:
-        GpusChanged: A further process uses a GPU.
+        GpusChanged: Another process has started to use a GPU.
         DumpFailed: It failed.
     """
     with phase(request.emit, "dump.criu"):

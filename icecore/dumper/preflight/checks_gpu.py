@@ -114,8 +114,7 @@ def shared(found: Inspection) -> list[Refusal]:
     ):
         return []
     reports = found.resident.reports if found.resident is not None else {}
-    none = {p.pid for p in gpus.without_context}
-    pids = [p.pid for p in gpus.processes if p.pid not in none]
+    pids = [p.pid for p in gpus.with_memory]
     if len(pids) < 2 or all(pid in reports and not reports[pid].counts.ipc_exports for pid in pids):
         return []
     return [

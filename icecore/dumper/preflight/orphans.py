@@ -4,9 +4,9 @@ with CUDA state of its own never counts as one.
 Orphans are children that were forked from a CUDA process (workers of a DataLoader, of
 torch.compile), in which CUDA does not work, and processes that use only NVML. The driver closes
 nothing in them. CRIU's plugin dumps device files without checking whose they are, and a restore
-replaces them (icecore/host/criu/device_files.c). This module therefore makes sure that no other
-process has any: by the driver's answer before the window, and by the driver's threads once all
-processes are stopped.
+replaces them (icecore/host/criu/device_files.c). So no other process may have any, which
+`icecore.dumper.preflight.gpu_changes` makes sure: by the driver's answer before the window, and by
+the driver's threads once all processes are stopped.
 """
 
 from __future__ import annotations
@@ -19,19 +19,10 @@ from pathlib import Path
 
 from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuInspection
 from icecore.dumper.preflight.checks import Refusal
-from icecore.errors import DumpFailed, NotFound
+from icecore.errors import DumpFailed
 from icecore.host.cuda.api import State
-from icecore.host.cuda.threads import has_drivers_threads
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import procfs
-
-_AGAIN = "dump it again"
-
-
-class GpusChanged(DumpFailed):
-    """A process of the tree has begun to use a GPU since it was inspected. Another dump, from its
-    inspection on, may succeed.
-    """
 
 
 def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Refusal]:
@@ -40,20 +31,11 @@ def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Re
     Args:
         states: The driver's state for each process of the inspection.
     """
-    refusals = [
-        Refusal(
-            "gpu-state",
-            f"process {one.pid} has begun to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
-            f"{_AGAIN}; if that does not help, report it with the driver's version",
-        )
-        for one in inspection.orphans
-        if states[one.pid] is not State.NOT_CUDA
-    ]
-    return refusals + [
+    return [
         Refusal(
             "gpu-state",
             f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",
-            f"{_AGAIN}; if that does not help, report it with the driver's version",
+            "dump it again; if that does not help, report it with the driver's version",
         )
         for one in inspection.processes
         if one.threads
@@ -61,50 +43,6 @@ def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Re
         and procfs.exists(one.pid)
         and not procfs.is_zombie(one.pid)
     ]
-
-
-def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int]) -> None:
-    """Require that only processes that are checkpointed have CUDA state.
-
-    Args:
-        root: Host pid of the tree's root. In the window, once the tree is stopped, the answer is
-            final.
-        inspection: What was read before the window.
-        cuda: The processes that are checkpointed.
-
-    Raises:
-        GpusChanged: Another process may have CUDA state.
-    """
-    asked = {one.pid for one in (*inspection.processes, *inspection.orphans)}
-    named = any(one.threads for one in inspection.processes)
-    for pid in procfs.tree(root):
-        if pid in cuda:
-            continue
-        with suppress(NotFound):
-            # If the driver names its threads differently, they tell nothing about a process whose
-            # state the driver was not asked for.
-            if has_drivers_threads(pid) or (
-                not named and pid not in asked and _has_device_files(pid, inspection.backend)
-            ):
-                raise GpusChanged(
-                    f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN
-                )
-
-
-def require_no_more_contexts(inspection: GpuInspection) -> None:
-    """Require that the processes without a context still have none: with one, a process may share
-    memory with another.
-
-    Raises:
-        GpusChanged: One has a context now.
-    """
-    none = [one.pid for one in inspection.without_context]
-    found = inspection.backend.inventory(none).contexts if none else {}
-    for pid in none:
-        if found.get(pid):
-            raise GpusChanged(
-                f"process {pid} has begun to use a GPU since the dump began", cure=_AGAIN
-            )
 
 
 def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) -> list[int]:
@@ -134,7 +72,8 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
     return found
 
 
-def _has_device_files(pid: int, backend: Backend) -> bool:
+def has_device_files(pid: int, backend: Backend) -> bool:
+    """Return whether a process has device files of the driver open or mapped."""
     return any(_open_devices(pid, backend.kinds())) or any(
         backend.is_device(m.path) for m in procfs.read_maps(pid)
     )
@@ -146,7 +85,7 @@ def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
     """
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, ProcessLookupError):
             about = os.stat(folder / name)
             kind = (
                 "c" if stat.S_ISCHR(about.st_mode) else "b" if stat.S_ISBLK(about.st_mode) else ""

@@ -69,7 +69,7 @@ def window_of(found: Inspection) -> Seen:
     """Return the seconds of the window that GPUs account for; zeros without GPUs."""
     if found.gpus is None:
         return Seen(0.0, 0.0, 0.0)
-    some = len(found.gpus.processes) - len(found.gpus.without_context)
+    some = len(found.gpus.with_memory)
     helped = found.options.populate
     slowest = SLOWEST_HELPED if helped else SLOWEST_ALONE if some == 1 else SLOWEST_OF_SEVERAL
     copies = found.resident.most_window_seconds if found.resident is not None else 0.0
@@ -87,10 +87,8 @@ def _driver_seconds(gpus: GpuInspection, rates: Rates) -> float:
     """Return the driver's seconds for all processes at once. Processes that NVML does not know count
     as using equal shares.
     """
-    none = {process.pid for process in gpus.without_context}
-    counted = [process for process in gpus.processes if process.pid not in none]
-    unknown = sum(not process.contexts for process in counted)
-    most = max((max(process.moved, CONTEXT_BYTES) for process in counted), default=0)
+    unknown = sum(not process.contexts for process in gpus.with_memory)
+    most = max((max(process.moved, CONTEXT_BYTES) for process in gpus.with_memory), default=0)
     if unknown:
         most = max(most, gpus.most_bytes // unknown)
     return sum(most / rate for rate in rates)

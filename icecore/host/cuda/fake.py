@@ -7,7 +7,7 @@ pid, from any process, through dumps, restores and namespaces. The *world* is a 
 
 - ``inventory.json``: ``{"driver": "580.159.03", "gpus": [{"uuid": …, "name": …, "memory": …,
   "minor": …}]}``; ``used``, ``mig`` as in `Gpu`; ``mps``: pids; ``no_context``: pids of
-  targets that count as not having a context yet;
+  targets that are reported without a context;
 - ``dev/nvidia0``, …: what the target has open while it uses a GPU;
 - ``gpu/UUID/…``: device memory, which no process maps;
 - ``faults/…``: one JSON object each, used once and then removed: ``{"call": "restore", "code": 999,

@@ -61,6 +61,10 @@ class Mapping:
         )
 
 
+#: Start and end of code, start of the stack, start and end of data, start of the heap.
+Layout = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """What /proc/PID/status and stat say. Memory in bytes; ``start_time`` in clock ticks after
@@ -147,6 +151,14 @@ def start_time(pid: int) -> int:
     identifies a process for good.
     """
     return int(_stat_fields(pid)[1][19])
+
+
+def layout(pid: int) -> Layout:
+    """Return the addresses of the program that a process runs; zeros: it has no memory any more, or
+    may not be looked at.
+    """
+    fields = _stat_fields(pid)[1]
+    return tuple(int(fields[at - 3]) for at in (26, 27, 28, 45, 46, 47))  # numbers of proc(5)
 
 
 def began(pid: int) -> float:

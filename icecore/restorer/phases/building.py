@@ -23,6 +23,7 @@ from icecore.restorer.phases.files import Prepared
 from icecore.restorer.phases.planning import Plan, Workspace
 from icecore.restorer.phases.resources import Resources, own_placers
 from icecore.restorer.phases.undoing import Undo
+from icecore.restorer.requirements.ports import remove_leftovers
 from icecore.restorer.tree import Tree, criu_arguments
 
 
@@ -52,8 +53,11 @@ def build_tree(
     """Run CRIU; the daemon listens from before the first page fault.
 
     Raises:
+        RestoreRefused: Closed connections hold a port of the job and cannot be removed.
         RestoreFailed: CRIU failed.
     """
+    if plan.manifest.namespaces.network == "host":
+        remove_leftovers(plan.manifest.requirements.ports)
     word, placers = str(workspace.work), resources.placers
     if resources.memory.filed and not prepared.memory.filed:  # it does not come through a file
         placers = own_placers(attempt, undo, plan, resources.memory.size, word, word)

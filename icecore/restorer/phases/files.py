@@ -146,7 +146,7 @@ def prepare_files(
                 cure="name another directory with --workdir",
             )
         running.bytes += _write(attempt, plan, memory.page_images)
-        # Not before: CRIU waits for the page images, and the driver needs its file much later.
+        # Only now: CRIU waits for the page images, while the driver needs this file much later.
         device_file = None
         if memory.filed:
             device_file = _start_device_file(attempt, undo, plan, resources, memory)

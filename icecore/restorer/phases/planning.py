@@ -27,7 +27,6 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.owner import require_owner
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.undoing import Undo
-from icecore.restorer.requirements import ports
 from icecore.restorer.requirements.check import check_requirements
 from icecore.restorer.requirements.outcome import Requirements
 from icecore.store.format.contract import read_run
@@ -129,8 +128,6 @@ def plan_restore(attempt: Attempt, undo: Undo, workspace: Workspace) -> Plan:
     for warning in requirements.warnings:
         attempt.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
     requirements.require()
-    if manifest.namespaces.network == "host":
-        ports.free(manifest.requirements.ports)
     return Plan(manifest, reader, drivers, limits, criu, record, requirements)
 
 

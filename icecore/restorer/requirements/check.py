@@ -129,7 +129,7 @@ def check_requirements(
         *_container(manifest),
         *check_machine(manifest, criu),
         *of_gpus,
-        *check_names(manifest),
+        *check_names(manifest, name=options.identity is None),
         *check_room(manifest, workdir, records),
         *check_temporary(manifest, run, workdir, criu),
         *check_data(directories, options, active=active, others=others),

@@ -92,8 +92,12 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def check_names(manifest: Manifest) -> Iterator[Requirement]:
-    """Check the pids and ports of the job."""
+def check_names(manifest: Manifest, *, name: bool) -> Iterator[Requirement]:
+    """Check the pids and ports of the job.
+
+    Args:
+        name: Name the processes that have a port.
+    """
     if not manifest.namespaces.pid:
         taken = _taken(manifest.requirements.pids)
         yield Requirement(
@@ -105,7 +109,7 @@ def check_names(manifest: Manifest) -> Iterator[Requirement]:
             "wait until the processes that have them end; jobs of 'icecore run --pid private' have process ids of their own",
         )
     if manifest.namespaces.network == "host":
-        yield check_ports(manifest.requirements.ports)
+        yield check_ports(manifest.requirements.ports, name=name)
 
 
 def _taken(pids: list[int]) -> list[int]:

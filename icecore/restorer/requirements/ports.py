@@ -1,8 +1,8 @@
-"""The addresses on which a job listens for TCP: whether they are free here, and who has them if not.
+"""Addresses on which a job listens for TCP: whether they are free, and which processes have them.
 
-A connection whose listener did not set SO_REUSEADDR keeps the address for a minute after both ends
-have been closed (TIME_WAIT), as when the job was killed. Such remains, which belong to no process,
-do not stand in the way of a restore, which ends them (`free`).
+If a listener does not set SO_REUSEADDR, its closed connections hold the address for a minute
+(TIME_WAIT), for example after the job was killed. They belong to no process, and a restore removes
+them (`remove_leftovers`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from icecore.errors import Damaged, NotFound, RestoreRefused
 from icecore.host.kernel import procfs, tcp
@@ -20,80 +21,142 @@ from icecore.text import printable
 
 _CURE = "end the process that listens there; jobs of 'icecore run --network private' have ports of their own"
 _WAIT = "try again in a minute"
+#: How many processes a message names.
+_NAMED = 3
 
 
-def check_ports(ports: Sequence[str]) -> Requirement:
-    """Check that all addresses, ``address:port``, are free or can be made so.
+@dataclass(frozen=True)
+class _Held:
+    """An address that is not free.
+
+    Attributes:
+        text: As in the manifest.
+        sockets: What is in the way.
+    """
+
+    text: str
+    sockets: Sequence[tcp.TcpSocket]
+
+    @property
+    def leftover(self) -> bool:
+        return bool(self.sockets) and all(one.is_leftover for one in self.sockets)
+
+
+def check_ports(ports: Iterable[str], *, name: bool = True) -> Requirement:
+    """Check that all addresses, ``address:port``, are free or held by closed connections alone.
+
+    Args:
+        name: Name the processes that have one. Only root may learn that of any process.
 
     Raises:
-        Damaged: An address makes no sense.
+        Damaged: An address is malformed.
     """
-    listened: list[str] = []
-    lingering: list[str] = []
-    for port in ports:
-        if not _can_listen(port):
-            (lingering if _only_remains(port) else listened).append(port)
-    if listened:
-        who = dict.fromkeys(name for port in listened for name in _who(port))
-        return Requirement(
-            "port",
-            False,
-            f"the job listens on {', '.join(listened)}, "
-            + (f"which {', '.join(who)} has" if who else "which is not free here"),
-            _CURE,
-        )
-    if lingering:
+    held = _held(ports)
+    others = [one for one in held if not one.leftover]
+    if not others:
         return Requirement(
             "port",
             True,
-            f"connections that are closed already are left on {', '.join(lingering)}; the restore ends them",
+            f"closed connections still hold {_list(held)}; the restore removes them"
+            if held
+            else "all ports are free",
         )
-    return Requirement("port", True, "all ports are free")
+    inodes = {found.inode for one in others for found in one.sockets}
+    where = f"the job listens on {_list(others)}"
+    if not inodes:
+        what = f"{where}, which is not available here"
+        return Requirement("port", False, what, "restore it where this address exists")
+    if not any(inodes):
+        what = f"{where}, where connections are still being closed"
+        return Requirement("port", False, what, _WAIT)
+    who = _processes(inodes - {0}) if name else []
+    named = f": {', '.join(who)}" if who else ""
+    return Requirement("port", False, f"{where}, where a socket is open already{named}", _CURE)
 
 
-def free(ports: Sequence[str]) -> None:
-    """End what is left of closed connections on addresses that the job listens on.
+def remove_leftovers(ports: Iterable[str]) -> None:
+    """Remove closed connections that hold addresses on which the job listens.
 
     Raises:
-        RestoreRefused: This kernel does not end them.
+        RestoreRefused: They cannot be removed, or another process has the address.
     """
-    for port in ports:
-        if _can_listen(port):
-            continue
-        for one in _in_the_way(port):
-            if one.is_over:
-                tcp.end(one)
-        if not _can_listen(port):
+    for one in _held(ports):
+        why = ""
+        if one.leftover:
+            try:
+                for found in one.sockets:
+                    tcp.destroy_leftover(found)
+            except OSError as error:
+                why = f": {error.strerror or error}"
+        if left := _held([one.text]):
             raise RestoreRefused(
-                f"the job listens on {port}, where connections that are closed already are left",
+                f"the job listens on {_list(left)}, which closed connections still hold{why}",
                 cure=_WAIT,
             )
 
 
-def _only_remains(port: str) -> bool:
-    found = _in_the_way(port)
-    return bool(found) and all(one.is_over for one in found)
-
-
-def _in_the_way(port: str) -> list[tcp.TcpSocket]:
-    """Return the sockets that have the port at this address, or at all addresses."""
-    _, address, number = _parse(port)
-    if address.is_unspecified:
-        return tcp.sockets_at(number)
+def _held(ports: Iterable[str]) -> list[_Held]:
     found = []
-    for one in tcp.sockets_at(number):
-        local = ipaddress.ip_address(one.local[0])
-        mapped = local.ipv4_mapped if isinstance(local, ipaddress.IPv6Address) else None
-        if local.is_unspecified or address in (local, mapped):
+    sockets: list[tcp.TcpSocket] | None = None
+    for text in dict.fromkeys(ports):
+        address, port = _parse(text)
+        only6 = address.version == 6 and getattr(address, "ipv4_mapped", None) is None
+        free = _can_listen(address, port, only6=only6)
+        dual = free and only6 and address.is_unspecified
+        if free and not (dual and not _can_listen(address, port, only6=False)):
+            continue
+        if sockets is None:
+            sockets = tcp.list_sockets()
+        one = _Held(text, [s for s in sockets if s.local[1] == port and _meet(address, s)])
+        # A listener on :: need not accept IPv4: what has the port there may be another's.
+        if not free or one.leftover:
             found.append(one)
     return found
 
 
-def _who(port: str) -> list[str]:
-    """Name the processes that have the sockets in the way, as far as this process sees them."""
-    inodes = {one.inode for one in _in_the_way(port) if one.inode}
-    names = []
+def _meet(address: tcp.Address, found: tcp.TcpSocket) -> bool:
+    """Return whether a socket's local address and this one exclude each other."""
+    theirs = found.local[0]
+    return address.is_unspecified or theirs.is_unspecified or _plain(address) == _plain(theirs)
+
+
+def _plain(address: tcp.Address) -> tcp.Address:
+    """Return an IPv4-mapped address as the IPv4 address."""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _can_listen(address: tcp.Address, port: int, *, only6: bool) -> bool:
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Closed connections do not matter if their listener set this, too.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only6))
+            probe.bind((str(address), port))
+            probe.listen(1)
+    except (OSError, OverflowError):  # no such port
+        return False
+    return True
+
+
+def _parse(text: str) -> tuple[tcp.Address, int]:
+    host, _, port = text.rpartition(":")
+    try:
+        return ipaddress.ip_address(host.strip("[]")), int(port)
+    except ValueError as error:
+        raise Damaged(
+            "manifest", "requirements", f"{printable(text)} is not an address and port"
+        ) from error
+
+
+def _processes(inodes: Collection[int]) -> list[str]:
+    """Name processes that have these sockets, as far as this process sees them."""
+    names: list[str] = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if inodes else ():
+        if len(names) == _NAMED:
+            break
         with suppress(NotFound, OSError):
             if any(
                 one.target.startswith("socket:[") and one.inode in inodes
@@ -103,30 +166,5 @@ def _who(port: str) -> list[str]:
     return names
 
 
-def _parse(
-    port: str,
-) -> tuple[socket.AddressFamily, ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
-    text, _, number = port.rpartition(":")
-    try:
-        address, parsed = ipaddress.ip_address(text.strip("[]")), int(number)
-    except ValueError as error:
-        raise Damaged(
-            "manifest", "requirements", f"{printable(port)} is not an address and port"
-        ) from error
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    return family, address, parsed
-
-
-def _can_listen(port: str) -> bool:
-    family, address, number = _parse(port)
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Connections that linger do not matter if their listener set this, too.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind((str(address), number))
-            probe.listen(1)
-    except (OSError, OverflowError):  # no such port
-        return False
-    return True
+def _list(held: Sequence[_Held]) -> str:
+    return ", ".join(one.text for one in held)
