@@ -128,3 +128,12 @@ def test_guard_pages_hold_nothing():
 def test_a_process_that_is_gone():
     with pytest.raises(NotFound):
         pagemap.Pagemap(dead_pid())
+
+
+@pytest.mark.skipif(not pagemap.scan_supported(), reason="PAGEMAP_SCAN is not supported")
+def test_a_process_that_ends_while_its_map_is_open():
+    with target("say(anonymous(64 * 4096)); hear()") as it:
+        (a,) = map(int, it.hear())
+        pages = pagemap.Pagemap(it.pid)
+    with pages, pytest.raises(NotFound):
+        pages.contents(a, a + 64 * PAGE)

@@ -125,6 +125,7 @@ class Pagemap:
             PAGE_RUN records in address order.
 
         Raises:
+            NotFound: The process has ended.
             OSError: ENOTTY on an older kernel.
         """
         batches = []
@@ -148,6 +149,8 @@ class Pagemap:
             if count < 0:
                 if ctypes.get_errno() == errno.EINTR:
                     continue
+                if ctypes.get_errno() == errno.ESRCH:
+                    raise NotFound(f"there is no process {self.pid}")
                 raise libc.last_error(f"PAGEMAP_SCAN of process {self.pid}")
             if count == 0:
                 break
