@@ -54,7 +54,7 @@ if {under!r}:
 #: Executes the same program again, which then lies elsewhere.
 _EXECUTE = (
     "os.execv(sys.executable, [sys.executable, '-c', "
-    "'import os, time; open(\"child\", \"w\").write(str(os.getpid())); os.rename(\"child\", \"forked\"); time.sleep(1000)'])"
+    '\'import os, time; open("child", "w").write(str(os.getpid())); os.rename("child", "forked"); time.sleep(1000)\'])'
 )
 
 

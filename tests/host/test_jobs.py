@@ -326,3 +326,30 @@ def test_notes_on_snapshots(registry: Registry) -> None:
         "lineage",
     )
     assert job.description.restored_from == ""
+
+
+def test_what_is_known_is_read_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervised job may leave hundreds of instances, which everybody lists."""
+    jobs = [registry.start(["true"], name=f"job-{number}") for number in range(5)]
+    for job in jobs:
+        job.wait(10)
+    read: list[Path] = []
+    load = Job.load
+
+    def counting(directory: Path) -> Job:
+        read.append(directory)
+        return load(directory)
+
+    monkeypatch.setattr(Job, "load", counting)
+    assert {job.instance for job in registry.instances()} == {job.instance for job in jobs}
+    read.clear()
+    found = registry.instances()
+    assert [registry.kept(job) for job in found] == [0] * 5
+    assert not read
+    # What was written, replaced or removed since is seen.
+    jobs[0].directory.joinpath("job.json").write_text("{")
+    registry.remove(jobs[1])
+    later = registry.start(["true"], name="later")
+    assert [job.name for job in registry.instances()] == ["job-2", "job-3", "job-4", "later"]
+    assert set(registry.damaged()) == {jobs[0].instance}
+    later.wait(10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,18 +50,18 @@ def left(jobs: Sequence[Job], lineage: str) -> set[Path]:
     return {keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
 
 
-def kept_bytes(job: Job, jobs: Sequence[Job]) -> int:
+def kept_bytes(job: Job, jobs: Callable[[], Sequence[Job]]) -> int:
     """Return the bytes of GPU memory that its keeper still holds of an ended instance.
 
     Args:
-        jobs: All instances, oldest first.
+        jobs: Returns all instances, oldest first. They are read only if the instance has a keeper.
     """
     with suppress(IcecoreError, OSError):
         place = keeper_place(job)
         if (
             job.state in ("running", "starting")
             or not (place / "keeper").is_socket()
-            or not has_last(job, jobs)
+            or not has_last(job, jobs())
         ):
             return 0
         from icecore.host.resident.client import Keeper  # starts slowly; few commands need it

@@ -37,6 +37,23 @@ _TIDY_SECONDS = 5.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
+#: Device, inode, size, and times of change and of content, of a file.
+_FileId = tuple[int, int, int, int, int]
+
+
+def _identity(path: Path) -> _FileId:
+    """Identify the present content of a file that is only ever replaced.
+
+    Raises:
+        NotFound: There is none.
+    """
+    try:
+        about = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"there is no {path}") from error
+    return about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns, about.st_mtime_ns
+
+
 def require_name(name: str) -> None:
     """Require a name that a job may have.
 
@@ -61,6 +78,8 @@ class Registry:
         self._emit = emit
         self.state = (state or state_directory()).absolute()
         self._jobs = self.state / "jobs"
+        #: Instance → identity of its job.json, and what was read of it.
+        self._read: dict[str, tuple[_FileId, Job]] = {}
 
     # -- finding
 
@@ -85,13 +104,21 @@ class Registry:
             entries = sorted(self._jobs.iterdir())
         except FileNotFoundError:
             return [], {}
+        before, read = self._read, dict[str, tuple[_FileId, Job]]()
         for entry in entries:
             try:
-                found.append(Job.load(entry))
+                identity = _identity(entry / "job.json")
+                known = before.get(entry.name)
+                job = known[1] if known and known[0] == identity else Job.load(entry)
             except NotFound:
                 continue  # being made, or being removed
             except Damaged as error:  # no reason to do nothing for the others
                 damaged[entry.name] = error
+                continue
+            found.append(job)
+            if job.description.pid:  # else its pid may be found without a word in the file
+                read[entry.name] = identity, job
+        self._read = read
         return sorted(found, key=lambda job: job.description.created), damaged
 
     def find(self, which: str | int) -> Job:
@@ -285,7 +312,7 @@ class Registry:
         """Return the bytes of GPU memory that are kept of an instance although it has ended: for
         ``restore --from-resident``, until `remove`.
         """
-        return keepers.kept_bytes(job, self.instances())
+        return keepers.kept_bytes(job, self.instances)
 
     # -- removing
 

@@ -6,9 +6,10 @@ import asyncio
 import base64
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from icecore.service.api.problems import Conflict
 from icecore.service.api.routing import BEAT_SECONDS, Call
 from icecore.service.api.service import owner_of
 from icecore.service.api.starting import as_json, identity_of, owner_or_none, start
+from icecore.service.record import Measured
 from icecore.service.record import read as read_schedule
 from icecore.text import jsonable
 
@@ -33,14 +35,21 @@ _KILL_SECONDS = 30.0
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
-def as_job(call: Call, job: Job, supervising: Mapping[str, str]) -> models.Job:
+def as_job(
+    call: Call,
+    job: Job,
+    supervising: Mapping[str, str],
+    schedule_of: Callable[[str], Measured] | None = None,
+) -> models.Job:
     """Return an instance as a resource.
 
     Args:
         supervising: The operations that supervise jobs, by the jobs' names.
+        schedule_of: Returns what is known of the job with a name. Default: it is read.
     """
     known, status = job.description, job.status()
-    measured = read_schedule(call.service.registry.state, job.name)
+    read = schedule_of or partial(read_schedule, call.service.registry.state)
+    measured = read(job.name)
     schedule = models.Schedule(
         snapshots=len(measured.taken),
         last_snapshot=measured.taken[-1].at if measured.taken else None,
@@ -93,7 +102,10 @@ async def list_jobs(call: Call) -> Any:
         if not call.query.all:
             jobs = [job for job in jobs if job.state in ("running", "starting")]
         shown, following = paginate(jobs, call.query, lambda job: job.instance)
-        return models.Items(items=[as_job(call, job, supervising) for job in shown], next=following)
+        # A supervised job may have hundreds of instances.
+        schedule_of = cache(partial(read_schedule, call.service.registry.state))
+        items = [as_job(call, job, supervising, schedule_of) for job in shown]
+        return models.Items(items=items, next=following)
 
     return await call.service.locally(look)
 
