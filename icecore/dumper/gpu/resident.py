@@ -25,6 +25,7 @@ from icecore.dumper.gpu.resident_precopy import ResidentPreCopied, pre_copy_resi
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe.resident_inspection import ResidentInspection
+from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host.gpu.working import RING, HostRegion, Worker
@@ -300,12 +301,15 @@ class Resident:
             check: Raises when waiting must end.
 
         Raises:
+            GpusChanged: The job has memory that it did not have when the dump began.
             DumpFailed: The copies failed.
         """
         assert self._copying is not None
         while self._copying.is_alive():
             self._copying.join(_POLL_SECONDS)
             check()
+        if isinstance(self._failure, GpusChanged):
+            raise self._failure
         if self._failure is not None:
             message = getattr(self._failure, "message", str(self._failure))
             raise DumpFailed(

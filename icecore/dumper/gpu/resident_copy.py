@@ -28,6 +28,7 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.scan import ScanResult
 from icecore.dumper.memory.spaces import ScanContext, Scanned, SpaceCapture
+from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.errors import DumpFailed
 from icecore.events import Sink, phase
 from icecore.host.gpu.working import RING, HostRegion, Worker, copy_cell, fetch_through
@@ -164,7 +165,7 @@ class ResidentCopy:
         driver has freed it for the checkpoint and needs it back.
         """
         if self._region is None:
-            raise DumpFailed(
+            raise GpusChanged(
                 "the job has resident memory now that it did not have when the dump began",
                 cure="dump it again",
             )
