@@ -150,7 +150,7 @@ class Capture:
         captured = Captured(
             at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images
         )
-        copied = with_forked(self._copied, pids)
+        copied = with_forked(self._copied, pids, self._parent)
         touched = load_rseq(self._images) if early else []
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):

@@ -36,8 +36,8 @@ from icecore.text import require_label
 #: seconds.
 _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
-#: How many times a dump inspects the tree if its processes start to use GPUs meanwhile, and the
-#: seconds between: about as long as CUDA takes to initialise.
+#: How many times at most a dump inspects a tree whose processes start to use GPUs meanwhile, and the
+#: seconds in between: about as long as CUDA takes to initialise.
 _INSPECTIONS, _GPU_PAUSE = 4, 1.0
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from icecore.errors import RestoreRefused
+from icecore.errors import Damaged, RestoreRefused
 from icecore.host.kernel import tcp
 from icecore.restorer.requirements.ports import check_ports, remove_leftovers
 from tests.cli.conftest import Cli, until
@@ -76,9 +76,34 @@ def test_the_message_names_the_process_that_has_the_port() -> None:
         found = check_ports([port, port])
         assert not found.met and f"process {os.getpid()} (" in found.message
         assert str(os.getpid()) not in check_ports([port], name=False).message
-        with pytest.raises(RestoreRefused):
+        with pytest.raises(RestoreRefused, match="a socket is open already"):
             remove_leftovers([port])
     assert check_ports([port]).met
+
+
+def test_a_listener_of_the_other_family_is_not_in_the_way() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        number = listener.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", number), 10)
+        listener.accept()[0].close()  # it closes first
+        client.close()
+    until(lambda: [one.state for one in at(number)] == [tcp.TIME_WAIT], "a leftover is there")
+    with socket.socket(socket.AF_INET6) as other:
+        other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        other.bind(("::1", number))
+        other.listen()
+        remove_leftovers([f"0.0.0.0:{number}"])
+        assert [one.state for one in at(number)] == [tcp.LISTEN]
+
+
+@pytest.mark.parametrize(
+    "address", ["[fe80::1%a\0b]:80", "[fe80::1%\x1b[31m]:80", "nonsense", "::1"]
+)
+def test_a_hostile_address(address: str) -> None:
+    with pytest.raises(Damaged):
+        check_ports([address])
 
 
 def test_an_address_of_another_machine() -> None:
@@ -96,7 +121,7 @@ def test_only_leftovers_are_removed() -> None:
     with client, served:
         port = f"{address[0]}:{address[1]}"
         assert not check_ports([port]).met
-        with pytest.raises(RestoreRefused):
+        with pytest.raises(RestoreRefused, match="a socket is open already"):
             remove_leftovers([port])
         [before] = at(address[1])
         tcp.destroy_leftover(before)

@@ -15,7 +15,7 @@ import pytest
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.preflight import orphans
+from icecore.dumper.preflight import gpu_changes, orphans
 from icecore.dumper.preflight.gpu_changes import GpusChanged, require_still_orphans
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.preflight.prediction import predict
@@ -310,17 +310,26 @@ def test_nvml_alone(store: Store, launch: Launch, world: World) -> None:
     assert any(d.target == "/dev/null" and d.number > 2 for d in procfs.descriptors(restored.pid))
 
 
-def test_what_the_driver_contradicts_is_refused() -> None:
+@pytest.mark.parametrize("wrong", ["threads of unknown names", "threads without state"])
+def test_what_the_driver_contradicts_is_refused(wrong: str) -> None:
     ours = os.getpid()
-    found = GpuInspection(Backend("/dev/nvidia"), [GpuProcess(ours)], orphans=[])
-    assert [r.name for r in orphans.misjudged(found, {ours: State.NOT_CUDA})] == ["gpu-state"]
-    assert orphans.misjudged(found, {ours: State.RUNNING}) == []
+    one = GpuProcess(ours, threads=wrong == "threads without state")
+    state = State.NOT_CUDA if one.threads else State.RUNNING
+    found = (
+        GpuInspection(Backend("/dev/nvidia"), [one], orphans=[])
+        if one.threads
+        else GpuInspection(Backend("/dev/nvidia"), [], orphans=[one])
+    )
+    require_still_orphans(found, {ours: state})
+    assert [r.name for r in orphans.misjudged(found, {ours: state})] == ["gpu-state"]
+    right = State.NOT_CUDA if state is State.RUNNING else State.RUNNING
+    assert orphans.misjudged(found, {ours: right}) == []
 
 
-def test_an_orphan_with_cuda_state_is_inspected_again() -> None:
+def test_an_orphan_that_has_started_to_use_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = os.getpid()
-    orphan = GpuProcess(ours, threads=False)
-    found = GpuInspection(Backend("/dev/nvidia"), [], orphans=[orphan])
+    found = GpuInspection(Backend("/dev/nvidia"), [], orphans=[GpuProcess(ours, threads=False)])
+    monkeypatch.setattr(gpu_changes, "has_drivers_threads", lambda pid: True)
     require_still_orphans(found, {ours: State.NOT_CUDA})
     with pytest.raises(GpusChanged, match=f"process {ours} has started to use CUDA"):
         require_still_orphans(found, {ours: State.RUNNING})

@@ -329,7 +329,7 @@ def test_notes_on_snapshots(registry: Registry) -> None:
 
 
 def test_what_is_known_is_read_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervised job may leave hundreds of instances, which everybody lists."""
+    """A supervised job may leave hundreds of instances, and many commands list them."""
     jobs = [registry.start(["true"], name=f"job-{number}") for number in range(5)]
     for job in jobs:
         job.wait(10)

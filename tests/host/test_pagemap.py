@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
@@ -135,5 +137,5 @@ def test_a_process_that_ends_while_its_map_is_open():
     with target("say(anonymous(64 * 4096)); hear()") as it:
         (a,) = map(int, it.hear())
         pages = pagemap.Pagemap(it.pid)
-    with pages, pytest.raises(NotFound):
-        pages.contents(a, a + 64 * PAGE)
+    with pages, suppress(NotFound):  # or there is nothing, depending on the kernel
+        assert not len(pages.contents(a, a + 64 * PAGE))

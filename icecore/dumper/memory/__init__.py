@@ -12,7 +12,7 @@ What is known of them:
 
 - `known`: fingerprints and records by address.
 - `parent`: the snapshot to build on.
-- `forked`: what pre-copy learnt of the parents of new processes.
+- `forked`: what pre-copy learnt of a new process's parent.
 
 How they are read and stored:
 

@@ -168,7 +168,7 @@ class EarlyScan:
         found: dict[int, Scanned] = {}
         present: dict[int, Present] = {}
         images = tree_pids(self._root)
-        copied = with_forked(self._copied, images)
+        copied = with_forked(self._copied, images, self._parent)
         shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = {}
         rings = False
         order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}

@@ -1,5 +1,6 @@
-"""Changes in a tree's use of GPUs between its inspection and the window. Programs start at any
-moment: torch.compile, say, starts a process some seconds after the job that initialises CUDA.
+"""Changes in a tree's use of GPUs between its inspection and the window. Programs may start at
+any moment: torch.compile, for example, starts a process that initialises CUDA some seconds after the
+job has started.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ class GpusChanged(DumpFailed):
 
 
 def require_still_orphans(inspection: GpuInspection, states: Mapping[int, State]) -> None:
-    """Require that the driver knows no CUDA state of orphans.
+    """Require that no orphan has started to use CUDA.
 
     Args:
         states: The driver's state for each process of the inspection.
 
     Raises:
-        GpusChanged: It knows one.
+        GpusChanged: One has: the driver reports a state for it, and has threads in it now.
     """
     for one in inspection.orphans:
-        if states[one.pid] is not State.NOT_CUDA:
-            raise GpusChanged(
-                f"process {one.pid} has started to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
-                cure=f"{_AGAIN}; if that does not help, report it with the driver's version",
-            )
+        with suppress(NotFound):
+            if states[one.pid] is not State.NOT_CUDA and has_drivers_threads(one.pid):
+                raise GpusChanged(
+                    f"process {one.pid} has started to use CUDA since the dump began", cure=_AGAIN
+                )
 
 
 def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int]) -> None:
@@ -72,7 +73,7 @@ def require_no_more_contexts(inspection: GpuInspection) -> None:
 
     Raises:
         GpusChanged: One has a context now.
-        DumpFailed: NVML does not say.
+        DumpFailed: NVML cannot be queried.
     """
     none = [one.pid for one in inspection.without_context]
     try:

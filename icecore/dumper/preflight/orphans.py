@@ -4,8 +4,8 @@ with CUDA state of its own never counts as one.
 Orphans are children that were forked from a CUDA process (workers of a DataLoader, of
 torch.compile), in which CUDA does not work, and processes that use only NVML. The driver closes
 nothing in them. CRIU's plugin dumps device files without checking whose they are, and a restore
-replaces them (icecore/host/criu/device_files.c). So no other process may have any, which
-`icecore.dumper.preflight.gpu_changes` makes sure: by the driver's answer before the window, and by
+replaces them (icecore/host/criu/device_files.c). So no other process may have any.
+`icecore.dumper.preflight.gpu_changes` ensures that: by the driver's answer before the window, and by
 the driver's threads once all processes are stopped.
 """
 
@@ -31,7 +31,16 @@ def misjudged(inspection: GpuInspection, states: Mapping[int, State]) -> list[Re
     Args:
         states: The driver's state for each process of the inspection.
     """
-    return [
+    refusals = [
+        Refusal(
+            "gpu-state",
+            f"process {one.pid} uses CUDA, but this driver version names its threads in a way that icecore does not know",
+            "dump it again; if that does not help, report it with the driver's version",
+        )
+        for one in inspection.orphans
+        if states[one.pid] is not State.NOT_CUDA
+    ]
+    return refusals + [
         Refusal(
             "gpu-state",
             f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",

@@ -37,12 +37,12 @@ _TIDY_SECONDS = 5.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-#: Device, inode, size, and times of change and of content, of a file.
+#: A file's device, inode, size, and times of the last change of its inode and of its content.
 _FileId = tuple[int, int, int, int, int]
 
 
 def _identity(path: Path) -> _FileId:
-    """Identify the present content of a file that is only ever replaced.
+    """Identify the current content of a file that is only ever replaced as a whole.
 
     Raises:
         NotFound: There is none.
@@ -78,7 +78,8 @@ class Registry:
         self._emit = emit
         self.state = (state or state_directory()).absolute()
         self._jobs = self.state / "jobs"
-        #: Instance → identity of its job.json, and what was read of it.
+        #: Instance → the identity of its job.json and what was read from it. Replaced as a whole,
+        #: because threads share it.
         self._read: dict[str, tuple[_FileId, Job]] = {}
 
     # -- finding
@@ -116,7 +117,9 @@ class Registry:
                 damaged[entry.name] = error
                 continue
             found.append(job)
-            if job.description.pid:  # else its pid may be found without a word in the file
+            if (
+                job.description.pid
+            ):  # otherwise its pid may still be found, without a change of the file
                 read[entry.name] = identity, job
         self._read = read
         return sorted(found, key=lambda job: job.description.created), damaged

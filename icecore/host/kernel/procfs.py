@@ -154,11 +154,11 @@ def start_time(pid: int) -> int:
 
 
 def layout(pid: int) -> Layout:
-    """Return the addresses of the program that a process runs; zeros: it has no memory any more, or
-    may not be looked at.
+    """Return the addresses of the program that a process runs. The start of the stack is 0 if the
+    process has no memory any more or may not be inspected.
     """
     fields = _stat_fields(pid)[1]
-    return tuple(int(fields[at - 3]) for at in (26, 27, 28, 45, 46, 47))  # numbers of proc(5)
+    return tuple(int(fields[at - 3]) for at in (26, 27, 28, 45, 46, 47))  # as in proc(5)
 
 
 def began(pid: int) -> float:

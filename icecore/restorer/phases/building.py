@@ -53,7 +53,8 @@ def build_tree(
     """Run CRIU; the daemon listens from before the first page fault.
 
     Raises:
-        RestoreRefused: Closed connections hold a port of the job and cannot be removed.
+        RestoreRefused: A port of the job is still held, by closed connections or by another
+            process.
         RestoreFailed: CRIU failed.
     """
     if plan.manifest.namespaces.network == "host":

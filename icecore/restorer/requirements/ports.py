@@ -46,7 +46,7 @@ def check_ports(ports: Iterable[str], *, name: bool = True) -> Requirement:
     """Check that all addresses, ``address:port``, are free or held by closed connections alone.
 
     Args:
-        name: Name the processes that have one. Only root may learn that of any process.
+        name: Name the processes that have one. Only root may learn that of other users' processes.
 
     Raises:
         Damaged: An address is malformed.
@@ -81,16 +81,19 @@ def remove_leftovers(ports: Iterable[str]) -> None:
         RestoreRefused: They cannot be removed, or another process has the address.
     """
     for one in _held(ports):
-        why = ""
+        why = ": this kernel may lack tcp_diag"
         if one.leftover:
             try:
                 for found in one.sockets:
                     tcp.destroy_leftover(found)
             except OSError as error:
                 why = f": {error.strerror or error}"
-        if left := _held([one.text]):
+        for left in _held([one.text]):
+            if not left.leftover:
+                refused = check_ports([left.text], name=False)
+                raise RestoreRefused(refused.message, cure=refused.cure)
             raise RestoreRefused(
-                f"the job listens on {_list(left)}, which closed connections still hold{why}",
+                f"the job listens on {_list([left])}, which closed connections still hold{why}",
                 cure=_WAIT,
             )
 
@@ -115,9 +118,11 @@ def _held(ports: Iterable[str]) -> list[_Held]:
 
 
 def _meet(address: tcp.Address, found: tcp.TcpSocket) -> bool:
-    """Return whether a socket's local address and this one exclude each other."""
-    theirs = found.local[0]
-    return address.is_unspecified or theirs.is_unspecified or _plain(address) == _plain(theirs)
+    """Return whether a socket's local address may conflict with this one."""
+    ours, theirs = _plain(address), _plain(found.local[0])
+    if ours.version == theirs.version:
+        return ours == theirs or ours.is_unspecified or theirs.is_unspecified
+    return (ours if ours.version == 6 else theirs).is_unspecified  # it may accept IPv4 as well
 
 
 def _plain(address: tcp.Address) -> tcp.Address:
@@ -144,6 +149,8 @@ def _can_listen(address: tcp.Address, port: int, *, only6: bool) -> bool:
 def _parse(text: str) -> tuple[tcp.Address, int]:
     host, _, port = text.rpartition(":")
     try:
+        if "%" in host:  # an interface's name, which a dump never writes
+            raise ValueError(host)
         return ipaddress.ip_address(host.strip("[]")), int(port)
     except ValueError as error:
         raise Damaged(
@@ -167,4 +174,4 @@ def _processes(inodes: Collection[int]) -> list[str]:
 
 
 def _list(held: Sequence[_Held]) -> str:
-    return ", ".join(one.text for one in held)
+    return ", ".join(printable(one.text) for one in held)

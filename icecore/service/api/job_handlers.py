@@ -45,7 +45,8 @@ def as_job(
 
     Args:
         supervising: The operations that supervise jobs, by the jobs' names.
-        schedule_of: Returns what is known of the job with a name. Default: it is read.
+        schedule_of: Returns the schedule record of the job with a given name. Default: it is read
+            from the state directory.
     """
     known, status = job.description, job.status()
     read = schedule_of or partial(read_schedule, call.service.registry.state)
@@ -102,7 +103,7 @@ async def list_jobs(call: Call) -> Any:
         if not call.query.all:
             jobs = [job for job in jobs if job.state in ("running", "starting")]
         shown, following = paginate(jobs, call.query, lambda job: job.instance)
-        # A supervised job may have hundreds of instances.
+        # A supervised job may have hundreds of instances: its record is read once.
         schedule_of = cache(partial(read_schedule, call.service.registry.state))
         items = [as_job(call, job, supervising, schedule_of) for job in shown]
         return models.Items(items=items, next=following)

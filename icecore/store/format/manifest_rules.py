@@ -144,7 +144,8 @@ def _is_port(text: str) -> bool:
     host, _, port = text.rpartition(":")
     try:
         ipaddress.ip_address(host.strip("[]"))
-        return port.isascii() and port.isdecimal() and int(port) < 1 << 16
+        # No interface's name follows, which may be any text.
+        return "%" not in host and port.isascii() and port.isdecimal() and int(port) < 1 << 16
     except ValueError:
         return False
 
