@@ -42,6 +42,16 @@ ioctl = _libc.ioctl
 syscall = _libc.syscall
 
 
+def return_free_memory() -> None:
+    """Have the C library return memory that it keeps free to the system. A process of many short
+    threads would else grow slowly: each of its arenas keeps what was needed at most. Does nothing
+    where the C library is not glibc.
+    """
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def last_error(what: str) -> OSError:
     """Return the OSError of the call that just failed on this thread."""
     number = ctypes.get_errno()

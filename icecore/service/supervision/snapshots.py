@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from icecore.errors import HookFailed, IcecoreError
 from icecore.events import Event, Sink
 from icecore.host.jobs.job import Job
+from icecore.host.kernel.libc import return_free_memory
 from icecore.service.record import FOLDER, Taken
 from icecore.service.supervision.instances import Tell
 from icecore.service.supervision.messages import Dumped, Messages
@@ -78,6 +79,7 @@ class Snapshots:
             failed = error
         except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
             failed = IcecoreError(f"{type(error).__name__}: {error}")
+        return_free_memory()
         self._messages.put(Dumped(stop, taken, failed))
 
     @contextmanager
