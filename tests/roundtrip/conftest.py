@@ -18,6 +18,9 @@ from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.host.criu.program import Criu, find_criu
+from icecore.host.jobs import temporary
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.registry import Registry
 from icecore.host.kernel.limits import kernel_version
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
@@ -28,6 +31,11 @@ from icecore.store.runtime.loop import LoopThread
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import Program, missing
 
+#: Of tests with a private /tmp.
+SEES_ICECORE = pytest.mark.skipif(
+    bool(temporary.hidden_from_criu(temporary.POINTS, "/", Path("/"))),
+    reason="icecore is installed in /tmp, which a private /tmp hides from CRIU",
+)
 #: Programs whose point is their size.
 _IN_FULL = ("sparse",)
 
@@ -63,6 +71,20 @@ class Trip:
         )
         driving.wait_ready(program, state)
         return running
+
+    def restore_job(self, registry: Registry, snapshot: str) -> Job:
+        """Restore a job of `icecore run` with the defaults, and wait until its memory is loaded."""
+        restored = restore(
+            self.repository,
+            self.loop,
+            snapshot,
+            RestoreOptions(),
+            criu=self.criu,
+            registry=registry,
+        )
+        restored.wait_resident(60)
+        assert restored.job is not None
+        return restored.job
 
     def dump(self, pid: int, **options: object) -> DumpResult:
         """Dump a tree into the repository; one that is stopped by it is reaped, so that its pids

@@ -29,18 +29,13 @@ from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
-from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import files
-from icecore.restorer.restore import restore
 from tests.host.target import eventually
-from tests.roundtrip.conftest import Trip
+from tests.roundtrip.conftest import SEES_ICECORE, Trip
 
 pytestmark = [
     pytest.mark.criu,
-    pytest.mark.skipif(
-        bool(temporary.hidden_from_criu(temporary.POINTS, "/", Path("/"))),
-        reason="icecore is installed in /tmp, which a private /tmp hides from CRIU",
-    ),
+    SEES_ICECORE,
 ]
 
 PYTHON = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
@@ -110,17 +105,7 @@ class World:
         return result.snapshot
 
     def restore(self, snapshot: str) -> Job:
-        restored = restore(
-            self.trip.repository,
-            self.trip.loop,
-            snapshot,
-            RestoreOptions(),
-            criu=self.trip.criu,
-            registry=self.registry,
-        )
-        restored.wait_resident(60)
-        assert restored.job is not None
-        return restored.job
+        return self.trip.restore_job(self.registry, snapshot)
 
     def end(self) -> None:
         for job in self.registry.instances():

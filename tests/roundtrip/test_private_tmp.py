@@ -31,14 +31,11 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check, restore
 from tests.dumper.world import Events
 from tests.host.target import eventually
-from tests.roundtrip.conftest import Trip
+from tests.roundtrip.conftest import SEES_ICECORE, Trip
 
 pytestmark = [
     pytest.mark.criu,
-    pytest.mark.skipif(
-        bool(temporary.hidden_from_criu(temporary.POINTS, "/", Path("/"))),
-        reason="icecore is installed in /tmp, which a private /tmp hides from CRIU",
-    ),
+    SEES_ICECORE,
 ]
 
 PYTHON = shutil.which("python3", path="/usr/bin:/bin") or sys.executable

@@ -29,8 +29,6 @@ from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import cgroups, freezer, frozen
-from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
@@ -118,17 +116,7 @@ class Restless:
         ).snapshot
 
     def restore(self, snapshot: str) -> Job:
-        restored = restore(
-            self.trip.repository,
-            self.trip.loop,
-            snapshot,
-            RestoreOptions(),
-            criu=self.trip.criu,
-            registry=self.registry,
-        )
-        restored.wait_resident(60)
-        assert restored.job is not None
-        return restored.job
+        return self.trip.restore_job(self.registry, snapshot)
 
 
 def numbers(job: Job) -> list[int]:

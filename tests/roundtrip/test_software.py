@@ -21,8 +21,6 @@ from icecore.errors import NotFound
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
-from icecore.restorer.options import RestoreOptions
-from icecore.restorer.restore import restore
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 from tests.roundtrip.software import SOFTWARE, Software
@@ -95,17 +93,7 @@ class Workshop:
         return dump(trip.repository, trip.loop, target, criu=trip.criu).snapshot
 
     def restore(self, snapshot: str) -> Job:
-        restored = restore(
-            self.trip.repository,
-            self.trip.loop,
-            snapshot,
-            RestoreOptions(),
-            criu=self.trip.criu,
-            registry=self.registry,
-        )
-        restored.wait_resident(60)
-        assert restored.job is not None
-        return restored.job
+        return self.trip.restore_job(self.registry, snapshot)
 
     def finished(self, job: Job) -> str:
         """Wait for its end and return what it printed."""

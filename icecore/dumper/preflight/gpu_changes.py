@@ -75,12 +75,12 @@ def require_no_more_contexts(inspection: GpuInspection) -> None:
         GpusChanged: One has a context now.
         DumpFailed: NVML cannot be queried.
     """
-    none = [one.pid for one in inspection.without_context]
+    pids = [one.pid for one in inspection.without_context]
     try:
-        found = inspection.backend.inventory(none).contexts if none else {}
+        found = inspection.backend.inventory(pids).contexts if pids else {}
     except IcecoreError as error:
         raise DumpFailed(error.message, cure=error.cure) from error
-    for pid in none:
+    for pid in pids:
         if found.get(pid):
             raise GpusChanged(
                 f"process {pid} has started to use a GPU since the dump began", cure=_AGAIN

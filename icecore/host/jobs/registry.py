@@ -117,9 +117,8 @@ class Registry:
                 damaged[entry.name] = error
                 continue
             found.append(job)
-            if (
-                job.description.pid
-            ):  # otherwise its pid may still be found, without a change of the file
+            # Without a pid, it may still be found without a change of the file.
+            if job.description.pid:
                 read[entry.name] = identity, job
         self._read = read
         return sorted(found, key=lambda job: job.description.created), damaged

@@ -43,9 +43,9 @@ syscall = _libc.syscall
 
 
 def return_free_memory() -> None:
-    """Have the C library return memory that it keeps free to the system. A process of many short
-    threads would else grow slowly: each of its arenas keeps what was needed at most. Does nothing
-    where the C library is not glibc.
+    """Have the C library return its free memory to the system. Without this, a process that starts
+    many short threads grows slowly, because each arena keeps its peak. Does nothing if the C
+    library is not glibc.
     """
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:

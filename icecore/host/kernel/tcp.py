@@ -82,8 +82,8 @@ def parse_end(text: str) -> tuple[Address, int]:
 
 
 def destroy_leftover(one: TcpSocket) -> None:
-    """Destroy a socket if it is still a leftover. The kernel is first asked for its
-    cookie, which then identifies it, so that no other socket at the same addresses is destroyed.
+    """Destroy a socket if it is still a leftover. The kernel is first asked for its cookie, which
+    then identifies it, so that no other socket at the same addresses is destroyed.
 
     Raises:
         OSError: It cannot be destroyed. This requires CAP_NET_ADMIN and a kernel with

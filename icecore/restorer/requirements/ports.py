@@ -91,6 +91,8 @@ def remove_leftovers(ports: Iterable[str]) -> None:
         for left in _held([one.text]):
             if not left.leftover:
                 refused = check_ports([left.text], name=False)
+                if refused.met:
+                    continue  # it has become free
                 raise RestoreRefused(refused.message, cure=refused.cure)
             raise RestoreRefused(
                 f"the job listens on {_list([left])}, which closed connections still hold{why}",
