@@ -20,6 +20,7 @@ from aiohttp import web
 from icecore.config import ServiceSettings
 from icecore.errors import JobHeld, UsageError
 from icecore.events import Event, Sink
+from icecore.host.kernel.libc import return_free_memory
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.private import private_state, require_own
 from icecore.service.api.connections import Connections, Guard
@@ -31,6 +32,7 @@ _HANDSHAKE_SECONDS = 10.0
 _DRAIN_SECONDS = 5.0
 _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
+_TRIM_SECONDS = 60.0
 
 
 async def serve(service: Service, app: web.Application, emit: Sink) -> None:
@@ -93,14 +95,15 @@ async def _serve_on(
             )
         )
         emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
-    beating = asyncio.create_task(_beat())
+    others = [asyncio.create_task(_beat()), asyncio.create_task(_trim(service))]
     notify("READY=1")
     try:
         await stop.wait()
     finally:
         notify("STOPPING=1")
         service.stopping = True
-        beating.cancel()
+        for other in others:
+            other.cancel()
         for server in servers:
             server.close()
         if own is not None:
@@ -283,3 +286,10 @@ async def _beat() -> None:
     while True:
         notify("WATCHDOG=1")
         await asyncio.sleep(int(microseconds) / 2e6)
+
+
+async def _trim(service: Service) -> None:
+    """Return to the system what the C library keeps free for the threads of requests."""
+    while True:
+        await asyncio.sleep(_TRIM_SECONDS)
+        await service.locally(return_free_memory)
