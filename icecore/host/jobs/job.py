@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -93,6 +94,7 @@ class Job:
 
     directory: Path
     description: Description
+    _over: ClassVar[bool] = False  # of an object, once its init has been seen to have ended
 
     @classmethod
     def load(cls, directory: Path) -> Job:
@@ -237,14 +239,12 @@ class Job:
     def alive(self) -> bool:
         """Return whether the init runs (a zombie does not count)."""
         known = self.description
-        if known.pid == 0 or known.boot != boot_id():
+        if self._over or known.pid == 0 or known.boot != boot_id():
             return False
-        try:
-            return procfs.start_time(known.pid) == known.start_time and not procfs.is_zombie(
-                known.pid
-            )
-        except NotFound:
-            return False
+        if procfs.runs(known.pid, known.start_time):
+            return True
+        self.__dict__["_over"] = True  # for good: no other process has its pid and start time
+        return False
 
     @property
     def state(self) -> Literal["starting", "running", "ended", "failed"]:
@@ -262,8 +262,11 @@ class Job:
 
     def status(self) -> ExitStatus | None:
         """Return how it ended; None while it runs or starts."""
-        if self.state in ("running", "starting"):
-            return None
+        return None if self.state in ("running", "starting") else self._final_status
+
+    @cached_property
+    def _final_status(self) -> ExitStatus:
+        """How it ended; it has."""
         try:
             with self.status_path.open("rb") as file:
                 line = file.read(_MOST_STATUS).decode("ascii", "replace")

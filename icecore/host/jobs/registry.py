@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _FileId = tuple[int, int, int, int, int]
 
 
-def _identity(path: Path) -> _FileId:
+def _identity(path: str) -> _FileId:
     """Identify the current content of a file that is only ever replaced as a whole.
 
     Raises:
@@ -102,24 +102,24 @@ class Registry:
         try:
             for own in (self.state, self._jobs):
                 require_own(own)  # nobody else's notes say which processes are to be signalled
-            entries = sorted(self._jobs.iterdir())
+            names = sorted(os.listdir(self._jobs))
         except FileNotFoundError:
             return [], {}
         before, read = self._read, dict[str, tuple[_FileId, Job]]()
-        for entry in entries:
+        for name in names:  # there may be thousands: no paths are made of those that are known
             try:
-                identity = _identity(entry / "job.json")
-                known = before.get(entry.name)
-                job = known[1] if known and known[0] == identity else Job.load(entry)
+                identity = _identity(f"{self._jobs}/{name}/job.json")
+                known = before.get(name)
+                job = known[1] if known and known[0] == identity else Job.load(self._jobs / name)
             except NotFound:
                 continue  # being made, or being removed
             except Damaged as error:  # no reason to do nothing for the others
-                damaged[entry.name] = error
+                damaged[name] = error
                 continue
             found.append(job)
             # Without a pid, it may still be found without a change of the file.
             if job.description.pid:
-                read[entry.name] = identity, job
+                read[name] = identity, job
         self._read = read
         return sorted(found, key=lambda job: job.description.created), damaged
 

@@ -92,9 +92,8 @@ def thaw_left(group: Path) -> bool:
         pid, start = map(int, os.getxattr(group, frozen.MARK).split())
     except (OSError, ValueError):
         return False
-    with suppress(NotFound):
-        if procfs.start_time(pid) == start and not procfs.is_zombie(pid):
-            return False
+    if procfs.runs(pid, start):
+        return False
     frozen.thaw(group)
     return True
 

@@ -153,6 +153,15 @@ def start_time(pid: int) -> int:
     return int(_stat_fields(pid)[1][19])
 
 
+def runs(pid: int, started: int) -> bool:
+    """Return whether the process with this pid and `start_time` runs (a zombie does not)."""
+    try:
+        fields = _stat_fields(pid)[1]
+    except NotFound:
+        return False
+    return int(fields[19]) == started and fields[0] not in "ZX"
+
+
 def layout(pid: int) -> Layout:
     """Return the addresses of the program that a process runs. The start of the stack is 0 if the
     process has no memory any more or may not be inspected.
