@@ -229,6 +229,10 @@ def words(event: Event) -> list[str]:
             return [f"warning: cannot write the output of job {job}, retrying: {known['error']}"]
         case "run.preempted":
             return [f"job {job} was stopped with snapshot {str(known['snapshot'])[:12]}"]
+        case "run.broke_off":
+            last = str(known["snapshot"])[:12]
+            remains = f"; its newest snapshot is {last}" if last else "; it has no snapshot"
+            return [f"job {job} was not stopped with a snapshot: {known['how']}{remains}"]
         case "run.failed":
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":

@@ -7,7 +7,8 @@ Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …)
 is resident, a small allocation that the driver moves. Once there is the file ``"end"``, it ends
 with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and
 with ``"freed"`` a resident one was allocated and released before. With ``"pool"`` it has an
-allocation of so many MiB, of which it uses the first.
+allocation of so many MiB, of which it uses the first. With ``"unseen"`` the preload does not see
+its contexts.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def expected(some: int, mib: int, buffers: int) -> list[str]:
 def main(order: dict[str, Any]) -> None:
     """Entry."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from target import alloc, free, start
+    from target import alloc, free, start, start_unseen
 
     out, gpus = order["out"], order["gpus"]
+    begin = start_unseen if order.get("unseen") else start
     for number in range(1, order.get("children", 0) + 1):
         if os.fork() == 0:
             out, gpus = f"{out}.{number}", [order["gpus"][number % len(order["gpus"])]]
@@ -77,7 +79,7 @@ def main(order: dict[str, Any]) -> None:
     size = order["mib"] * MIB
 
     def on_gpu(number: int, content: bytes) -> memoryview:
-        start(gpus[number % len(gpus)])
+        begin(gpus[number % len(gpus)])
         code, address = alloc(size)
         assert code == 0, code
         ctypes.memmove(address, content, size)
@@ -88,7 +90,7 @@ def main(order: dict[str, Any]) -> None:
     buffers = [
         bytearray(one) if late else on_gpu(number, one) for number, one in enumerate(buffers)
     ]
-    start(gpus[0])
+    begin(gpus[0])
     if order.get("pool"):
         code, address = alloc(order["pool"] * MIB)
         assert code == 0, code

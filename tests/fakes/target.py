@@ -64,18 +64,24 @@ def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) 
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulonglong)(found.value)
 
 
-def unseen(name: str) -> ctypes._CFuncPtr:
-    """A call of one argument that the preload does not see."""
+def unseen(name: str, *arguments: type[ctypes._CDataType]) -> ctypes._CFuncPtr:
+    """A call, by default of one number, that the preload does not see."""
     kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
     found = kind(("dlvsym", ctypes.CDLL(None)))(cuda._handle, name.encode(), b"FAKE")
-    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong)(found)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *(arguments or (ctypes.c_ulonglong,)))(found)
 
 
-def start(device: int = 0) -> int:
+def start_unseen(device: int = 0) -> int:
+    """A context that the preload does not see, made current."""
+    create = unseen("cuCtxCreate_v2", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)
+    return start(device, create)
+
+
+def start(device: int = 0, create: Callable[..., int] = cuda.cuCtxCreate_v2) -> int:
     """A context on a device, made current."""
     code = cuda.cuInit(0)
     context = ctypes.c_void_p()
-    code = code or cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
+    code = code or create(ctypes.byref(context), 0, device)
     assert code == 0, code
     return context.value or 0
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from icecore.dumper.observe import resident_inspection
+from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import checks_gpu
@@ -318,6 +319,39 @@ def test_ranks_on_one_gpu(joined: Machine) -> None:
         assert checks_gpu.shared(replace(both, resident=found.resident)), (
             "one of them is not under the preload"
         )
+
+
+def test_a_process_that_has_allocated_nothing(joined: Machine) -> None:
+    """It has a context, as the process in which PyTorch saves checkpoints, and so an agent, which
+    knows what it shares.
+    """
+    target = joined.target()
+    made = joined.target()
+    for one in (target, made):
+        one("start(0)")
+    assert made("alloc(2 * MIB)[0]") == 0
+    gpus = _gpus(made.pid)
+    both = [replace(gpus.processes[0], pid=one.pid, contexts={uuid_of(0): 1}) for one in (made, target)]
+    gpus = replace(gpus, processes=both)
+    inspection = inspect_tree(made.pid, find_criu(), "/dev/shm", DumpOptions())
+
+    def refusals() -> list[str]:
+        _, found = resident_inspection.inspect_resident(gpus, 0)
+        assert found is not None and set(found.reports) == {made.pid, target.pid}
+        return [
+            one.name for one in checks_gpu.shared(replace(inspection, gpus=gpus, resident=found))
+        ]
+
+    assert not refusals()
+    # Memory of the driver's, which a window does not take away.
+    assert target("ipc_handle(alloc(4096)[1])[0]") == 0
+    assert refusals() == ["gpu-shared"]
+
+
+def _gpus(pid: int) -> GpuInspection:
+    found = inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions()).gpus
+    assert found is not None
+    return found
 
 
 def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None:

@@ -15,7 +15,7 @@ from tests.fakes.machine import MIB, Machine, Target, until
 
 
 class Job:
-    """Three processes, two of them with resident memory."""
+    """Three processes with contexts, two of them with resident memory."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -55,7 +55,7 @@ def job(machine: Machine) -> Job:
 
 
 def test_all_at_once(job: Job) -> None:
-    assert sorted(job.tree.pids) == sorted(job.digests)
+    assert sorted(job.tree.pids) == sorted(job.targets)
     assert job.tree.resident_bytes == 8 * MIB
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

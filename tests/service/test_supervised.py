@@ -119,6 +119,44 @@ def test_preempted_while_a_periodic_snapshot_is_taken(cli: Cli) -> None:
     assert counter.snapshots() >= 6
 
 
+@pytest.mark.parametrize(
+    ("how", "options", "status"),
+    [
+        ("killed", (), 85),
+        ("failed", ("--restart", "on-failure"), 85),
+        ("failed", (), 3),
+    ],
+)
+def test_a_job_that_breaks_off_while_it_is_stopped(
+    how: str, options: tuple[str, ...], status: int, cli: Cli
+) -> None:
+    """Its last snapshot remains, and whoever starts it again shall do so; a failure of its own is
+    one.
+    """
+    counter = Counter(cli, lines=60)
+    process = counter.start("--every", "1s", *options, at=0, status=3)
+    until(lambda: counter.snapshots() > 0, "a periodic snapshot", SECONDS)
+    repository = Path(cli.environment["ICECORE_REPOSITORY"])
+    repository.rename(repository.with_name("away"))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert process.poll() is None  # it tries again and again to take the last snapshot
+    if how == "killed":
+        [job] = [job for job in cli.registry.instances() if job.alive]
+        os.kill(job.main_process(), signal.SIGKILL)
+    else:
+        counter.marks.write_text("1")
+    found, before, said = ended(process)
+    assert found == status, said
+    assert ("was not stopped with a snapshot" in said) == (status == 85)
+    repository.with_name("away").rename(repository)
+    found, after, said = ended(counter.start())
+    assert found == 0 and "was restored from" in said
+    whole = counter.whole()
+    assert before == whole[: len(before)] and after == whole[-len(after) :]
+    assert len(before) + len(after) >= len(whole)  # what it did after the snapshot it does again
+
+
 def test_retention_after_a_commit(cli: Cli) -> None:
     counter = Counter(cli, lines=50)
     status, lines, _ = ended(counter.start("--every", "0.5s", "--keep-last", "2"))

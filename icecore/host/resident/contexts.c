@@ -1,5 +1,6 @@
-/* The ends of contexts, and access for peers. Memory made by cuMemCreate outlives its context and
- * is closed to other devices. Here both behave as for cuMemAlloc: a destroyed or reset context
+/* The beginning and the end of contexts, and access for peers. A process has an agent from its first
+ * context on, so that a dump can ask what it shares. Memory made by cuMemCreate outlives its context
+ * and is closed to other devices. Here both behave as for cuMemAlloc: a destroyed or reset context
  * takes its memory along, and an enabled peer reaches all of it. */
 #define _GNU_SOURCE
 #include <stddef.h>
@@ -10,7 +11,28 @@
 #include "ipc.h"
 #include "release.h"
 #include "spare.h"
+#include "start.h"
 #include "threads.h"
+
+#define BEGINS(name, parameters, arguments) \
+	CUresult resident_##name parameters \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		threads_enter(); \
+		CUresult result = driver()->name arguments; \
+		if (result == CUDA_SUCCESS && holding_directory() && driver()->usable) \
+			start_agent(); \
+		threads_leave(); \
+		return result; \
+	}
+BEGINS(cuDevicePrimaryCtxRetain, (CUcontext * out, CUdevice device), (out, device))
+BEGINS(cuCtxCreate_v2, (CUcontext * out, unsigned flags, CUdevice device), (out, flags, device))
+BEGINS(cuCtxCreate_v3,
+    (CUcontext * out, void *affinities, int count, unsigned flags, CUdevice device),
+    (out, affinities, count, flags, device))
+BEGINS(cuCtxCreate_v4, (CUcontext * out, void *wanted, unsigned flags, CUdevice device),
+    (out, wanted, flags, device))
 
 /* The devices of the current and of another context. */
 static bool both_devices(CUcontext other, CUdevice *here, CUdevice *there)

@@ -91,7 +91,7 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	CALL(cuCtxPopCurrent_v2, (CUcontext *)) \
 	CALL(cuCtxSynchronize, (void)) \
 	CALL(cuStreamSynchronize, (CUstream)) \
-	CALL(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice)) \
+	BOTH(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice)) \
 	CALL(cuDevicePrimaryCtxGetState, (CUdevice, unsigned *, int *)) \
 	HOOKED(cuMemAlloc_v2, (CUdeviceptr *, size_t)) \
 	HOOKED(cuMemAllocPitch_v2, (CUdeviceptr *, size_t *, size_t, size_t, unsigned)) \
@@ -136,6 +136,9 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuIpcCloseMemHandle, (CUdeviceptr)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
 	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
+	HOOKED(cuCtxCreate_v2, (CUcontext *, unsigned, CUdevice)) \
+	HOOKED(cuCtxCreate_v3, (CUcontext *, void *, int, unsigned, CUdevice)) \
+	HOOKED(cuCtxCreate_v4, (CUcontext *, void *, unsigned, CUdevice)) \
 	HOOKED(cuCtxDestroy, (CUcontext)) \
 	HOOKED(cuCtxDestroy_v2, (CUcontext)) \
 	HOOKED(cuCtxDetach, (CUcontext)) \

@@ -3,6 +3,7 @@
  * which dlsym depends. Without a libcuda nothing changes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "driver.h"
@@ -11,10 +12,13 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
+#define AS_ANSWERED 0
+
 static const struct hook {
 	const char *symbol; /* as libcuda exports it */
 	const char *name; /* as cuGetProcAddress knows it */
-	int since; /* the CUDA version from which the name means this symbol */
+	int since; /* the CUDA version from which the name means this symbol; AS_ANSWERED: it
+		      means it if the driver answers with its address */
 	void *ours, *ours_per_thread;
 } hooks[] = {
     {"cuMemAlloc_v2", "cuMemAlloc", 3020, resident_cuMemAlloc_v2, NULL},
@@ -80,6 +84,11 @@ static const struct hook {
     {"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
     {"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess,
 	NULL},
+    {"cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRetain", 7000,
+	resident_cuDevicePrimaryCtxRetain, NULL},
+    {"cuCtxCreate_v2", "cuCtxCreate", AS_ANSWERED, resident_cuCtxCreate_v2, NULL},
+    {"cuCtxCreate_v3", "cuCtxCreate", AS_ANSWERED, resident_cuCtxCreate_v3, NULL},
+    {"cuCtxCreate_v4", "cuCtxCreate", AS_ANSWERED, resident_cuCtxCreate_v4, NULL},
     {"cuCtxDestroy_v2", "cuCtxDestroy", 4000, resident_cuCtxDestroy_v2, NULL},
     {"cuCtxDestroy", "cuCtxDestroy", 2000, resident_cuCtxDestroy, NULL},
     {"cuCtxDetach", "cuCtxDetach", 2000, resident_cuCtxDetach, NULL},
@@ -129,6 +138,12 @@ __asm__(".text\n.globl dlsym\n.type dlsym, %function\ndlsym:\n"
 #error "the preload knows x86-64 and aarch64"
 #endif
 
+static bool means(const struct hook *hook, int version, const void *found)
+{
+	return hook->since == AS_ANSWERED ? found == driver_symbol(hook->symbol)
+					  : version >= hook->since;
+}
+
 static void replace(const char *name, void **found, int version, unsigned long long flags)
 {
 	if (!name || !found || !*found || !holding_directory())
@@ -139,7 +154,7 @@ static void replace(const char *name, void **found, int version, unsigned long l
 			*found = hook->ours;
 			return;
 		}
-		if (hook->name && !strcmp(name, hook->name) && version >= hook->since) {
+		if (hook->name && !strcmp(name, hook->name) && means(hook, version, *found)) {
 			*found = (flags & PER_THREAD_DEFAULT_STREAM) && hook->ours_per_thread
 			    ? hook->ours_per_thread
 			    : hook->ours;
@@ -241,6 +256,10 @@ LINKED(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, struct ipc_handle b, unsigned c)
 LINKED(cuIpcCloseMemHandle, (CUdeviceptr a), (a))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
 LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))
+LINKED(cuDevicePrimaryCtxRetain, (CUcontext * a, CUdevice b), (a, b))
+LINKED(cuCtxCreate_v2, (CUcontext * a, unsigned b, CUdevice c), (a, b, c))
+LINKED(cuCtxCreate_v3, (CUcontext * a, void *b, int c, unsigned d, CUdevice e), (a, b, c, d, e))
+LINKED(cuCtxCreate_v4, (CUcontext * a, void *b, unsigned c, CUdevice d), (a, b, c, d))
 LINKED(cuCtxDestroy, (CUcontext a), (a))
 LINKED(cuCtxDestroy_v2, (CUcontext a), (a))
 LINKED(cuCtxDetach, (CUcontext a), (a))

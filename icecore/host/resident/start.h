@@ -1,4 +1,4 @@
-/* How modules that make resident memory start the agent, which lies above them. */
+/* How modules start the agent, which lies above them. */
 #ifndef ICECORE_RESIDENT_START_H
 #define ICECORE_RESIDENT_START_H
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from icecore.environment import without_secrets
-from icecore.errors import JobHeld, NotFound, StoreError
+from icecore.errors import IcecoreError, JobHeld, NotFound, StoreError
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece
 from icecore.host.jobs.shell import run_shell
@@ -50,6 +50,8 @@ _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
+#: Service managers and schedulers end processes by these. Some send them to the job, too.
+_FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM)
 
 
 class Supervisor:
@@ -323,7 +325,13 @@ class Supervisor:
         failed = not over and status.exit_code != 0
         self._count(time.monotonic() - self._began, failed=failed)
         if self._stopped is not None:
-            return self._leave(self._stopped)
+            taken = self._stopped
+            self._tell("run.preempted", snapshot=taken.snapshot, seconds=taken.seconds)
+            return self._leave(taken.snapshot)
+        if self._stopping and self._is_to_return(status):
+            last = self._last_snapshot()
+            self._tell("run.broke_off", how=str(status), snapshot=last)
+            return self._leave(last)
         if not failed:
             return status.exit_code
         self._since_snapshot += 1
@@ -336,6 +344,26 @@ class Supervisor:
         if self._plan.restarts >= 0 and self._since_snapshot > self._plan.restarts:
             return status.exit_code
         return self._bring_back(status)
+
+    def _is_to_return(self, status: ExitStatus) -> bool:
+        """Return whether a job that broke off before it could be stopped with a snapshot shall be
+        brought back: if that is its policy, or if whoever stops it ended it and it has a snapshot.
+        """
+        if status.exit_code == 0:
+            return False
+        restarts = self._plan.restarts
+        return (
+            restarts < 0
+            or self._since_snapshot < restarts
+            or (status.exit_code - 128 in _FROM_OUTSIDE and bool(self._last_snapshot()))
+        )
+
+    def _last_snapshot(self) -> str:
+        """Return the newest snapshot of the instance; empty: it has none."""
+        assert self._job is not None
+        with suppress(IcecoreError):
+            return Job.load(self._job.directory).description.snapshot
+        return ""
 
     def _bring_back(self, status: ExitStatus) -> int | None:
         """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
@@ -388,11 +416,10 @@ class Supervisor:
             )
         )
 
-    def _leave(self, stopped: Taken) -> int:
-        """The job was stopped with a snapshot."""
-        self._tell("run.preempted", snapshot=stopped.snapshot, seconds=stopped.seconds)
+    def _leave(self, snapshot: str) -> int:
+        """The job has ended here, and shall be brought back from a snapshot (empty: anew)."""
         if self._plan.requeue:
-            variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": stopped.snapshot}
+            variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": snapshot}
             environment = {**without_secrets(os.environ), **variables}
             self._hold.release()  # whoever comes next need not wait
             self._record.close()
