@@ -331,7 +331,9 @@ def test_a_process_that_has_allocated_nothing(joined: Machine) -> None:
         one("start(0)")
     assert made("alloc(2 * MIB)[0]") == 0
     gpus = _gpus(made.pid)
-    both = [replace(gpus.processes[0], pid=one.pid, contexts={uuid_of(0): 1}) for one in (made, target)]
+    both = [
+        replace(gpus.processes[0], pid=one.pid, contexts={uuid_of(0): 1}) for one in (made, target)
+    ]
     gpus = replace(gpus, processes=both)
     inspection = inspect_tree(made.pid, find_criu(), "/dev/shm", DumpOptions())
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from heapq import nlargest
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +31,8 @@ CLIENTS = int(os.environ.get("ICECORE_SOAK_CLIENTS", "200"))
 _RATE = 2.5 * (os.cpu_count() or 1)
 _ECHOES = 4.0
 _START_SECONDS = 90.0
+#: So many of the slowest answers are reported.
+_SLOWEST = 60
 #: The p99 of reads under load, against the p50 of the idle service.
 _SLOWER = 10.0
 _READS = ("/v1/jobs", "/v1/jobs?all=true", "/v1/operations", "/v1/snapshots", "/v1/self")
@@ -157,6 +160,7 @@ class Clients:
         waited: Seconds until each answer, of the idle and of the busy service.
         by_path: The same of the busy service, by path.
         echoed: The same of a server that has nothing to do, while the service is busy.
+        slowest: (seconds, monotonic time of the request, path) of the slowest ones while it is busy.
         others: Numbers of other outcomes.
     """
 
@@ -168,6 +172,7 @@ class Clients:
     waited: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     by_path: dict[str, list[float]] = field(default_factory=lambda: {path: [] for path in _READS})
     echoed: list[float] = field(default_factory=list)
+    slowest: list[tuple[float, float, str]] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -185,8 +190,10 @@ class Clients:
                 thread.join(60)
                 echo.kill()
 
-    def about(self) -> str:
-        """Return what they have seen, in one line."""
+    def about(self, since: float) -> str:
+        """Return what they have seen, in one line, and the slowest answers with the times of their
+        requests in seconds after a monotonic time.
+        """
         idle, busy = self.waited[False], self.waited[True]
         paths = "; ".join(
             f"{path} p50 {1e3 * median(one):.1f} ms, p99 {1e3 * p99(one):.1f} ms"
@@ -196,7 +203,11 @@ class Clients:
         return (
             f"clients: idle p50 {1e3 * median(idle):.1f} ms of {len(idle)},"
             f" busy p50 {1e3 * median(busy):.1f} ms, p99 {1e3 * p99(busy):.1f} ms of {len(busy)},"
-            f" echo p99 {1e3 * p99(self.echoed):.1f} ms; {dict(self.others)}; {paths}"
+            f" echo p99 {1e3 * p99(self.echoed):.1f} ms; {dict(self.others)}; {paths}\nslowest: "
+            + "; ".join(
+                f"{began - since:.1f} {path} {1e3 * waited:.0f} ms"
+                for waited, began, path in sorted(self.slowest, key=lambda one: one[1])
+            )
         )
 
     def require_answers(self, report: str) -> None:
@@ -242,6 +253,7 @@ class Clients:
         self.waited[busy].append(waited)
         if busy:
             self.by_path[path].append(waited)
+            self.slowest = nlargest(_SLOWEST, [*self.slowest, (waited, began, path)])
 
     async def _echo(self) -> None:
         async with _session({}) as session:

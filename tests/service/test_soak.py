@@ -326,7 +326,7 @@ def test_soak(soak: Soak) -> None:
             f"seed {seed}",
             *soak.log,
             *(_about(job) for job in soak.jobs),
-            soak.clients.about(),
+            soak.clients.about(soak.began),
             *(
                 f"{name}: {growth(resident):+.0f} KiB in {len(resident)} samples"
                 for name, resident in _watched(soak)
