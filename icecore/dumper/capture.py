@@ -24,6 +24,7 @@ from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_im
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
+from icecore.dumper.memory.present import has_shared_pages
 from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
@@ -159,7 +160,8 @@ class Capture:
                     f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}"
                 )
             pid = by_image[pagemap.number]
-            with RemoteReader(pid) as reader:
+            shared = has_shared_pages(pid, pagemap.extents)
+            with RemoteReader(pid, shared=shared) as reader:
                 learnt = copied.get(pagemap.number)
                 capture = self._process(pagemap, number, reader, device.get(pid, ()), learnt)
                 captured.spaces.append(capture)

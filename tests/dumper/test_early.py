@@ -157,7 +157,7 @@ def test_an_early_scan_that_fails_fails_the_dump(
     def broken(self: EarlyScan, *about: object) -> None:
         raise DumpFailed("a page could not be read")
 
-    monkeypatch.setattr(EarlyScan, "_process", broken)
+    monkeypatch.setattr(EarlyScan, "_plan", broken)
     error = fails_early(job, witness, lambda: witness.store.dump(job.pid), DumpFailed)
     assert "a page could not be read" in str(error)
     monkeypatch.undo()

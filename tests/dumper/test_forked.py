@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.memory.forked import with_forked
+from icecore.dumper.memory.cells import CellPlan, plan_cells
+from icecore.dumper.memory.forked import fork_sources, with_forked
+from icecore.dumper.memory.frames import SharedFrames
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.precopy import PreCopied
+from icecore.dumper.memory.present import present_extents
 from icecore.dumper.options import DumpOptions
 from icecore.host.kernel import procfs
+from icecore.store.format.manifest import Region
 from tests.host.target import eventually
 
 from .puppet import Puppet
@@ -80,10 +84,72 @@ def test_what_a_new_child_shares_is_not_stored_again(
     recorded = store.read(
         store.dump(puppet.pid, DumpOptions(pre_copy="on"), events=events).snapshot
     )
+    [early] = [one for one in events.named("dump.early") if one.fields["state"] == "end"]
+    assert int(str(early.fields["shared"])) >= 3 * 60 * _MIB, "is not read again"
     assert {puppet.pid, *children} == {p.pid for p in recorded.manifest.processes}
     assert assert_same_memory(recorded, still) * 4096 >= 4 * 64 * _MIB
     (queued,) = {total for _, total in events.progress("dump.store")}
     assert queued < 32 * _MIB, "of 192 that the children have"
+
+
+def test_a_dump_makes_no_copies_of_what_processes_share(puppet: Puppet, store: Store) -> None:
+    """The kernel copies a shared page before it pins it: a tree with many workers would run out of
+    memory.
+    """
+    puppet.do("data = private(64 * MIB); put(data, os.urandom(64 * MIB))")
+    pids = [puppet.pid, *(fork(puppet, "pass") for _ in range(2))]
+
+    def own() -> list[int]:
+        found = []
+        for pid in pids:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            sizes = {line.split()[0]: int(line.split()[1]) for line in lines[1:]}
+            found.append((sizes["Private_Clean:"] + sizes["Private_Dirty:"]) // 1024)
+        return found
+
+    before = own()
+    assert max(before) < 20
+    for pre_copy in ("on", "off"):
+        store.dump(puppet.pid, DumpOptions(pre_copy=pre_copy))
+        assert max(own()) < 20, (before, own())
+
+
+def test_what_lies_in_the_same_frames(puppet: Puppet) -> None:
+    puppet.do("data = private(16 * MIB); put(data, os.urandom(16 * MIB))")
+    data = puppet.number("data")
+    alike = fork(puppet, "pass")
+    other = fork(puppet, "put(data + 3 * MIB + 5, b'changed')")
+    region = Region(data, 16 * _MIB, data, 3, 0x22, "anonymous", "", True)
+
+    def plan(pid: int) -> CellPlan:
+        return plan_cells([region], present_extents(pid, [(data, data + 16 * _MIB)], 1))
+
+    plans = {pid: plan(pid) for pid in (puppet.pid, alike, other)}
+    assert all(len(one) == 16 for one in plans.values())
+    shared = SharedFrames(plans, {alike: puppet.pid, other: puppet.pid}, 2)
+    puppet.do("put(data + 7 * MIB, b'moved')")
+
+    def cells(pid: int) -> list[int]:
+        found = shared.of(pid)
+        assert found is not None
+        source, here, there = found
+        assert source == puppet.pid and (plans[pid].key[here] == plans[source].key[there]).all()
+        return plans[pid].cell[here].tolist()  # type: ignore[no-any-return]
+
+    assert cells(alike) == [n for n in range(16) if n != 7]
+    assert cells(other) == [n for n in range(16) if n not in (3, 7)]
+    assert shared.of(puppet.pid) is None
+
+
+def test_which_processes_may_be_forks(puppet: Puppet) -> None:
+    child = fork(puppet, "pass")
+    orphan = fork(puppet, "pass", orphaned=True)
+    other = fork(puppet, _EXECUTE)
+    assert fork_sources([puppet.pid, child, orphan, other, os.getpid()]) == {
+        child: puppet.pid,
+        orphan: puppet.pid,
+    }
+    assert fork_sources([child, orphan]) == {orphan: child}
 
 
 def test_whose_cells_a_new_process_starts_from(puppet: Puppet) -> None:

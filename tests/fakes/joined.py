@@ -40,6 +40,7 @@ class Job:
         late: str = "",
         freed: bool = False,
         pool: int = 0,
+        unseen: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
@@ -52,6 +53,7 @@ class Job:
         more = {
             **({"late": late} if late else {}),
             **({"freed": True} if freed else {}),
+            **({"unseen": True} if unseen else {}),
             "pool": pool,
         }
         self._start(

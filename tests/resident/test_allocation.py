@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from icecore.errors import NotFound
 from icecore.host.resident.client import State
 from icecore.host.resident.protocol import Counts
 from tests.fakes.machine import MIB, Machine, Target, until, uuid_of
@@ -300,21 +299,26 @@ def test_what_was_small_once_does_not_hide_what_lies_there_now(machine: Machine,
     """Addresses come again, and the driver, asked about resident memory, answers that it is none of
     its own.
     """
-    target = machine.target()
-    if "Primary" in end:
+    for _ in range(10):  # it depends on the kernel where the large ones come to lie
+        target = machine.target()
+        if "Primary" in end:
+            target(
+                "globals().update(made=ctypes.c_void_p()) or cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), 0)"
+            )
+            target("globals().update(context=made.value) or current(made.value)")
+        else:
+            target("globals().update(context=start())")
         target(
-            "globals().update(made=ctypes.c_void_p()) or cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), 0)"
-        )
-        target("globals().update(context=made.value) or current(made.value)")
+            "globals().update(small=[alloc(4096)[1] for _ in range(3000)])"
+        )  # side by side: where there is room for larger ones
+        assert target(end) == 0 and machine.used() == 0
+        target("start()")
+        large = target("[alloc(2 * MIB)[1] for _ in range(12)]")
+        if target(f"len({set(large)} & set(small))"):
+            break
+        target.end()
     else:
-        target("globals().update(context=start())")
-    target(
-        "globals().update(small=[alloc(4096)[1] for _ in range(3000)])"
-    )  # side by side: where there is room for larger ones
-    assert target(end) == 0 and machine.used() == 0
-    target("start()")
-    large = target("[alloc(2 * MIB)[1] for _ in range(12)]")
-    assert target(f"len({set(large)} & set(small))") > 0
+        raise AssertionError("no large one lies where a small one was")
     assert target(f"[free(at) for at in {large}]") == [0] * 12
     assert machine.used() == 0
     assert target("alloc(2 * MIB)[0]") == 0  # of which there is an agent
@@ -371,7 +375,7 @@ def test_peers_that_change_during_an_allocation_reach_it_or_do_not(
     if not enabled:
         process("cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(zero), 0)")
     process("current(zero)")
-    with machine.pausing("cuMemExportToShareableHandle") as somebody_waits:
+    with machine.pausing("cuMemSetAccess") as somebody_waits:
         process("begun(lambda: alloc(2 * MIB))")
         somebody_waits()
         change = (

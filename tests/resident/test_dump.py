@@ -231,7 +231,7 @@ def test_whoever_does_not_tell_is_not_dumped(
     job = launch()
     monkeypatch.setattr(resident_inspection, "_REPORT_SECONDS", 0.2)
 
-    def silent(self: object) -> None:
+    def silent(self: object, **_: object) -> None:
         raise client.ResidentFailed("it did not answer", 16)
 
     monkeypatch.setattr(client.Agent if what == "report" else client.Keeper, what, silent)
@@ -366,6 +366,7 @@ def test_what_is_foreseen_is_what_is_copied(
 
 def pool_of(machine: Machine, size: int) -> tuple[int, int]:
     """The address and a descriptor of an allocation, by its size."""
+    until(lambda: len(machine.keeper.processes()) == 1)
     [held] = machine.keeper.processes()
     found = (0, -1)
     for one, descriptor in machine.keeper.take(held.token):
@@ -866,9 +867,9 @@ def test_memory_is_resident_only_where_an_agent_listens(
 def test_memory_of_a_process_that_has_no_agent(store: Store, launch: Launch) -> None:
     """What the keeper has of it is mapped, whoever tells."""
     job = launch()
-    path = job.machine.directory / f"agent-{job.pid}"
-    assert path.is_socket()
-    path.unlink()
+    agent = Agent(job.machine.directory, job.pid)
+    assert not agent.report().counts.unheld
+    agent.directory.joinpath(f"agent-{job.pid}").unlink()
     assert resident_inspection.has_mapped(job.pid)
     with pytest.raises(PreflightRefused, match="its agent does not listen"):
         store.dump(job.pid)

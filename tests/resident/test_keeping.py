@@ -174,7 +174,7 @@ def test_a_job_that_begins_anew_by_itself_has_the_memory(
     second = machine.target()
     second("start()")
     assert second("alloc(4 * MIB)")[0] == 0
-    assert machine.used() == 4 * MIB
+    until(lambda: machine.used() == 4 * MIB)
 
 
 def test_an_allocation_that_finds_no_memory_gets_it(
@@ -208,9 +208,10 @@ def test_a_program_that_replaces_another_has_its_memory(
     assert target.read() == "ready"
     target("start()")
     assert target("alloc(50 * MIB)")[0] == 0
+    token = target.agent.report().token
     [process] = machine.keeper.processes()
     assert (process.token, process.alive, process.size) == (
-        target.agent.report().token,
+        token,
         True,
         50 * MIB,
     )
@@ -303,6 +304,7 @@ def test_a_keeper_that_nobody_can_reach_holds_nothing(
     other = machine.target()
     other("start()")
     assert other("alloc(2 * MIB)")[0] == 0
+    assert not other.agent.report().counts.unheld
     kept(target, init)
     pid = machine.keeper_pid()
     target.end()

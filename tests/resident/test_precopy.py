@@ -15,7 +15,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, StoreError
 from icecore.events import Event
 from icecore.host.gpu.working import Worker
-from icecore.host.resident.client import Keeper
+from icecore.host.resident.client import Agent, Keeper
 from icecore.store.backend.faulty import FaultyBackend, Outcome
 from tests.dumper.world import Events, Store
 from tests.fakes.joined import Job
@@ -143,6 +143,7 @@ def test_what_is_written_as_it_is_copied(
     there in the window.
     """
     job = launch(gpus=(0,), mib=8, buffers=4)
+    assert not Agent(joined.directory, job.pid).report().counts.unheld
     put(job, 7)
     stage, copies = Worker.stage, []
 

@@ -255,7 +255,7 @@ def test_nccl_with_a_rank_that_is_not_under_the_preload(
         assert "did not come through the preload" in refusals(job.pid)["gpu-nccl"]
     ask = Agent.report
     with monkeypatch.context() as patch:  # out of an older snapshot, with an older preload
-        patch.setattr(Agent, "report", lambda agent: replace(ask(agent), version=1))
+        patch.setattr(Agent, "report", lambda agent, **_: replace(ask(agent), version=1))
         assert "NCCL_P2P_DISABLE=1" in refusals(job.pid)["gpu-nccl"]
 
 

@@ -46,6 +46,7 @@ def digests(machine: Machine, token: bytes) -> dict[int, str]:
 def loaded(machine: Machine, target: Target) -> tuple[Target, int, str]:
     """A process with 8 MiB of known contents: its address and hash."""
     address = target("alloc(8 * MIB)")[1]
+    assert not target.agent.report().counts.unheld
     return target, address, target(f"fill({address}, 8 * MIB, 7)")
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +25,21 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.memory.cells import plan_cells
-from icecore.dumper.memory.forked import with_forked
+from icecore.dumper.memory.cells import CellPlan, plan_cells
+from icecore.dumper.memory.forked import fork_sources, with_forked
+from icecore.dumper.memory.frames import SharedFrames
 from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
-from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of
+from icecore.dumper.memory.present import (
+    Present,
+    has_shared_pages,
+    present_extents,
+    private_regions,
+    ranges_of,
+)
+from icecore.dumper.memory.scan import ReadElsewhere
 from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.files import tree_pids
@@ -74,6 +82,20 @@ class Early:
             return all(procfs.threads(pid) == list(own) for pid, own in self.threads.items())
         except NotFound:
             return False
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A process that is to be read: its private memory, cut into cells, what is known of them, and
+    whether it shares pages with other processes.
+    """
+
+    image: int
+    stream: int
+    regions: list[Region]
+    plan: CellPlan
+    known: KnownCells
+    shared: bool
 
 
 class EarlyScan:
@@ -172,6 +194,7 @@ class EarlyScan:
         shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = {}
         rings = False
         order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
+        own: dict[int, _Own] = {}
         with phase(self._emit, "dump.early") as running:
             for pid in held:
                 image = images[pid]
@@ -188,10 +211,13 @@ class EarlyScan:
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     stream = order[image] % self._context.streams
-                    found[image] = self._process(
-                        pid, image, regions, extents, stream, copied.get(image)
-                    )
-                    running.bytes += found[image].plan.bytes
+                    own[pid] = self._plan(pid, image, regions, extents, stream, copied.get(image))
+            saved = 0
+            for process, scanned, elsewhere in self._scan_all(own):
+                found[process.image] = scanned
+                running.bytes += scanned.plan.bytes
+                saved += elsewhere
+            running.fields["shared"] = saved
             for memory in () if rings else self._shared:
                 for number, (key, one) in enumerate(memory.objects.items(), len(held)):
                     extents = one.extents(self._context.threads)
@@ -201,7 +227,7 @@ class EarlyScan:
                     running.bytes += scanned.plan.bytes
         return Early(held, present, found, shared)
 
-    def _process(
+    def _plan(
         self,
         pid: int,
         image: int,
@@ -209,14 +235,32 @@ class EarlyScan:
         extents: npt.NDArray[np.void],
         stream: int,
         copied: PreCopied | None,
-    ) -> Scanned:
+    ) -> _Own:
         parent = self._parent.space("process", str(image)) if self._parent else None
         known = copied.known if copied else parent.known if parent else KnownCells.none()
-        context = self._context
-        with RemoteReader(pid) as reader:
+        shared = has_shared_pages(pid, extents)
+        with RemoteReader(pid, shared=shared) as reader:
             wanted = grid(regions, extents, self._device.get(pid, ()), reader, parent, copied)
-            plan = plan_cells(wanted, extents)
-            return context.scan(reader, stream, plan, wanted, known)
+        return _Own(image, stream, wanted, plan_cells(wanted, extents), known, shared)
+
+    def _scan_all(self, own: Mapping[int, _Own]) -> Iterator[tuple[_Own, Scanned, int]]:
+        """Scan the processes; yield for each also the bytes of cells that it shares with another one
+        that was scanned before. Such cells are read again only if they are not known.
+        """
+        plans = {pid: one.plan for pid, one in own.items()}
+        shared = SharedFrames(plans, fork_sources(list(own)), self._context.threads)
+        scanned: dict[int, Scanned] = {}
+        for pid, one in own.items():
+            read, size = None, 0
+            if (found := shared.of(pid)) is not None:
+                source, here, there = found
+                read = ReadElsewhere(here, scanned[source].result.fingerprint[there])
+                size = int(one.plan.length[here].sum())
+            with RemoteReader(pid, shared=one.shared) as reader:
+                scanned[pid] = self._context.scan(
+                    reader, one.stream, one.plan, one.regions, one.known, read
+                )
+            yield one, scanned[pid], size
 
 
 def held_threads(root: int) -> dict[int, list[int]]:

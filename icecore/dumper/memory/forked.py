@@ -7,7 +7,7 @@ and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -52,6 +52,22 @@ def with_forked(
             source = alike.get(_nearest(pid, alike), next(iter(alike.values())))
             # Pre-copy saw none of its own memory, so none of its cells counts as restless.
             found[image] = replace(copied[source], seen=KnownCells.none())
+    return found
+
+
+def fork_sources(pids: Sequence[int]) -> dict[int, int]:
+    """Return for each process that may be a fork of an earlier one which one that is: its nearest
+    ancestor, or else the first that runs the same program at the same addresses.
+    """
+    earlier: dict[procfs.Layout, list[int]] = {}
+    found = {}
+    for pid in pids:
+        if (layout := _layout(pid)) is None:
+            continue
+        alike = earlier.setdefault(layout, [])
+        if alike:
+            found[pid] = _nearest(pid, alike) or alike[0]
+        alike.append(pid)
     return found
 
 

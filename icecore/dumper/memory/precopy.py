@@ -20,7 +20,12 @@ from icecore.dumper.memory.background import in_background
 from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
-from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
+from icecore.dumper.memory.present import (
+    has_shared_pages,
+    present_extents,
+    private_regions,
+    ranges_of,
+)
 from icecore.dumper.memory.scan import ScanResult, Source, scan
 from icecore.dumper.memory.spaces import ParentSpace, ScanContext
 from icecore.dumper.memory.staging import Slot, Staging
@@ -140,9 +145,9 @@ def pre_copy(
         reports why, if it matters).
     """
     try:
-        with RemoteReader(pid) as reader:
-            regions = private_regions(procfs.read_maps(pid))
-            extents = present_extents(pid, ranges_of(regions), context.threads)
+        regions = private_regions(procfs.read_maps(pid))
+        extents = present_extents(pid, ranges_of(regions), context.threads)
+        with RemoteReader(pid, shared=has_shared_pages(pid, extents)) as reader:
             regions = inherit_origins(
                 cut(regions, allocations(reader, regions, extents)),
                 before.space.regions if before else [],
@@ -337,7 +342,7 @@ class RunningReader:
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
         self.process = reader.process
-        self.file = None
+        self.file = reader.file
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         try:

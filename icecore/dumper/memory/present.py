@@ -11,9 +11,12 @@ import numpy.typing as npt
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.host.kernel import procfs
-from icecore.host.kernel.pagemap import contents_of
+from icecore.host.kernel.pagemap import EXCLUSIVE, PRESENT, Pagemap, contents_of
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
+
+#: So many pages are looked at in so many places.
+_SAMPLE, _SAMPLES = 16, 48
 
 #: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT
 #: records).
@@ -59,3 +62,29 @@ def present_extents(
     out["address"] = runs["start"]
     out["pages"] = (runs["end"] - runs["start"]) // np.uint64(PAGE)
     return out
+
+
+def has_shared_pages(pid: int, extents: npt.NDArray[np.void]) -> bool:
+    """Return whether any of some sampled pages is mapped elsewhere, too: by a process that was forked
+    from this one, or from which it was forked, and that has not written to it since.
+
+    Args:
+        extents: EXTENT records of the process's pages.
+
+    Raises:
+        NotFound: There is no such process.
+    """
+    pages = extents["pages"].astype(np.int64)
+    after = np.cumsum(pages)
+    if not len(pages):
+        return False
+    with Pagemap(pid) as pagemap:
+        for number in range(0, int(after[-1]), max(_SAMPLE, int(after[-1]) // _SAMPLES)):
+            at = int(np.searchsorted(after, number, side="right"))
+            first = number - int(after[at] - pages[at])
+            start = int(extents["address"][at]) + first * PAGE
+            some = min(_SAMPLE, int(pages[at]) - first)
+            entries = pagemap.entries(start, start + some * PAGE)
+            if ((entries & (PRESENT | EXCLUSIVE)) == PRESENT).any():
+                return True
+    return False

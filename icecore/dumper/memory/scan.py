@@ -67,6 +67,19 @@ class ScanResult:
 
 
 @dataclass(frozen=True)
+class ReadElsewhere:
+    """Cells whose content was read in another process.
+
+    Attributes:
+        row: i8[n], their rows in the plan, ascending.
+        fingerprint: V16[n].
+    """
+
+    row: npt.NDArray[np.int64]
+    fingerprint: npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
 class _Shared:
     """What the threads of one scan share."""
 
@@ -133,12 +146,14 @@ def scan(
     stop: threading.Event,
     advance: Advance = unwatched,
     pause: Callable[[], None] = lambda: None,
+    read: ReadElsewhere | None = None,
 ) -> ScanResult:
     """Read all cells of ``plan`` and hand those whose fingerprint differs from the known one to
     ``keep``.
 
     Args:
         known: What the parent and pre-copy know, looked up by cell key.
+        read: Cells that were read elsewhere. They are read here only if they are not known.
         seed: The lineage's secret 64-bit seed.
         staging: Where the slots come from. ``keep(row, slot)`` takes over the slot.
         threads: Number of threads that read.
@@ -152,8 +167,15 @@ def scan(
     candidates, fingerprint, row = (
         known.find(plan.key),
         np.empty(len(plan), FINGERPRINT),
-        np.full(len(plan), -1, np.int64),
+        np.full(len(plan), UNKNOWN, np.int64),
     )
+    length = plan.length
+    if read is not None:
+        same = ~known.differ(plan.key[read.row], read.fingerprint)
+        decided = read.row[same]
+        fingerprint[decided], row[decided] = read.fingerprint[same], candidates[decided]
+        length = length.copy()
+        length[decided] = 0
     native = None
     if (source.process is not None or source.file is not None) and not native_scan_lacks():
         columns = Columns(
@@ -183,7 +205,7 @@ def scan(
         pause,
         native,
     )
-    cursor = _Cursor(_batches(plan.length, threads, native is not None) if len(plan) else [])
+    cursor = _Cursor(_batches(length, threads, native is not None) if len(plan) else [])
     workers = [
         threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}")
         for i in range(max(1, min(threads, len(plan) // 4)) - 1)
@@ -243,6 +265,9 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Sl
     read, seed, digest = shared.source.read_into, shared.seed, xxhash.xxh3_128_digest
     found = bytearray(16 * len(batch))
     for i in range(high - low):
+        if shared.row[low + i] >= 0:
+            found[16 * i : 16 * i + 16] = shared.fingerprint[low + i].tobytes()
+            continue
         size = sizes[i]
         read(runs + first[i] * RUN.itemsize, first[i + 1] - first[i], slot, size)
         slot.set_bitmap(bitmaps[32 * i : 32 * i + 32])

@@ -15,7 +15,7 @@ from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import ZERO, CellPlan, inherit_origins, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
-from icecore.dumper.memory.scan import ScanResult, Source, scan
+from icecore.dumper.memory.scan import ReadElsewhere, ScanResult, Source, scan
 from icecore.dumper.memory.staging import Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
@@ -46,8 +46,13 @@ class ScanContext:
         plan: CellPlan,
         regions: list[Region],
         known: KnownCells,
+        read: ReadElsewhere | None = None,
     ) -> Scanned:
-        """Read the cells of a plan, and hand those that are not known to the pipeline."""
+        """Read the cells of a plan, and hand those that are not known to the pipeline.
+
+        Args:
+            read: As for `icecore.dumper.memory.scan.scan`.
+        """
         sink = self.pipeline.space(stream, plan, regions, known)
         result = scan(
             plan,
@@ -60,6 +65,7 @@ class ScanContext:
             stop=self.stop,
             advance=self.advance,
             pause=self.budget.pause,
+            read=read,
         )
         sink.unchanged(result.row)
         return Scanned(plan, sink, result)

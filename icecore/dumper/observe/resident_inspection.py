@@ -255,7 +255,7 @@ def has_mapped(pid: int) -> bool:
     agent = _agent_of(pid, resident_directory(pid))
     if agent is None:
         return False
-    report = _report(agent)
+    report = _report(agent, hand_over=False)
     return _kept(pid, agent.directory) if report is None else report.state != State.UNMAPPED
 
 
@@ -281,8 +281,11 @@ def _agent_of(pid: int, named: str) -> Agent | None:
     return Agent(Path(f"/proc/{pid}/root{named}"), procfs.status(pid).own_pid, tracee=pid)
 
 
-def _report(agent: Agent) -> Report | None:
+def _report(agent: Agent, *, hand_over: bool = True) -> Report | None:
     """Return an agent's report; None: there is no agent.
+
+    Args:
+        hand_over: As for `Agent.report`.
 
     Raises:
         ResidentFailed: The agent gives no answer.
@@ -290,7 +293,7 @@ def _report(agent: Agent) -> Report | None:
     end = time.monotonic() + _REPORT_SECONDS
     while True:
         try:
-            return agent.report()
+            return agent.report(hand_over=hand_over)
         except NotFound:
             # If there is a socket, the agent may soon listen again, or the socket belongs to an
             # earlier process with this pid.

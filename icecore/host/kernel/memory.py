@@ -118,16 +118,33 @@ class RemoteReader:
 
     Args:
         pid: The process; it may run or stand still. Needs CAP_SYS_PTRACE or the same user.
+        shared: It shares pages with other processes since fork(2), so all is read through
+            /proc/PID/mem. process_vm_readv is faster, but pins what it reads, and the kernel makes
+            a copy of a shared page before it pins it: the tree's memory would grow.
+
+    Attributes:
+        process, file: As in `icecore.dumper.memory.scan.Source`.
+
+    Raises:
+        NotFound: There is no such process.
+        DumpFailed: Its memory may not be read.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, *, shared: bool = False) -> None:
         self.pid = pid
-        #: Whose memory it is, for who reads it by process_vm_readv himself.
-        self.process = pid
-        #: It is no file.
-        self.file = None
+        self.process = None if shared else pid
         self._memory: int | None = None
         self._opening = threading.Lock()
+        self.file = self._open_shared() if shared else None
+
+    def _open_shared(self) -> int:
+        try:
+            return self._file()
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise NotFound(f"process {self.pid} is gone") from error
+        except PermissionError:
+            self._check_failure()
+            raise
 
     def __enter__(self) -> RemoteReader:
         return self
@@ -161,7 +178,10 @@ class RemoteReader:
             NotFound: The process is gone.
             DumpFailed: A page could not be read.
         """
-        if libc.process_vm_readv(self.pid, buffer.iovec, 1, iovecs, count, 0) != size:
+        if (
+            self.file is not None
+            or libc.process_vm_readv(self.pid, buffer.iovec, 1, iovecs, count, 0) != size
+        ):
             self._read_slowly(iovecs, count, buffer, size)
 
     def read(self, start: int, length: int) -> bytearray:
@@ -171,6 +191,9 @@ class RemoteReader:
         if length <= 0:
             return bytearray()
         data = bytearray(length)
+        if self.file is not None:
+            self._read_file(memoryview(data), start)
+            return data
         here = (ctypes.c_char * length).from_buffer(data)
         local = (ctypes.c_uint64 * 2)(ctypes.addressof(here), length)
         remote = (ctypes.c_uint64 * 2)(start, length)
@@ -201,8 +224,11 @@ class RemoteReader:
             base, length = int(extents["base"][number]), int(extents["length"][number])
             local[0], local[1] = buffer.address + at, length
             remote = iovecs + number * IOVEC.itemsize
-            got = libc.process_vm_readv(self.pid, ctypes.addressof(local), 1, remote, 1, 0)
-            if got != length:
+            if (
+                self.file is not None
+                or libc.process_vm_readv(self.pid, ctypes.addressof(local), 1, remote, 1, 0)
+                != length
+            ):
                 room = (ctypes.c_char * length).from_address(buffer.address + at)
                 self._read_file(memoryview(room).cast("B"), base)
             at += length

@@ -21,6 +21,8 @@ from icecore.sizes import PAGE
 
 PRESENT = np.uint64(1 << 63)
 SWAPPED = np.uint64(1 << 62)
+#: Mapped by one process only.
+EXCLUSIVE = np.uint64(1 << 56)
 
 #: Categories of PAGEMAP_SCAN (linux/fs.h).
 SCAN_FILE = 1 << 2

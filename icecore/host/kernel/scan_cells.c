@@ -34,7 +34,7 @@ struct cells {
 	const int64_t *candidate; /* n; the row of `known` that may be true still, or less than 0 */
 	const uint8_t *known; /* rows of FINGERPRINT */
 	uint8_t *fingerprint; /* n times FINGERPRINT */
-	int64_t *row; /* n; the candidate where it is */
+	int64_t *row; /* n; the candidate where it is; 0 or more before: the cell is not read */
 	struct hash (*hash)(const void *data, size_t size, uint64_t seed);
 	uint64_t seed;
 	int64_t pid; /* of the process; -1: a file is read */
@@ -106,6 +106,8 @@ __attribute__((visibility("default"))) int64_t scan_cells(
 		size_t length = cells->length[i];
 		uint8_t *fingerprint = cells->fingerprint + FINGERPRINT * (size_t)i;
 
+		if (cells->row[i] >= 0)
+			continue;
 		if (length > CELL) {
 			*why = NOT_READ;
 			return i;

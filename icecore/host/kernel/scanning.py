@@ -43,7 +43,8 @@ class Columns(NamedTuple):
         candidate: i8[n]: the row of ``known`` that may be true still, or -1.
         known: V16 fingerprints.
         fingerprint: V16[n], written.
-        row: i8[n], the candidate is written to it where it is true.
+        row: i8[n], the candidate is written to it where it is true. A cell that has one already is
+            not read.
     """
 
     runs: npt.NDArray[np.void]

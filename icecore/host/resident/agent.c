@@ -38,6 +38,9 @@
 	90000000000ll /* for so long after the beginning of one, the driver's lock may be \
 			 somebody's: a dumper tries for 60 s */
 #define NEVER (-WINDOW_NANOSECONDS)
+#define SETTLED_NANOSECONDS 500000000ll /* memory that is not released so soon stays, probably */
+#define HAND_OVER_NANOSECONDS 1000000000ll /* for a client, which waits for the answer */
+#define BATCH 64
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -227,6 +230,58 @@ static uint64_t count_unheld(void)
 	return some;
 }
 
+/* Give the keeper what it lacks and is so old (nanoseconds). Between two, other threads get the
+ * lock. */
+static void hand_over(int64_t age, int64_t until)
+{
+	CUdeviceptr some[BATCH];
+	size_t count, given;
+
+	do {
+		count = given = 0;
+		pthread_mutex_lock(&table_lock);
+		int64_t now = clock_now();
+		for (struct allocation *at = NULL;
+		     count < BATCH && holding_socket() >= 0 && (at = table_next_held(at));)
+			/* a restore may have set the clock back */
+			if (!at->held && (at->since > now || now - at->since >= age))
+				some[count++] = at->address;
+		pthread_mutex_unlock(&table_lock);
+		for (size_t i = 0; i < count && clock_now() < until; i++) {
+			pthread_mutex_lock(&table_lock);
+			struct allocation *at = table_find(some[i]);
+			/* else it was released meanwhile */
+			if (at && !table_only_noted(at) && at->kind != KIND_MAPPING) {
+				holding_hand_over(at);
+				given += at->held;
+			}
+			pthread_mutex_unlock(&table_lock);
+		}
+	} while (count == BATCH && given && clock_now() < until);
+}
+
+/* Whether the keeper lacks something that is so old. */
+static bool lacks(int64_t age)
+{
+	int64_t now = clock_now();
+
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
+		if (!at->held && (at->since > now || now - at->since >= age))
+			return true;
+	return false;
+}
+
+static void complete(int64_t age, int64_t until)
+{
+	hand_over(age, until);
+	if (clock_now() >= until)
+		return;
+	pthread_mutex_lock(&table_lock);
+	if (lacks(age)) /* also if there is no connection */
+		holding_complete();
+	pthread_mutex_unlock(&table_lock);
+}
+
 static void serve(int from)
 {
 	struct resident_message wanted, answer = {.version = RESIDENT_VERSION};
@@ -244,6 +299,8 @@ static void serve(int from)
 		lease = (int64_t)wanted.lease;
 	switch (wanted.operation) {
 	case AGENT_STATUS:
+		if (wanted.flags & RESIDENT_HAND_OVER && state == RESIDENT_RUNNING)
+			complete(0, clock_now() + HAND_OVER_NANOSECONDS);
 		if (!lock_for_a_while()) {
 			answer.result = EBUSY;
 			break;
@@ -314,10 +371,8 @@ static void tend_keeper(bool lost)
 	pthread_mutex_lock(&table_lock);
 	if (lost)
 		holding_close();
-	if ((table_counts.resident || table_counts.spare || table_counts.imported) &&
-	    (holding_socket() < 0 || count_unheld()))
-		holding_complete();
 	pthread_mutex_unlock(&table_lock);
+	complete(SETTLED_NANOSECONDS, INT64_MAX);
 }
 
 static void *agent(void *unused)
@@ -335,6 +390,9 @@ static void *agent(void *unused)
 	int mode = CAPTURE_MODE_RELAXED;
 	if (driver()->cuThreadExchangeStreamCaptureMode)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
+	pthread_mutex_lock(&table_lock);
+	holding_token(); /* by which clients know the process, also without any memory */
+	pthread_mutex_unlock(&table_lock);
 	for (;;) {
 		if (!listening() && !listen_again()) {
 			poll(NULL, 0, TICK_MILLISECONDS);

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "capture.h"
+#include "clock.h"
 #include "devices.h"
 #include "holding.h"
 #include "hooks.h"
@@ -26,7 +27,6 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	    .descriptor = -1,
 	    .mapped = true,
 	    .has_handle = true};
-	int descriptor = -1;
 	CUresult result;
 
 	if (!d->usable || d->cuCtxGetCurrent(&made.context) || !made.context ||
@@ -59,8 +59,9 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	uint64_t peers = devices_peers(made.device);
 	if (devices_change_access(&made, 1ull << made.device | peers, 0))
 		goto no_access;
-	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
-		descriptor = -1; /* none left in this process: handed over later */
+	/* The agent hands it over after a while: an export takes ten times as long as the rest, and
+	 * what is released soon needs none. */
+	made.since = clock_now();
 	pthread_mutex_lock(&table_lock);
 	made.identity = table_new_identity();
 	struct allocation *added = table_add(&made);
@@ -71,11 +72,8 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		if (peers_now != peers)
 			devices_change_access(&made, peers_now & ~peers, peers & ~peers_now);
 		table_counts.allocations++;
-		holding_add(added, descriptor);
 	}
 	pthread_mutex_unlock(&table_lock);
-	if (descriptor >= 0)
-		close(descriptor);
 	if (!added)
 		goto no_access;
 	*out = made.address;

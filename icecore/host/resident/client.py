@@ -94,6 +94,10 @@ class Report:
     version: int = VERSION
 
 
+#: RESIDENT_HAND_OVER of protocol.h.
+_HAND_OVER = 1
+
+
 class _Speaker:
     """Whoever asks somebody who may be older: who hangs up at once is asked in the older way."""
 
@@ -137,9 +141,14 @@ class Agent(_Speaker):
         """Return whether the process has (or had) resident memory."""
         return self._path.is_socket()
 
-    def report(self) -> Report:
-        """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`."""
-        answer = self._ask(Message(Operation.AGENT_STATUS))
+    def report(self, *, hand_over: bool = True) -> Report:
+        """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`.
+
+        Args:
+            hand_over: The process hands what it has allocated lately over to the keeper first. An
+                older preload has always done so. Not while the driver is locked.
+        """
+        answer = self._ask(Message(Operation.AGENT_STATUS, flags=_HAND_OVER if hand_over else 0))
         if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked
             raise ResidentFailed(f"process {self.pid} accepts no requests now", answer.result)
         return Report(State(answer.state), answer.token, Counts.unpack(answer.text), self.version)

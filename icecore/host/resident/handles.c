@@ -20,6 +20,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "descriptors.h"
 #include "devices.h"
 #include "handles.h"
@@ -127,7 +128,6 @@ static CUresult create(CUhandle *out, size_t size, const struct allocation_prope
 	    .descriptor = -1,
 	    .has_handle = true,
 	    .made = {.references = 1}};
-	int descriptor = -1;
 
 	if (!out || !wanted || !size || flags || !holding_directory() || !d->usable ||
 	    wanted->type != ALLOCATION_PINNED || wanted->location.type != LOCATION_DEVICE ||
@@ -140,12 +140,8 @@ static CUresult create(CUhandle *out, size_t size, const struct allocation_prope
 	properties.handle_types |= HANDLE_POSIX_DESCRIPTOR;
 	if (!start_agent() || physical_create(&made.handle, size, &properties))
 		return -1; /* the answer to what was asked for is the driver's */
-	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
-		descriptor = -1; /* none left in this process: handed over later */
-	bool added = add(&made, out, descriptor);
-	if (descriptor >= 0)
-		close(descriptor);
-	if (!added) {
+	made.since = clock_now(); /* the agent hands it over after a while */
+	if (!add(&made, out, -1)) {
 		d->cuMemRelease(made.handle);
 		return -1;
 	}

@@ -239,12 +239,22 @@ static bool resync(void)
 
 void holding_add(struct allocation *what, int descriptor)
 {
-	bool connected = holding_socket() >= 0;
-
-	if (connected)
+	if (descriptor < 0 && !what->held)
+		return; /* the keeper gets it with its descriptor */
+	if (holding_socket() >= 0)
 		hand_over(what, descriptor);
-	else if (!connected && open_link())
+	else if (open_link())
 		resync(); /* the new one with all others */
+}
+
+void holding_hand_over(struct allocation *what)
+{
+	int descriptor = what->held || holding_socket() < 0 ? -1 : descriptor_of(what);
+
+	if (descriptor < 0)
+		return;
+	hand_over(what, descriptor);
+	close(descriptor);
 }
 
 void holding_free(struct allocation *what)
@@ -263,10 +273,16 @@ bool holding_complete(void)
 {
 	struct resident_message message = {
 	    .version = RESIDENT_VERSION, .operation = KEEPER_CONFIRM};
+	bool connected = holding_socket() >= 0;
 
 	not_before = 0;
 	if (!open_link())
 		return false;
+	/* over a new connection it is not known what the keeper has */
+	for (struct allocation *at = NULL; connected && (at = table_next_held(at));)
+		holding_hand_over(at);
+	if (holding_socket() < 0)
+		return open_link() && resync();
 	if (ask(&message) && confirmed(&message)) {
 		for (struct allocation *at = NULL; (at = table_next_held(at));)
 			at->held = true;

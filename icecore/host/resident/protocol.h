@@ -47,7 +47,9 @@ enum keeper_operation {
 };
 
 enum agent_operation {
-	AGENT_STATUS = 64, /* -> struct resident_counts in text */
+	/* flags -> struct resident_counts in text; RESIDENT_HAND_OVER: the keeper gets first what it
+	   lacks */
+	AGENT_STATUS = 64,
 	AGENT_LIST = 65, /* -> for each allocation a message; AGENT_END */
 	/* nanoseconds, lease, requested (nanoseconds for threads to come out of the driver; 0:
 	   wherever they are) -> result, count (parked), flags (not parked: in the driver), text
@@ -78,6 +80,9 @@ enum resident_state { RESIDENT_RUNNING = 0, RESIDENT_PARKED = 1, RESIDENT_UNMAPP
 	16u /* its process imported it: somebody else allocated the memory, whose descriptor is \
 	       the same open file */
 #define RESIDENT_EXPORTED 32u /* its process made its descriptor for others */
+
+/* A flag of AGENT_STATUS. */
+#define RESIDENT_HAND_OVER 1u
 
 struct resident_message {
 	uint32_t version, operation;

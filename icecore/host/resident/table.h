@@ -45,6 +45,7 @@ struct allocation {
 			ino_t inode; /* of that descriptor */
 			bool held; /* by the keeper */
 			bool has_handle, exported;
+			int64_t since; /* when it was made, or 0: the keeper gets it after a while */
 			union {
 				struct { /* KIND_RESIDENT, KIND_SPARE */
 					/* by the application: TABLE_BEING_FREED, or when it was
