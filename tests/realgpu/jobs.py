@@ -172,11 +172,17 @@ class Lab:
                     raise TimeoutError(f"process {pid} does not go away: {procfs.status(pid)}")
                 time.sleep(0.01)
 
-    def reap_ended(self) -> None:
-        """Reap all that have ended and became children of this process, whatever their pids."""
+    def reap_ended(self, seconds: float = 1.0) -> None:
+        """Reap all that have ended and became children of this process, whatever their pids, until
+        none has for so long.
+        """
+        until = time.monotonic() + seconds
         with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while time.monotonic() < until:
+                if os.waitpid(-1, os.WNOHANG)[0]:
+                    until = time.monotonic() + seconds
+                else:
+                    time.sleep(0.01)
 
     # -- snapshots
 
@@ -219,6 +225,12 @@ class Lab:
             changed=result.sizes.changed,
             stored=result.sizes.stored,
             copied=copied,
+            early={
+                key: event.fields.get(key)
+                for event in events
+                if event.name == "dump.early" and event.fields.get("state") == "end"
+                for key in ("bytes", "shared")
+            },
         )
         return result
 

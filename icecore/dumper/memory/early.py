@@ -247,8 +247,8 @@ class EarlyScan:
         """Scan the processes; yield for each also the bytes of cells that it shares with another one
         that was scanned before. Such cells are read again only if they are not known.
         """
-        plans = {pid: one.plan for pid, one in own.items()}
-        shared = SharedFrames(plans, fork_sources(list(own)), self._context.threads)
+        plans = {pid: one.plan for pid, one in own.items() if one.shared}
+        shared = SharedFrames(plans, fork_sources(list(plans)), self._context.threads)
         scanned: dict[int, Scanned] = {}
         for pid, one in own.items():
             read, size = None, 0
@@ -258,7 +258,13 @@ class EarlyScan:
                 size = int(one.plan.length[here].sum())
             with RemoteReader(pid, shared=one.shared) as reader:
                 scanned[pid] = self._context.scan(
-                    reader, one.stream, one.plan, one.regions, one.known, read
+                    reader,
+                    one.stream,
+                    one.plan,
+                    one.regions,
+                    one.known,
+                    read,
+                    shared.shared(pid),
                 )
             yield one, scanned[pid], size
 

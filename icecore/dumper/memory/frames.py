@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.memory.cells import CellPlan
 from icecore.errors import NotFound
-from icecore.host.kernel.pagemap import PRESENT, SWAPPED, Pagemap
+from icecore.host.kernel.pagemap import EXCLUSIVE, PRESENT, SWAPPED, Pagemap
 from icecore.sizes import PAGE
 
 #: The frame number in an entry of pagemap; 0 without CAP_SYS_ADMIN (proc_pid_pagemap(5)).
@@ -36,11 +36,13 @@ class Frames:
         plan: The plan; n cells with p pages.
         first: i8[n + 1], the pages of cell i are ``frame[first[i]:first[i + 1]]``.
         frame: u8[p], page frame numbers; 0: not known.
+        shared: u1[n], 1 for cells with pages that other processes have, too.
     """
 
     plan: CellPlan
     first: npt.NDArray[np.int64]
     frame: npt.NDArray[np.uint64]
+    shared: npt.NDArray[np.uint8]
 
     def shared_with(self, other: Frames) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Find the cells that have the same pages, at the same addresses, in the same frames.
@@ -66,9 +68,7 @@ class Frames:
         Args:
             again: The frames of the same plan, read later.
         """
-        return Frames(
-            self.plan, self.first, np.where(self.frame == again.frame, self.frame, np.uint64(0))
-        )
+        return replace(self, frame=np.where(self.frame == again.frame, self.frame, np.uint64(0)))
 
 
 def read_frames(pid: int, plan: CellPlan) -> Frames:
@@ -77,6 +77,9 @@ def read_frames(pid: int, plan: CellPlan) -> Frames:
     Raises:
         NotFound: There is no such process.
     """
+    if not len(plan):
+        nothing = np.empty(0, np.uint64)
+        return Frames(plan, np.zeros(1, np.int64), nothing, np.empty(0, np.uint8))
     pages = plan.length.astype(np.int64) // PAGE
     first = np.concatenate(([0], np.cumsum(pages)))
     low = plan.runs["address"].astype(np.int64)
@@ -95,16 +98,19 @@ def read_frames(pid: int, plan: CellPlan) -> Frames:
             ordinal = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
             wanted = np.repeat((low[head:end] - start) // PAGE, counts) + ordinal
             frame[at[head] : at[end]] = entries[wanted]
+    shared = np.logical_or.reduceat((frame & (PRESENT | EXCLUSIVE)) == PRESENT, first[:-1])
     known = (frame & (PRESENT | SWAPPED)) == PRESENT
-    return Frames(plan, first, np.where(known, frame & _FRAME, np.uint64(0)))
+    return Frames(
+        plan, first, np.where(known, frame & _FRAME, np.uint64(0)), shared.astype(np.uint8)
+    )
 
 
 class SharedFrames:
-    """The frames of processes that stand still, and may be forks of each other.
+    """The frames of processes that stand still, share pages, and may be forks of each other.
 
     Args:
         plans: The plan of each process, by pid.
-        sources: Pid → another process, of which it may be a fork.
+        sources: Pid → another one of them, of which it may be a fork.
         threads: How many processes are read at once.
     """
 
@@ -118,11 +124,16 @@ class SharedFrames:
         first = set(sources.values())
         with ThreadPoolExecutor(max(1, min(threads, len(plans))), "frames") as pool:
             list(pool.map(self._read, sorted(first)))
-            list(pool.map(self._read, sorted(set(sources) - first)))
+            list(pool.map(self._read, sorted(plans.keys() - first)))
 
     def _read(self, pid: int) -> None:
         with suppress(NotFound):  # it was killed; the capture reports it
             self._frames[pid] = read_frames(pid, self._plans[pid])
+
+    def shared(self, pid: int) -> npt.NDArray[np.uint8] | None:
+        """Return which cells of a process others share (`Frames.shared`); None: it is not known."""
+        found = self._frames.get(pid)
+        return None if found is None else found.shared
 
     def of(self, pid: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """Find the cells that a process shares with its source. Call it once the source's cells have

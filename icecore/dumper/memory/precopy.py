@@ -18,6 +18,7 @@ import numpy.typing as npt
 from icecore.dumper.memory.allocations import allocations, cut
 from icecore.dumper.memory.background import in_background
 from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
+from icecore.dumper.memory.frames import read_frames
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.present import (
@@ -107,9 +108,17 @@ class _Scanner:
                 stop=self.stop,
                 advance=advance,
                 pause=self.pause,
+                by_file=self._shared(plan),
             ),
             self.stop,
         )
+
+    def _shared(self, plan: CellPlan) -> npt.NDArray[np.uint8] | None:
+        """Return which cells other processes share now."""
+        pid = self.reader.process
+        if pid is None or self.reader.file is None:
+            return None
+        return read_frames(pid, plan).shared
 
     def sink(self, plan: CellPlan, known: KnownCells) -> SpaceSink:
         """Return the sink for cells of a plan."""

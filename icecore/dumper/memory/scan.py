@@ -32,7 +32,8 @@ class Source(Protocol):
 
     Attributes:
         process: Pid of the process whose memory it is; None: not a process.
-        file: Descriptor of a file whose offsets are the addresses; None: it cannot be read so.
+        file: Descriptor of a file whose offsets are the addresses; None: it cannot be read so. If
+            both are there, the file is read, but for what `scan` is told to read from the process.
     """
 
     @property
@@ -147,6 +148,7 @@ def scan(
     advance: Advance = unwatched,
     pause: Callable[[], None] = lambda: None,
     read: ReadElsewhere | None = None,
+    by_file: npt.NDArray[np.uint8] | None = None,
 ) -> ScanResult:
     """Read all cells of ``plan`` and hand those whose fingerprint differs from the known one to
     ``keep``.
@@ -154,6 +156,8 @@ def scan(
     Args:
         known: What the parent and pre-copy know, looked up by cell key.
         read: Cells that were read elsewhere. They are read here only if they are not known.
+        by_file: u1[n], not 0 for the cells that are to be read from the source's file; None: all if
+            there is a file.
         seed: The lineage's secret 64-bit seed.
         staging: Where the slots come from. ``keep(row, slot)`` takes over the slot.
         threads: Number of threads that read.
@@ -188,7 +192,8 @@ def scan(
             fingerprint,
             row,
         )
-        native = NativeScan(source.process, columns, seed, file=source.file)
+        process = source.process if source.file is None or by_file is not None else None
+        native = NativeScan(process, columns, seed, file=source.file, by_file=by_file)
     shared = _Shared(
         plan,
         known,

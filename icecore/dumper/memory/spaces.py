@@ -47,11 +47,12 @@ class ScanContext:
         regions: list[Region],
         known: KnownCells,
         read: ReadElsewhere | None = None,
+        by_file: npt.NDArray[np.uint8] | None = None,
     ) -> Scanned:
         """Read the cells of a plan, and hand those that are not known to the pipeline.
 
         Args:
-            read: As for `icecore.dumper.memory.scan.scan`.
+            read, by_file: As for `icecore.dumper.memory.scan.scan`.
         """
         sink = self.pipeline.space(stream, plan, regions, known)
         result = scan(
@@ -66,6 +67,7 @@ class ScanContext:
             advance=self.advance,
             pause=self.budget.pause,
             read=read,
+            by_file=by_file,
         )
         sink.unchanged(result.row)
         return Scanned(plan, sink, result)

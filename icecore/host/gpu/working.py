@@ -77,6 +77,9 @@ class HostRegion:
             self.descriptor = -1
 
 
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
 class Worker(Client):
     """A worker process (a context manager: on exit it ends).
 
@@ -284,6 +287,11 @@ class Worker(Client):
                 process.wait(_END_SECONDS)
 
     def _refused(self, call: Call, why: Refusal) -> WorkerFailed:
+        if _OUT_OF_MEMORY in why.text:
+            return WorkerFailed(
+                f"a GPU has too little free memory for icecore's worker, which requires about 0.5 GB: {why.text}",
+                cure="free some ('nvidia-smi' lists who uses it), or have the job leave some free",
+            )
         return WorkerFailed(
             f"the GPU worker failed: {why.text}",
             cure="look into the kernel's log for what the driver says",

@@ -118,12 +118,13 @@ class RemoteReader:
 
     Args:
         pid: The process; it may run or stand still. Needs CAP_SYS_PTRACE or the same user.
-        shared: It shares pages with other processes since fork(2), so all is read through
+        shared: It shares pages with other processes since fork(2), so it is read through
             /proc/PID/mem. process_vm_readv is faster, but pins what it reads, and the kernel makes
             a copy of a shared page before it pins it: the tree's memory would grow.
 
     Attributes:
-        process, file: As in `icecore.dumper.memory.scan.Source`.
+        process, file: As in `icecore.dumper.memory.scan.Source`: both if it shares pages. Then
+            pages that are its alone may be read by process_vm_readv.
 
     Raises:
         NotFound: There is no such process.
@@ -132,7 +133,7 @@ class RemoteReader:
 
     def __init__(self, pid: int, *, shared: bool = False) -> None:
         self.pid = pid
-        self.process = None if shared else pid
+        self.process = pid
         self._memory: int | None = None
         self._opening = threading.Lock()
         self.file = self._open_shared() if shared else None

@@ -39,6 +39,7 @@ struct cells {
 	uint64_t seed;
 	int64_t pid; /* of the process; -1: a file is read */
 	int64_t file; /* the file's descriptor; addresses are offsets in it */
+	const uint8_t *by_file; /* n; not 0: the file is read; NULL: it is if there is no process */
 };
 
 /* Whether the caller means the same by it. */
@@ -61,7 +62,7 @@ static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
 	size_t count = cells->first_run[i + 1] - cells->first_run[i];
 	struct iovec here = {slot, cells->length[i]};
 
-	if (cells->pid >= 0)
+	if (cells->pid >= 0 && !(cells->by_file && cells->by_file[i]))
 		return process_vm_readv((pid_t)cells->pid, &here, 1, runs, count, 0) ==
 		    (ssize_t)cells->length[i];
 	for (size_t run = 0; run < count; slot += runs[run++].iov_len)

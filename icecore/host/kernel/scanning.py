@@ -80,6 +80,7 @@ class _Cells(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("pid", ctypes.c_int64),
         ("file", ctypes.c_int64),
+        ("by_file", ctypes.c_void_p),
     ]
 
 
@@ -90,15 +91,29 @@ class NativeScan:
         pid: The process; None: ``file`` is read.
         seed: Of the fingerprints, 64 bits.
         file: A descriptor that is open for reading, whose offsets are the addresses.
+        by_file: u1[n], not 0 for the cells that are read from the file; None: those of a process are
+            read from the process.
     """
 
     def __init__(
-        self, pid: int | None, columns: Columns, seed: int, *, file: int | None = None
+        self,
+        pid: int | None,
+        columns: Columns,
+        seed: int,
+        *,
+        file: int | None = None,
+        by_file: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         lacks = native_scan_lacks()
         if lacks:
             raise RuntimeError(lacks)
         columns.check()
+        if by_file is not None and (
+            by_file.dtype != np.uint8
+            or by_file.shape != columns.length.shape
+            or not by_file.flags.c_contiguous
+        ):
+            raise ValueError("by_file is not what the scan takes")
         self._columns = columns
         self._cells = _Cells(
             *(getattr(columns, name).ctypes.data for name in Columns._fields),
@@ -106,7 +121,9 @@ class NativeScan:
             seed,
             -1 if pid is None else pid,
             -1 if file is None else file,
+            None if by_file is None else by_file.ctypes.data,
         )
+        self._by_file = by_file
         self._address = ctypes.addressof(self._cells)
         self._call = _library().scan_cells
 

@@ -48,6 +48,7 @@ class Operations:
     Attributes:
         descriptors: Soft and hard limit on descriptors of workers and their jobs; None: this
             process's.
+        priority: The nice value of workers and their jobs; None: this thread's.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Operations:
         self._worker = list(worker) or [sys.executable, "-P", "-m", "icecore.worker"]
         self._table = Table(bounds or Bounds())
         self.descriptors: tuple[int, int] | None = None
+        self.priority: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._unwritten: dict[str, Entry] = {}
@@ -251,7 +253,12 @@ class Operations:
         entry.state = "running"
         try:
             entry.child = workers.spawn(
-                self._worker, entry.directory, descriptor, entry.attempt, self.descriptors
+                self._worker,
+                entry.directory,
+                descriptor,
+                entry.attempt,
+                self.descriptors,
+                self.priority,
             )
         except OSError as error:
             self._fail(entry, f"cannot start a process: {error.strerror}")

@@ -20,7 +20,7 @@ from aiohttp import web
 from icecore.config import ServiceSettings
 from icecore.errors import JobHeld, UsageError
 from icecore.events import Event, Sink
-from icecore.host.kernel.libc import return_free_memory
+from icecore.host.kernel.libc import keep_few_arenas, return_free_memory
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.private import private_state, require_own
 from icecore.service.api.connections import Connections, Guard
@@ -33,6 +33,8 @@ _DRAIN_SECONDS = 5.0
 _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
 _TRIM_SECONDS = 60.0
+#: By how much the service's nice value is below that of jobs.
+_BEFORE_JOBS = 5
 
 
 async def serve(service: Service, app: web.Application, emit: Sink) -> None:
@@ -45,9 +47,11 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
         UsageError: A setting is wrong, or an address is taken.
     """
     settings = service.config.service
+    keep_few_arenas()
     held = _lock(service.registry.state)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     service.operations.descriptors = files  # select(2) of a job may not cope with more
+    priority = service.operations.priority = _raise_priority()
     try:
         raise_descriptor_limit()  # a connection takes two
         listening = [_unix_socket(settings.socket)]
@@ -61,6 +65,7 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
         await service.operations.close()
         service.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        os.setpriority(os.PRIO_PROCESS, 0, priority)
         os.close(held)
 
 
@@ -110,6 +115,16 @@ async def _serve_on(
             _remove(settings.socket, own)
         await runner.cleanup()
         emit(Event("serve.stopped", {}))
+
+
+def _raise_priority() -> int:
+    """Let this thread, and those that it starts, run before jobs and their snapshots, so that the
+    service answers on a busy node. Return the nice value before.
+    """
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(-20, before - _BEFORE_JOBS))
+    return before
 
 
 def guarded(

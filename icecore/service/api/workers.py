@@ -42,6 +42,7 @@ def spawn(
     lock: int,
     attempt: int,
     descriptors: tuple[int, int] | None = None,
+    priority: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the worker of an operation in its own session.
 
@@ -49,6 +50,7 @@ def spawn(
         command: Its command line, without its arguments.
         lock: A descriptor that holds the operation's lock; the worker inherits it.
         descriptors: Its soft and hard limit on descriptors; None: this process's.
+        priority: Its nice value; None: this thread's.
 
     Raises:
         OSError: It cannot be started.
@@ -74,6 +76,9 @@ def spawn(
         if descriptors is not None:  # before it starts a job: its interpreter only begins
             with suppress(ProcessLookupError):
                 resource.prlimit(child.pid, resource.RLIMIT_NOFILE, descriptors)
+        if priority is not None:
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, child.pid, priority)
         return child
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -19,6 +19,7 @@ from icecore.errors import IcecoreError, JobHeld, NotFound, StoreError
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece
 from icecore.host.jobs.shell import run_shell
+from icecore.host.kernel.libc import keep_few_arenas
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
 from icecore.service.supervision.hold import Asked, Hold
@@ -112,6 +113,7 @@ class Supervisor:
             ResumeFailed: No snapshot could be restored.
             IcecoreError: The job could not be started.
         """
+        keep_few_arenas()
         if not self._record.lock():
             raise JobHeld(
                 f"job {self._plan.name} is supervised by another process of this node",

@@ -1,4 +1,4 @@
-"""The service raises its own limit on descriptors, and not that of jobs."""
+"""The service raises its own limit on descriptors and its own priority, and not those of jobs."""
 
 from __future__ import annotations
 
@@ -28,30 +28,39 @@ def test_jobs_of_tokens_do_not_get_the_raised_limit(node: Node) -> None:
 def test_workers_do_not_inherit_the_raised_limit(tmp_path: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    command = ["sh", "-c", "sleep 0.3; ulimit -Sn"]
+    command = ["sh", "-c", "sleep 0.3; ulimit -Sn; nice"]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     try:
-        child = workers.spawn(command, tmp_path, lock, 1, (300, hard))
+        child = workers.spawn(command, tmp_path, lock, 1, (300, hard), own + 3)
         assert child.wait(10) == 0
     finally:
         os.close(lock)
-    assert (tmp_path / "output.log").read_text() == "300\n"
+    assert (tmp_path / "output.log").read_text() == f"300\n{own + 3}\n"
 
 
-def test_the_service_raises_its_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_raises_its_limit_and_its_priority(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = (min(256, before[1]), before[1])
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
     seen = []
 
     async def serve_on(*about: Any) -> None:
+        await asyncio.to_thread(look)
+
+    def look() -> None:
         seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     monkeypatch.setattr(server, "_serve_on", serve_on)
     monkeypatch.setattr(server, "_unix_socket", lambda path: None)
     resource.setrlimit(resource.RLIMIT_NOFILE, own)
     try:
         asyncio.run(server.serve(node.service, Any, lambda event: None))  # type: ignore[arg-type]
-        assert seen == [(own[1], own[1])]
+        assert seen == [(own[1], own[1]), max(-20, nice - 5)]
         assert node.service.operations.descriptors == own
+        assert node.service.operations.priority == os.getpriority(os.PRIO_PROCESS, 0) == nice
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == own
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
