@@ -221,6 +221,8 @@ def pool(report: Report) -> None:
 
 def optax(report: Report) -> None:
     """JAX with Optax; Orbax saves in the background every 40 steps, if it is installed."""
+    # Otherwise XLA measures which algorithms are fastest, and two runs may choose different ones.
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
     import jax
     import optax as library
     from jax import numpy as jnp
