@@ -97,11 +97,13 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError(
             f"the service requires the module {error.name}", cure="pip install 'icecore[service]'"
         ) from error
+    from icecore.host.kernel.libc import keep_few_arenas
     from icecore.node.backing import Repositories
     from icecore.node.watching import Scraper
     from icecore.service import scrape
     from icecore.service.page import routes as page
 
+    keep_few_arenas()
     own = overridden(context.config.service, arguments)
     own = replace(own, repository=context.config.service.repository)  # -r is the administrators'
     config = replace(context.config, service=own)

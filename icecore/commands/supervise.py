@@ -68,8 +68,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="restore the job when it fails, at most N times without a new snapshot in between",
     )
     for key, what in (
-        ("preempted_exit", "exit status after the job was stopped with a snapshot"),
-        ("requeue_command", "shell command to run after the job was stopped with a snapshot"),
+        (
+            "preempted_exit",
+            "exit status if the job was stopped with a snapshot, or ended during the stop and is to be restored",
+        ),
+        ("requeue_command", "shell command to run before that exit"),
         (
             "notice",
             "time from a signal until this machine is gone; warn if a stop takes longer",
@@ -151,12 +154,14 @@ def run(
         writer: Returns the function that writes the output of an instance. Its second argument decides
             whether to retry a failed write.
     """
+    from icecore.host.kernel.libc import keep_few_arenas
     from icecore.node.engine import RepositoryEngine
     from icecore.service.interval import Bounds
     from icecore.service.supervision.plan import Plan
     from icecore.service.supervision.supervisor import Supervisor
 
     require(arguments)
+    keep_few_arenas()
     own = overridden(context.config.schedule, arguments)
     plan = Plan(
         name=arguments.name,
@@ -229,10 +234,10 @@ def words(event: Event) -> list[str]:
             return [f"warning: cannot write the output of job {job}, retrying: {known['error']}"]
         case "run.preempted":
             return [f"job {job} was stopped with snapshot {str(known['snapshot'])[:12]}"]
-        case "run.broke_off":
+        case "run.ended_early":
             last = str(known["snapshot"])[:12]
-            remains = f"; its newest snapshot is {last}" if last else "; it has no snapshot"
-            return [f"job {job} was not stopped with a snapshot: {known['how']}{remains}"]
+            remains = f"; newest snapshot: {last}" if last else "; no snapshot"
+            return [f"job {job} ended before it was stopped: {known['how']}{remains}"]
         case "run.failed":
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":

@@ -160,7 +160,9 @@ class Capture:
                     f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}"
                 )
             pid = by_image[pagemap.number]
-            shared = has_shared_pages(pid, pagemap.extents)
+            shared = early.sharing.get(pagemap.number) if early else None
+            if shared is None:
+                shared = has_shared_pages(pid, pagemap.extents)
             with RemoteReader(pid, shared=shared) as reader:
                 learnt = copied.get(pagemap.number)
                 capture = self._process(pagemap, number, reader, device.get(pid, ()), learnt)

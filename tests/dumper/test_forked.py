@@ -5,6 +5,7 @@ again.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_a_new_child_shares_is_not_stored_again(
         store.dump(puppet.pid, DumpOptions(pre_copy="on"), events=events).snapshot
     )
     [early] = [one for one in events.named("dump.early") if one.fields["state"] == "end"]
-    assert int(str(early.fields["shared"])) >= 3 * 60 * _MIB, "is not read again"
+    assert int(str(early.fields["shared"])) >= 3 * 60 * _MIB, "shared memory was read again"
     assert {puppet.pid, *children} == {p.pid for p in recorded.manifest.processes}
     assert assert_same_memory(recorded, still) * 4096 >= 4 * 64 * _MIB
     (queued,) = {total for _, total in events.progress("dump.store")}
@@ -126,7 +127,7 @@ def test_what_lies_in_the_same_frames(puppet: Puppet) -> None:
 
     plans = {pid: plan(pid) for pid in (puppet.pid, alike, other)}
     assert all(len(one) == 16 for one in plans.values())
-    shared = SharedFrames(plans, {alike: puppet.pid, other: puppet.pid}, 2)
+    shared = SharedFrames(plans, {alike: puppet.pid, other: puppet.pid}, 2, threading.Event())
     puppet.do("put(data + 7 * MIB, b'moved')")
 
     def cells(pid: int) -> list[int]:

@@ -65,14 +65,14 @@ def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) 
 
 
 def unseen(name: str, *arguments: type[ctypes._CDataType]) -> ctypes._CFuncPtr:
-    """A call, by default of one number, that the preload does not see."""
+    """Return a call that bypasses the preload; by default it takes one number."""
     kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
     found = kind(("dlvsym", ctypes.CDLL(None)))(cuda._handle, name.encode(), b"FAKE")
     return ctypes.CFUNCTYPE(ctypes.c_int, *(arguments or (ctypes.c_ulonglong,)))(found)
 
 
 def start_unseen(device: int = 0) -> int:
-    """A context that the preload does not see, made current."""
+    """Make a context that bypasses the preload, and make it current."""
     create = unseen("cuCtxCreate_v2", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)
     return start(device, create)
 

@@ -173,9 +173,7 @@ class Lab:
                 time.sleep(0.01)
 
     def reap_ended(self, seconds: float = 1.0) -> None:
-        """Reap all that have ended and became children of this process, whatever their pids, until
-        none has for so long.
-        """
+        """Reap all ended children, whatever their pids, until none has ended for ``seconds``."""
         until = time.monotonic() + seconds
         with suppress(ChildProcessError):
             while time.monotonic() < until:

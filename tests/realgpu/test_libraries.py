@@ -18,7 +18,7 @@ def test_a_library_goes_on(library: str, lab: Lab) -> None:
     """Beside it runs the same, undisturbed. Two snapshots, killed, restored from both."""
     needs(1, *LIBRARIES[library][1])
     program, out = str(HERE / "libraries.py"), lab.folder / "lines"
-    # JAX would take three quarters of what is left of the GPU.
+    # By default, JAX reserves three quarters of the free GPU memory.
     less = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
     undisturbed = lab.plain(
         program, library, "--out", str(lab.folder / "undisturbed"), environment=less

@@ -299,7 +299,7 @@ def test_what_was_small_once_does_not_hide_what_lies_there_now(machine: Machine,
     """Addresses come again, and the driver, asked about resident memory, answers that it is none of
     its own.
     """
-    for _ in range(10):  # it depends on the kernel where the large ones come to lie
+    for _ in range(10):  # the kernel chooses the addresses of large allocations
         target = machine.target()
         if "Primary" in end:
             target(
@@ -318,7 +318,7 @@ def test_what_was_small_once_does_not_hide_what_lies_there_now(machine: Machine,
             break
         target.end()
     else:
-        raise AssertionError("no large one lies where a small one was")
+        raise AssertionError("no large allocation got the address of a small one")
     assert target(f"[free(at) for at in {large}]") == [0] * 12
     assert machine.used() == 0
     assert target("alloc(2 * MIB)[0]") == 0  # of which there is an agent

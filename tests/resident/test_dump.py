@@ -178,7 +178,7 @@ def test_memory_that_comes_after_the_look(
     unseen: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path
 ) -> None:
     """The driver would restore into other memory than the keeper holds. If the process has an agent
-    at the look, the memory is in the snapshot; otherwise the dump starts over, and has it then.
+    when the dump inspects it, the snapshot contains the memory. Otherwise the dump starts over.
     """
     late = tmp_path / "late"
     job = launch(late=str(late), unseen=unseen)

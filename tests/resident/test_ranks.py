@@ -322,8 +322,8 @@ def test_ranks_on_one_gpu(joined: Machine) -> None:
 
 
 def test_a_process_that_has_allocated_nothing(joined: Machine) -> None:
-    """It has a context, as the process in which PyTorch saves checkpoints, and so an agent, which
-    knows what it shares.
+    """Like the process in which PyTorch saves checkpoints, it has a context. So it has an agent, which
+    reports what it shares.
     """
     target = joined.target()
     made = joined.target()

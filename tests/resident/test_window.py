@@ -592,6 +592,33 @@ def test_an_application_that_closes_all_descriptors(
     assert target(f"hashed({address}, 8 * MIB)") == digest
 
 
+def test_memory_that_is_released_after_all_descriptors_were_closed(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
+    """The keeper learns that it is released, although nothing new is allocated."""
+    target, address, _ = loaded
+    target("os.closerange(3, 4096)")
+    until(lambda: _reported(target.agent))
+    assert target(f"free({address})") == 0
+    until(lambda: machine.used() == 0)
+
+
+def test_a_child_that_is_forked_during_an_export_keeps_no_memory(
+    machine: Machine, target: Target
+) -> None:
+    with machine.pausing("cuMemExportToShareableHandle") as somebody_waits:
+        address = target("alloc(40 * MIB)")[1]
+        somebody_waits()  # the agent, half a second later
+        child = target("(lambda child: child or __import__('signal').pause())(os.fork())")
+    try:
+        assert not target.agent.report().counts.unheld
+        assert target(f"free({address})") == 0
+        until(lambda: machine.used() == 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        target(f"os.waitpid({child}, 0)[0]")
+
+
 def _reported(agent: Agent) -> bool:
     try:
         return agent.report().state == State.RUNNING

@@ -31,14 +31,15 @@ CLIENTS = int(os.environ.get("ICECORE_SOAK_CLIENTS", "200"))
 _RATE = 2.5 * (os.cpu_count() or 1)
 _ECHOES = 4.0
 _START_SECONDS = 90.0
-#: So many of the slowest answers are reported.
+#: Number of the slowest answers in the report.
 _SLOWEST = 60
 #: The p99 of reads under load, against the p50 of the idle service.
 _SLOWER = 10.0
 _READS = ("/v1/jobs", "/v1/jobs?all=true", "/v1/operations", "/v1/snapshots", "/v1/self")
 #: Answers at once. What a client waits for it is what this machine adds to every answer.
 _ECHO = """
-import asyncio, contextlib, sys
+import asyncio, contextlib, os, sys
+os.nice(-5)  # as the service
 async def answer(reader, writer):
     with contextlib.suppress(asyncio.IncompleteReadError):
         await answers(reader, writer)
@@ -160,7 +161,8 @@ class Clients:
         waited: Seconds until each answer, of the idle and of the busy service.
         by_path: The same of the busy service, by path.
         echoed: The same of a server that has nothing to do, while the service is busy.
-        slowest: (seconds, monotonic time of the request, path) of the slowest ones while it is busy.
+        slowest: (seconds, monotonic time of the request, path) of the slowest answers of the busy
+            service.
         others: Numbers of other outcomes.
     """
 
@@ -191,8 +193,10 @@ class Clients:
                 echo.kill()
 
     def about(self, since: float) -> str:
-        """Return what they have seen, in one line, and the slowest answers with the times of their
-        requests in seconds after a monotonic time.
+        """Return a line of what the clients saw, and a line of the slowest answers.
+
+        Args:
+            since: Monotonic time from which the times of requests count.
         """
         idle, busy = self.waited[False], self.waited[True]
         paths = "; ".join(

@@ -60,7 +60,7 @@ _END_SECONDS = 600.0
 #: Statuses after which a service manager starts a job again: stopped with a snapshot, killed, ended
 #: by a signal before it was ready (-15) or by a second one (143), or the repository could not be
 #: reached (8). 16: the lease of a holder that was killed is still there. 19: the service is down. 137:
-#: the job was killed too often before it had a new snapshot.
+#: the job failed from every snapshot that there is.
 _AGAIN = {85, -9, -15, 143, 8, 16, 17, 19, 137}
 
 

@@ -127,14 +127,15 @@ def test_preempted_while_a_periodic_snapshot_is_taken(cli: Cli) -> None:
         ("failed", (), 3),
     ],
 )
-def test_a_job_that_breaks_off_while_it_is_stopped(
+def test_a_job_that_ends_while_it_is_being_stopped(
     how: str, options: tuple[str, ...], status: int, cli: Cli
 ) -> None:
-    """Its last snapshot remains, and whoever starts it again shall do so; a failure of its own is
-    one.
+    """The newest snapshot remains, and the exit status asks for another start. A failure of the job
+    itself keeps its status.
     """
-    counter = Counter(cli, lines=60)
-    process = counter.start("--every", "1s", *options, at=0, status=3)
+    counter = Counter(cli, lines=150)
+    note = "echo $ICECORE_SNAPSHOT $ICECORE_SNAPSHOT_TIME > requeued"
+    process = counter.start("--every", "1s", "--requeue-command", note, *options, at=0, status=3)
     until(lambda: counter.snapshots() > 0, "a periodic snapshot", SECONDS)
     repository = Path(cli.environment["ICECORE_REPOSITORY"])
     repository.rename(repository.with_name("away"))
@@ -145,16 +146,51 @@ def test_a_job_that_breaks_off_while_it_is_stopped(
         [job] = [job for job in cli.registry.instances() if job.alive]
         os.kill(job.main_process(), signal.SIGKILL)
     else:
-        counter.marks.write_text("1")
+        mark = counter.marks.with_name("mark")
+        mark.write_text("1")
+        mark.rename(counter.marks)
     found, before, said = ended(process)
-    assert found == status, said
-    assert ("was not stopped with a snapshot" in said) == (status == 85)
     repository.with_name("away").rename(repository)
+    assert found == status, said
+    assert ("ended before it was stopped" in said) == (status == 85)
+    assert (cli.folder / "requeued").exists() == (status == 85)
+    newest = cli.run("ls", "--json").stdout.splitlines()[-1]
+    if status == 85:
+        snapshot, at = (cli.folder / "requeued").read_text().split()
+        assert snapshot in newest and at.endswith("Z")
     found, after, said = ended(counter.start())
     assert found == 0 and "was restored from" in said
     whole = counter.whole()
     assert before == whole[: len(before)] and after == whole[-len(after) :]
     assert len(before) + len(after) >= len(whole)  # what it did after the snapshot it does again
+
+
+def test_a_job_without_a_snapshot_that_is_killed_while_it_is_being_stopped(cli: Cli) -> None:
+    counter = Counter(cli, lines=150)
+    process = counter.start()
+    until(written(cli, 3), "3 lines")
+    repository = Path(cli.environment["ICECORE_REPOSITORY"])
+    repository.rename(repository.with_name("away"))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    [job] = [job for job in cli.registry.instances() if job.alive]
+    os.kill(job.main_process(), signal.SIGKILL)
+    status, _, said = ended(process)
+    repository.with_name("away").rename(repository)
+    assert status == 128 + signal.SIGKILL, said
+
+
+def test_a_signal_while_a_job_waits_to_be_restored(cli: Cli) -> None:
+    """It is restored by whoever starts it again."""
+    counter = Counter(cli, lines=40)
+    counter.marks.write_text("9")
+    process = counter.start("--restart", "on-failure", "--every", "0.3s", at=10, status=3)
+    until(written(cli, 3), "3 lines")
+    until(lambda: not any(job.alive for job in cli.registry.instances()), "its end", SECONDS)
+    process.send_signal(signal.SIGTERM)
+    counter.marks.unlink()
+    status, _, said = ended(process)
+    assert status == 85 and "ended before it was stopped: exited 3" in said, said
 
 
 def test_retention_after_a_commit(cli: Cli) -> None:

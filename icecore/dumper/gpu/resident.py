@@ -44,6 +44,8 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
+#: Allocations that a process may hand over in the window, at 0.6 ms each.
+_FEW = 16
 _LET_GO_SECONDS = 10.0
 #: Bytes of zeros on a GPU that a job may write to between the search for changes and the window of
 #: its first snapshot.
@@ -239,13 +241,16 @@ class Resident:
         return sum(one.stored for one in self._pre_copied.values())
 
     def _have_keeper(self) -> None:
-        """Replace a keeper that has died. The processes hand everything over within about a second."""
+        """Replace a keeper that has died, and have the processes hand everything over to it. What
+        they allocate meanwhile they hand over in the window.
+        """
         start_keeper(
             Path(f"/proc/{os.getpid()}/fd/{self._directory}")
         )  # the directory that was inspected, whatever its path leads to by now
         end = time.monotonic() + _KEEPER_SECONDS
         while (
-            any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end
+            any(agent.report().counts.unheld > _FEW for agent in self._agents)
+            and time.monotonic() < end
         ):
             time.sleep(0.02)
 

@@ -67,6 +67,7 @@ class Early:
         threads: The threads that were held then, by host pid.
         present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
+        sharing: Image id → whether the process shares pages with others, of those that were read.
         shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
             read.
     """
@@ -75,6 +76,7 @@ class Early:
     present: Mapping[int, Present]
     processes: Mapping[int, Scanned]
     shared: Mapping[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
+    sharing: Mapping[int, bool] = field(default_factory=dict)
 
     def holds(self) -> bool:
         """Return whether the tree still has exactly the same threads. Call it once CRIU is done."""
@@ -225,7 +227,8 @@ class EarlyScan:
                     scanned = memory.scan_early(key, extents, self._parent, stream, self._context)
                     shared[key] = extents, scanned
                     running.bytes += scanned.plan.bytes
-        return Early(held, present, found, shared)
+        sharing = {one.image: one.shared for one in own.values()}
+        return Early(held, present, found, shared, sharing)
 
     def _plan(
         self,
@@ -244,20 +247,23 @@ class EarlyScan:
         return _Own(image, stream, wanted, plan_cells(wanted, extents), known, shared)
 
     def _scan_all(self, own: Mapping[int, _Own]) -> Iterator[tuple[_Own, Scanned, int]]:
-        """Scan the processes; yield for each also the bytes of cells that it shares with another one
-        that was scanned before. Such cells are read again only if they are not known.
+        """Scan the processes; yield for each also the bytes of known cells that it shares with another
+        one that was scanned before, which are not read again.
         """
         plans = {pid: one.plan for pid, one in own.items() if one.shared}
-        shared = SharedFrames(plans, fork_sources(list(plans)), self._context.threads)
+        context = self._context
+        shared = SharedFrames(plans, fork_sources(list(plans)), context.threads, context.stop)
         scanned: dict[int, Scanned] = {}
         for pid, one in own.items():
             read, size = None, 0
-            if (found := shared.of(pid)) is not None:
+            if len(one.known.key) and (found := shared.of(pid)) is not None:
                 source, here, there = found
-                read = ReadElsewhere(here, scanned[source].result.fingerprint[there])
-                size = int(one.plan.length[here].sum())
+                fingerprint = scanned[source].result.fingerprint[there]
+                same = ~one.known.differ(one.plan.key[here], fingerprint)
+                read = ReadElsewhere(here[same], fingerprint[same])
+                size = int(one.plan.length[read.row].sum())
             with RemoteReader(pid, shared=one.shared) as reader:
-                scanned[pid] = self._context.scan(
+                scanned[pid] = context.scan(
                     reader,
                     one.stream,
                     one.plan,

@@ -56,8 +56,8 @@ def with_forked(
 
 
 def fork_sources(pids: Sequence[int]) -> dict[int, int]:
-    """Return for each process that may be a fork of an earlier one which one that is: its nearest
-    ancestor, or else the first that runs the same program at the same addresses.
+    """Map each process that may be a fork of an earlier one to that process: its nearest such
+    ancestor, else the first with the same program at the same addresses.
     """
     earlier: dict[procfs.Layout, list[int]] = {}
     found = {}

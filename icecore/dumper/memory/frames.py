@@ -9,10 +9,11 @@ their frames count.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,11 @@ from icecore.sizes import PAGE
 
 #: The frame number in an entry of pagemap; 0 without CAP_SYS_ADMIN (proc_pid_pagemap(5)).
 _FRAME = np.uint64((1 << 55) - 1)
-#: Runs of pages with gaps up to this many bytes are read together.
-_GAP = 64 * PAGE
+_THERE = PRESENT | SWAPPED
+#: Runs of pages with gaps up to this many bytes are read together, and no more than so many bytes.
+_GAP, _SPAN = 64 * PAGE, 1 << 30
+#: Cells that are compared at a time, and processes that are read at once: both take memory.
+_CELLS, _MOST_THREADS = 2048, 8
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Frames:
         plan: The plan; n cells with p pages.
         first: i8[n + 1], the pages of cell i are ``frame[first[i]:first[i + 1]]``.
         frame: u8[p], page frame numbers; 0: not known.
-        shared: u1[n], 1 for cells with pages that other processes have, too.
+        shared: u1[n], 1 for cells with pages that other processes may have, too.
     """
 
     plan: CellPlan
@@ -51,24 +55,21 @@ class Frames:
             Their rows here and there, ascending.
         """
         here, there = self.plan.same(other.plan)
-        if not len(here):
-            return here, there
-        counts = self.first[here + 1] - self.first[here]
-        starts = np.cumsum(counts) - counts
-        ordinal = np.arange(int(counts.sum())) - np.repeat(starts, counts)
-        own = self.frame[np.repeat(self.first[here], counts) + ordinal]
-        equal = own == other.frame[np.repeat(other.first[there], counts) + ordinal]
-        equal &= own != 0
-        same = np.logical_and.reduceat(equal, starts)
+        same = np.zeros(len(here), np.bool_)
+        for low in range(0, len(here), _CELLS):
+            rows, others = here[low : low + _CELLS], there[low : low + _CELLS]
+            counts = self.first[rows + 1] - self.first[rows]
+            starts = np.cumsum(counts) - counts
+            own = self.frame[_spread(self.first[rows], counts)]
+            equal = own == other.frame[_spread(other.first[others], counts)]
+            same[low : low + _CELLS] = np.logical_and.reduceat(equal & (own != 0), starts)
         return here[same], there[same]
 
-    def still(self, again: Frames) -> Frames:
-        """Return these frames, without those of pages that have moved.
 
-        Args:
-            again: The frames of the same plan, read later.
-        """
-        return replace(self, frame=np.where(self.frame == again.frame, self.frame, np.uint64(0)))
+def _spread(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return ``counts[i]`` numbers from ``starts[i]`` on, for each i."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
 def read_frames(pid: int, plan: CellPlan) -> Frames:
@@ -80,60 +81,77 @@ def read_frames(pid: int, plan: CellPlan) -> Frames:
     if not len(plan):
         nothing = np.empty(0, np.uint64)
         return Frames(plan, np.zeros(1, np.int64), nothing, np.empty(0, np.uint8))
-    pages = plan.length.astype(np.int64) // PAGE
-    first = np.concatenate(([0], np.cumsum(pages)))
+    first = np.concatenate(([0], np.cumsum(plan.length.astype(np.int64) // PAGE)))
     low = plan.runs["address"].astype(np.int64)
-    length = plan.runs["length"].astype(np.int64)
+    counts = plan.runs["length"].astype(np.int64) // PAGE
+    at = np.concatenate(([0], np.cumsum(counts)))
     frame = np.empty(int(first[-1]), np.uint64)
-    # Spans of runs that are read together, and where each run's pages begin in the result.
-    new = np.concatenate(([True], low[1:] - (low[:-1] + length[:-1]) > _GAP))
-    heads = np.flatnonzero(new)
+    apart = low[1:] - (low[:-1] + counts[:-1] * PAGE) > _GAP
+    apart |= low[1:] // _SPAN != low[:-1] // _SPAN
+    heads = np.flatnonzero(np.concatenate(([True], apart)))
     ends = np.append(heads[1:], len(low))
-    at = np.concatenate(([0], np.cumsum(length // PAGE)))
     with Pagemap(pid) as pagemap:
         for head, end in zip(heads.tolist(), ends.tolist(), strict=True):
             start = int(low[head])
-            entries = pagemap.entries(start, int(low[end - 1] + length[end - 1]))
-            counts = length[head:end] // PAGE
-            ordinal = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-            wanted = np.repeat((low[head:end] - start) // PAGE, counts) + ordinal
-            frame[at[head] : at[end]] = entries[wanted]
-    shared = np.logical_or.reduceat((frame & (PRESENT | EXCLUSIVE)) == PRESENT, first[:-1])
-    known = (frame & (PRESENT | SWAPPED)) == PRESENT
-    return Frames(
-        plan, first, np.where(known, frame & _FRAME, np.uint64(0)), shared.astype(np.uint8)
+            entries = pagemap.entries(start, int(low[end - 1] + counts[end - 1] * PAGE))
+            if len(entries) != at[end] - at[head]:  # with gaps
+                entries = entries[_spread((low[head:end] - start) // PAGE, counts[head:end])]
+            frame[at[head] : at[end]] = entries
+    # Entries of pages that are swapped out do not tell whether others have them, too.
+    shared = np.logical_or.reduceat(
+        ((frame & _THERE) != 0) & ((frame & EXCLUSIVE) == 0), first[:-1]
     )
+    frame[(frame & _THERE) != PRESENT] = 0
+    frame &= _FRAME
+    return Frames(plan, first, frame, shared.astype(np.uint8))
 
 
 class SharedFrames:
     """The frames of processes that stand still, share pages, and may be forks of each other.
 
     Args:
-        plans: The plan of each process, by pid.
+        plans: The plan of each process, by pid; sources first.
         sources: Pid → another one of them, of which it may be a fork.
         threads: How many processes are read at once.
+        stop: When set, nothing more is read.
     """
 
     def __init__(
-        self, plans: Mapping[int, CellPlan], sources: Mapping[int, int], threads: int
+        self,
+        plans: Mapping[int, CellPlan],
+        sources: Mapping[int, int],
+        threads: int,
+        stop: threading.Event,
     ) -> None:
         self._plans = plans
         self._sources = sources
-        self._frames: dict[int, Frames] = {}
-        self._still: dict[int, Frames] = {}
-        first = set(sources.values())
-        with ThreadPoolExecutor(max(1, min(threads, len(plans))), "frames") as pool:
-            list(pool.map(self._read, sorted(first)))
-            list(pool.map(self._read, sorted(plans.keys() - first)))
+        self._stop = stop
+        #: Of sources only: eight bytes for each page are kept of them.
+        self._frames: dict[int, Frames | None] = dict.fromkeys(sources.values())
+        self._shared: dict[int, npt.NDArray[np.uint8]] = {}
+        self._rows: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._still: dict[int, npt.NDArray[np.bool_]] = {}
+        for pid in [pid for pid in plans if pid in self._frames]:
+            self._read(pid)  # one after the other: a source may have a source
+        with ThreadPoolExecutor(max(1, min(threads, _MOST_THREADS)), "frames") as pool:
+            list(pool.map(self._read, [pid for pid in plans if pid not in self._frames]))
 
     def _read(self, pid: int) -> None:
+        if self._stop.is_set():
+            return
         with suppress(NotFound):  # it was killed; the capture reports it
-            self._frames[pid] = read_frames(pid, self._plans[pid])
+            found = read_frames(pid, self._plans[pid])
+            self._shared[pid] = found.shared
+            source = self._sources.get(pid)
+            other = self._frames.get(source) if source is not None else None
+            if other is not None:
+                self._rows[pid] = found.shared_with(other)
+            if pid in self._frames:
+                self._frames[pid] = found
 
     def shared(self, pid: int) -> npt.NDArray[np.uint8] | None:
         """Return which cells of a process others share (`Frames.shared`); None: it is not known."""
-        found = self._frames.get(pid)
-        return None if found is None else found.shared
+        return self._shared.get(pid)
 
     def of(self, pid: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """Find the cells that a process shares with its source. Call it once the source's cells have
@@ -143,14 +161,19 @@ class SharedFrames:
             The source, and the rows of the cells in the plan of the process and in the source's,
             ascending; None: it has no source, or one of them was killed.
         """
-        source = self._sources.get(pid)
-        if source is None or not {pid, source} <= self._frames.keys():
+        if pid not in self._rows or self._stop.is_set():
             return None
+        source = self._sources[pid]
         if source not in self._still:
+            before = self._frames[source]
+            assert before is not None  # its rows were compared with it
             try:
-                again = read_frames(source, self._plans[source])
+                again = read_frames(source, before.plan)
             except NotFound:
                 return None
-            self._still[source] = self._frames[source].still(again)
-        here, there = self._frames[pid].shared_with(self._still[source])
-        return source, here, there
+            self._still[source] = np.logical_and.reduceat(
+                before.frame == again.frame, before.first[:-1]
+            )
+        here, there = self._rows[pid]
+        still = self._still[source][there]
+        return source, here[still], there[still]

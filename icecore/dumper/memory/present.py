@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.host.kernel import procfs
-from icecore.host.kernel.pagemap import EXCLUSIVE, PRESENT, Pagemap, contents_of
+from icecore.host.kernel.pagemap import EXCLUSIVE, PRESENT, SWAPPED, Pagemap, contents_of
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 #: So many pages are looked at in so many places.
-_SAMPLE, _SAMPLES = 16, 48
+_SAMPLE, _SAMPLES = 64, 32
 
 #: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT
 #: records).
@@ -85,6 +85,6 @@ def has_shared_pages(pid: int, extents: npt.NDArray[np.void]) -> bool:
             start = int(extents["address"][at]) + first * PAGE
             some = min(_SAMPLE, int(pages[at]) - first)
             entries = pagemap.entries(start, start + some * PAGE)
-            if ((entries & (PRESENT | EXCLUSIVE)) == PRESENT).any():
+            if (((entries & (PRESENT | SWAPPED)) != 0) & ((entries & EXCLUSIVE) == 0)).any():
                 return True
     return False

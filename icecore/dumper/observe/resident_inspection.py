@@ -260,12 +260,11 @@ def has_mapped(pid: int) -> bool:
 
 
 def _kept(pid: int, directory: Path) -> bool:
-    """Return whether a keeper has memory of a process whose agent gives no answer."""
+    """Return whether a process whose agent gives no answer has allocated resident memory. It may not
+    have handed that over to the keeper yet.
+    """
     try:
-        return any(
-            one.alive and one.allocations and one.pid == pid
-            for one in Keeper(directory).processes()
-        )
+        return any(one.alive and one.pid == pid for one in Keeper(directory).processes())
     except NotFound:
         return False
 

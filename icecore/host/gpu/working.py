@@ -289,8 +289,8 @@ class Worker(Client):
     def _refused(self, call: Call, why: Refusal) -> WorkerFailed:
         if _OUT_OF_MEMORY in why.text:
             return WorkerFailed(
-                f"a GPU has too little free memory for icecore's worker, which requires about 0.5 GB: {why.text}",
-                cure="free some ('nvidia-smi' lists who uses it), or have the job leave some free",
+                f"too little free GPU memory for icecore's worker, which requires about 0.5 GB: {why.text}",
+                cure="free GPU memory ('nvidia-smi' lists its users), or have the job leave some free",
             )
         return WorkerFailed(
             f"the GPU worker failed: {why.text}",

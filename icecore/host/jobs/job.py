@@ -94,7 +94,7 @@ class Job:
 
     directory: Path
     description: Description
-    _over: ClassVar[bool] = False  # of an object, once its init has been seen to have ended
+    _over: ClassVar[bool] = False  # per object: whether the init is known to have ended
 
     @classmethod
     def load(cls, directory: Path) -> Job:
@@ -239,11 +239,11 @@ class Job:
     def alive(self) -> bool:
         """Return whether the init runs (a zombie does not count)."""
         known = self.description
-        if self._over or known.pid == 0 or known.boot != boot_id():
+        if self._over or known.pid == 0:
             return False
-        if procfs.runs(known.pid, known.start_time):
+        if known.boot == boot_id() and procfs.runs(known.pid, known.start_time):
             return True
-        self.__dict__["_over"] = True  # for good: no other process has its pid and start time
+        self.__dict__["_over"] = True  # final: a pid and a start time identify one process
         return False
 
     @property
@@ -266,7 +266,7 @@ class Job:
 
     @cached_property
     def _final_status(self) -> ExitStatus:
-        """How it ended; it has."""
+        """Return how the command ended. Use it only after the end."""
         try:
             with self.status_path.open("rb") as file:
                 line = file.read(_MOST_STATUS).decode("ascii", "replace")

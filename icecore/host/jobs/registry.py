@@ -106,7 +106,7 @@ class Registry:
         except FileNotFoundError:
             return [], {}
         before, read = self._read, dict[str, tuple[_FileId, Job]]()
-        for name in names:  # there may be thousands: no paths are made of those that are known
+        for name in names:  # a Path for each of thousands of instances is slow
             try:
                 identity = _identity(f"{self._jobs}/{name}/job.json")
                 known = before.get(name)

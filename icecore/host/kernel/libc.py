@@ -45,19 +45,17 @@ syscall = _libc.syscall
 
 
 def keep_few_arenas() -> None:
-    """Have the C library serve all threads from two arenas. Otherwise a process that starts many
-    short threads keeps up to eight for each core, of which each keeps its peak. Call it before
-    threads start. Does nothing if the C library is not glibc.
+    """Limit the C library to two arenas. By default, glibc makes up to eight per core, and each keeps
+    its peak. Call this before threads start. Do nothing without glibc, or if MALLOC_ARENA_MAX is
+    set.
     """
     option = getattr(_libc, "mallopt", None)
-    if option is not None:
+    if option is not None and "MALLOC_ARENA_MAX" not in os.environ:
         option(_M_ARENA_MAX, 2)
 
 
 def return_free_memory() -> None:
-    """Have the C library return its free memory to the system. Does nothing if the C library is not
-    glibc.
-    """
+    """Return the C library's free memory to the system. Do nothing without glibc."""
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

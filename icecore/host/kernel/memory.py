@@ -143,9 +143,11 @@ class RemoteReader:
             return self._file()
         except (FileNotFoundError, ProcessLookupError) as error:
             raise NotFound(f"process {self.pid} is gone") from error
-        except PermissionError:
-            self._check_failure()
-            raise
+        except PermissionError as error:
+            raise DumpFailed(
+                f"the memory of process {self.pid} cannot be read: {error.strerror}",
+                cure="run as root, with CAP_SYS_PTRACE",
+            ) from error
 
     def __enter__(self) -> RemoteReader:
         return self

@@ -154,7 +154,7 @@ def start_time(pid: int) -> int:
 
 
 def runs(pid: int, started: int) -> bool:
-    """Return whether the process with this pid and `start_time` runs (a zombie does not)."""
+    """Return whether the process with this pid and `start_time` is running. A zombie is not."""
     try:
         fields = _stat_fields(pid)[1]
     except NotFound:

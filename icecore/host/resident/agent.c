@@ -33,6 +33,7 @@
 #define TICK_PARKED_MILLISECONDS 50
 #define FROZEN_NANOSECONDS 500000000ll
 #define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
+#define START_SOON_NANOSECONDS 100000000ll /* a constructor may hold the loader's lock */
 #define LONGEST_LOOK_NANOSECONDS 10000000000ull
 #define WINDOW_NANOSECONDS \
 	90000000000ll /* for so long after the beginning of one, the driver's lock may be \
@@ -40,7 +41,10 @@
 #define NEVER (-WINDOW_NANOSECONDS)
 #define SETTLED_NANOSECONDS 500000000ll /* memory that is not released so soon stays, probably */
 #define HAND_OVER_NANOSECONDS 1000000000ll /* for a client, which waits for the answer */
-#define BATCH 64
+#define BURST_NANOSECONDS 100000000ll /* without answering clients */
+#define BURST_PAUSE_MILLISECONDS 10
+#define LET_OTHERS_NANOSECONDS 20000 /* a waiter for the lock needs so long to wake up */
+#define BATCH 256
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -49,6 +53,7 @@ static int listener = -1;
 static ino_t listener_inode;
 static int state; /* enum resident_state; the agent's own */
 static int64_t lease, lease_end, last_parked = NEVER;
+static bool leaving; /* the process exits; under table_lock */
 
 static struct sockaddr_un own_address(void)
 {
@@ -230,9 +235,15 @@ static uint64_t count_unheld(void)
 	return some;
 }
 
-/* Give the keeper what it lacks and is so old (nanoseconds). Between two, other threads get the
- * lock. */
-static void hand_over(int64_t age, int64_t until)
+static bool is_lacking(const struct allocation *at, int64_t now, int64_t age)
+{
+	/* a restore may have set the clock back */
+	return !at->held && (at->since > now || now - at->since >= age);
+}
+
+/* Give the keeper what it lacks and is so old (nanoseconds), until a time; return whether some is
+ * left. Between two, other threads get the lock. */
+static bool hand_over(int64_t age, int64_t until)
 {
 	CUdeviceptr some[BATCH];
 	size_t count, given;
@@ -241,45 +252,51 @@ static void hand_over(int64_t age, int64_t until)
 		count = given = 0;
 		pthread_mutex_lock(&table_lock);
 		int64_t now = clock_now();
+		bool possible = holding_socket() >= 0 && !leaving;
 		for (struct allocation *at = NULL;
-		     count < BATCH && holding_socket() >= 0 && (at = table_next_held(at));)
-			/* a restore may have set the clock back */
-			if (!at->held && (at->since > now || now - at->since >= age))
+		     possible && count < BATCH && (at = table_next_held(at));)
+			if (is_lacking(at, now, age))
 				some[count++] = at->address;
 		pthread_mutex_unlock(&table_lock);
-		for (size_t i = 0; i < count && clock_now() < until; i++) {
+		for (size_t i = 0; i < count; i++) {
+			if (clock_now() >= until)
+				return true;
 			pthread_mutex_lock(&table_lock);
-			struct allocation *at = table_find(some[i]);
+			struct allocation *at = leaving ? NULL : table_find(some[i]);
 			/* else it was released meanwhile */
 			if (at && !table_only_noted(at) && at->kind != KIND_MAPPING) {
 				holding_hand_over(at);
 				given += at->held;
 			}
 			pthread_mutex_unlock(&table_lock);
+			nanosleep(&(struct timespec){0, LET_OTHERS_NANOSECONDS}, NULL);
 		}
-	} while (count == BATCH && given && clock_now() < until);
-}
-
-/* Whether the keeper lacks something that is so old. */
-static bool lacks(int64_t age)
-{
-	int64_t now = clock_now();
-
-	for (struct allocation *at = NULL; (at = table_next_held(at));)
-		if (!at->held && (at->since > now || now - at->since >= age))
-			return true;
+	} while (count == BATCH && given);
 	return false;
 }
 
-static void complete(int64_t age, int64_t until)
+/* The same, also without a connection: the keeper may be another one, and gets everything then. */
+static bool complete(int64_t age, int64_t until)
 {
-	hand_over(age, until);
-	if (clock_now() >= until)
-		return;
 	pthread_mutex_lock(&table_lock);
-	if (lacks(age)) /* also if there is no connection */
+	if (holding_socket() < 0)
+		holding_close(); /* the application may have closed it */
+	pthread_mutex_unlock(&table_lock);
+	if (hand_over(age, until))
+		return true;
+	pthread_mutex_lock(&table_lock);
+	int64_t now = clock_now();
+	bool connected = holding_socket() >= 0, lacking = false;
+	for (struct allocation *at = NULL; !leaving && (at = table_next_held(at));)
+		if (is_lacking(at, now, age)) {
+			lacking = true;
+			if (connected) /* allocated meanwhile */
+				holding_hand_over(at);
+		}
+	if (lacking && !connected)
 		holding_complete();
 	pthread_mutex_unlock(&table_lock);
+	return false;
 }
 
 static void serve(int from)
@@ -366,18 +383,39 @@ static void go_back(void)
 	run_on();
 }
 
-static void tend_keeper(bool lost)
+/* Return whether there is more to be done soon. */
+static bool tend_keeper(bool lost)
 {
+	int64_t passed = clock_now() - last_parked;
+
 	pthread_mutex_lock(&table_lock);
 	if (lost)
 		holding_close();
+	bool cut = holding_socket() < 0;
 	pthread_mutex_unlock(&table_lock);
-	complete(SETTLED_NANOSECONDS, INT64_MAX);
+	/* A dumper may have the driver's lock, for which an export waits; whoever dumps asks for
+	 * what is lacking. */
+	if (passed >= 0 && passed <= WINDOW_NANOSECONDS && !cut)
+		return false;
+	return complete(SETTLED_NANOSECONDS, clock_now() + BURST_NANOSECONDS);
+}
+
+static void at_exit(void)
+{
+	spare_at_exit();
+	threads_enter(); /* not parked with the lock */
+	/* The agent does not call the driver any more, which ends next. */
+	if (lock_for_a_while()) {
+		leaving = true;
+		pthread_mutex_unlock(&table_lock);
+	}
+	threads_leave();
 }
 
 static void *agent(void *unused)
 {
 	int64_t last = clock_now();
+	bool more = false;
 	sigset_t all;
 
 	(void)unused;
@@ -399,6 +437,7 @@ static void *agent(void *unused)
 			continue;
 		}
 		int keeper = -1;
+		int tick = more ? BURST_PAUSE_MILLISECONDS : TICK_MILLISECONDS;
 		/* else the holder of the lock may wait for a parked thread */
 		if (state == RESIDENT_RUNNING) {
 			pthread_mutex_lock(&table_lock);
@@ -407,8 +446,7 @@ static void *agent(void *unused)
 		}
 		struct pollfd ready[2] = {
 		    {.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
-		poll(ready, 2,
-		    state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
+		poll(ready, 2, state == RESIDENT_RUNNING ? tick : TICK_PARKED_MILLISECONDS);
 		/* serving a client renews the lease by itself: a freeze right after that counts as
 		 * one */
 		int64_t before = last;
@@ -428,7 +466,7 @@ static void *agent(void *unused)
 		}
 		if (state == RESIDENT_RUNNING)
 			/* it died: another one gets everything */
-			tend_keeper(keeper >= 0 && ready[1].revents);
+			more = tend_keeper(keeper >= 0 && ready[1].revents);
 		/* a restore may have set the clock back */
 		int64_t passed = clock_now() - last_parked;
 		if (state == RESIDENT_RUNNING && (passed < 0 || passed > WINDOW_NANOSECONDS))
@@ -444,11 +482,12 @@ static void in_child(void)
 		close(listener);
 	listener = -1;
 	state = RESIDENT_RUNNING;
-	started = waited = false;
+	started = waited = leaving = false;
 	last_parked = NEVER;
 }
 
-static bool start(void)
+/* Start the agent, and wait for so long (nanoseconds) until it listens; return whether it does. */
+static bool start_within(int64_t limit)
 {
 	pthread_attr_t attributes;
 	pthread_t made;
@@ -459,7 +498,7 @@ static bool start(void)
 	if (!started) {
 		if (!prepared) {
 			fork_watch(in_child);
-			atexit(spare_at_exit);
+			atexit(at_exit);
 		}
 		prepared = true;
 		pthread_attr_init(&attributes);
@@ -476,13 +515,24 @@ static bool start(void)
 	}
 	/* An agent must listen before there is resident memory, even if another thread has started
 	 * it: a dump takes mapped memory without an agent for the driver's. */
-	for (int64_t until = clock_now() + START_NANOSECONDS; started && !waited &&
+	for (int64_t until = clock_now() + limit; started && !waited &&
 	    __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && clock_now() < until;)
 		poll(NULL, 0, 1);
-	waited = true;
+	waited = waited || limit >= START_NANOSECONDS;
 	bool listens = listener >= 0;
 	pthread_mutex_unlock(&start_lock);
 	return listens;
 }
 
+static bool start(void)
+{
+	return start_within(START_NANOSECONDS);
+}
+
+static void start_soon(void)
+{
+	start_within(START_SOON_NANOSECONDS);
+}
+
 bool (*const start_agent)(void) = start;
+void (*const start_agent_soon)(void) = start_soon;

@@ -72,6 +72,7 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		if (peers_now != peers)
 			devices_change_access(&made, peers_now & ~peers, peers & ~peers_now);
 		table_counts.allocations++;
+		holding_hello();
 	}
 	pthread_mutex_unlock(&table_lock);
 	if (!added)

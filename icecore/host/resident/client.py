@@ -142,11 +142,12 @@ class Agent(_Speaker):
         return self._path.is_socket()
 
     def report(self, *, hand_over: bool = True) -> Report:
-        """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`.
+        """Return the agent's status. Raises as all calls here: ``NotFound`` (no such agent),
+        `ResidentFailed`.
 
         Args:
-            hand_over: The process hands what it has allocated lately over to the keeper first. An
-                older preload has always done so. Not while the driver is locked.
+            hand_over: Have the process first give the keeper its recent allocations. Older preloads
+                always do. Pass False while the driver is locked.
         """
         answer = self._ask(Message(Operation.AGENT_STATUS, flags=_HAND_OVER if hand_over else 0))
         if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked

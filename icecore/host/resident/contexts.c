@@ -22,7 +22,7 @@
 		threads_enter(); \
 		CUresult result = driver()->name arguments; \
 		if (result == CUDA_SUCCESS && holding_directory() && driver()->usable) \
-			start_agent(); \
+			start_agent_soon(); \
 		threads_leave(); \
 		return result; \
 	}

@@ -94,6 +94,7 @@ static bool add(struct allocation *made, CUhandle *out, int descriptor)
 		if (place) {
 			*out = made->address;
 			*next += room;
+			holding_hello();
 			holding_add(place, descriptor);
 			added = true;
 		}

@@ -184,19 +184,31 @@ static bool hand_over(struct allocation *what, int descriptor)
 	return true;
 }
 
-/* A descriptor of one allocation: exported, or the one that was kept. The caller closes it. */
-static int descriptor_of(const struct allocation *what)
-{
-	int made = -1;
+/* A descriptor of one allocation on its way to the keeper: a child that is forked meanwhile closes
+ * it. */
+static int in_flight = -1;
 
+static void close_in_flight(void)
+{
+	int descriptor = in_flight;
+
+	in_flight = -1;
+	if (descriptor >= 0)
+		close(descriptor);
+}
+
+/* Exports it, or duplicates the one that was kept; false: not possible. */
+static bool take_flight(const struct allocation *what)
+{
 	if (what->descriptor >= 0)
-		return descriptor_is(what->descriptor, what->inode)
+		in_flight = descriptor_is(what->descriptor, what->inode)
 		    ? descriptor_duplicate(what->descriptor)
 		    : -1;
-	if (!what->has_handle ||
-	    driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
-		return -1;
-	return made;
+	else if (!what->has_handle ||
+	    driver()->cuMemExportToShareableHandle(
+		&in_flight, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
+		in_flight = -1;
+	return in_flight >= 0;
 }
 
 static bool confirmed(struct resident_message *answer)
@@ -222,10 +234,9 @@ static bool resync(void)
 	for (struct allocation *at = NULL; (at = table_next_held(at));) {
 		/* none: one that the application closed; if the keeper lacks it, that shows in the
 		 * confirmation */
-		int descriptor = descriptor_of(at);
-		bool handed = hand_over(at, descriptor);
-		if (descriptor >= 0)
-			close(descriptor);
+		take_flight(at);
+		bool handed = hand_over(at, in_flight);
+		close_in_flight();
 		if (!handed)
 			return false;
 	}
@@ -247,14 +258,18 @@ void holding_add(struct allocation *what, int descriptor)
 		resync(); /* the new one with all others */
 }
 
+void holding_hello(void)
+{
+	if (holding_socket() < 0)
+		open_link();
+}
+
 void holding_hand_over(struct allocation *what)
 {
-	int descriptor = what->held || holding_socket() < 0 ? -1 : descriptor_of(what);
-
-	if (descriptor < 0)
+	if (what->held || holding_socket() < 0 || !take_flight(what))
 		return;
-	hand_over(what, descriptor);
-	close(descriptor);
+	hand_over(what, in_flight);
+	close_in_flight();
 }
 
 void holding_free(struct allocation *what)
@@ -411,6 +426,7 @@ void holding_in_child(void)
 {
 	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		holding_close_kept(at);
+	close_in_flight();
 	if (holding_socket() >= 0)
 		close(link_socket);
 	link_socket = -1;

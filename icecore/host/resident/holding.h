@@ -12,7 +12,8 @@ extern uint8_t holding_process_token[16];
 /* of the keeper's and the agents' sockets; NULL: the preload is to do nothing */
 const char *holding_directory(void);
 void holding_add(struct allocation *what, int descriptor); /* does not take over the descriptor */
-void holding_hand_over(struct allocation *what); /* exports it; no more if it is held */
+void holding_hand_over(struct allocation *what); /* exports it; does nothing if it is held */
+void holding_hello(void); /* connects, so that the keeper knows that the process has memory */
 void holding_free(struct allocation *what);
 /* whether the keeper holds every descriptor; hands over those that it lacks */
 bool holding_complete(void);

@@ -48,7 +48,7 @@ class Operations:
     Attributes:
         descriptors: Soft and hard limit on descriptors of workers and their jobs; None: this
             process's.
-        priority: The nice value of workers and their jobs; None: this thread's.
+        priority: The nice value of workers and their jobs; None: inherit this thread's.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from aiohttp import web
 from icecore.config import ServiceSettings
 from icecore.errors import JobHeld, UsageError
 from icecore.events import Event, Sink
-from icecore.host.kernel.libc import keep_few_arenas, return_free_memory
+from icecore.host.kernel.libc import return_free_memory
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.private import private_state, require_own
 from icecore.service.api.connections import Connections, Guard
@@ -33,7 +33,7 @@ _DRAIN_SECONDS = 5.0
 _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
 _TRIM_SECONDS = 60.0
-#: By how much the service's nice value is below that of jobs.
+#: The service's nice value is lower than that of jobs by this much.
 _BEFORE_JOBS = 5
 
 
@@ -47,7 +47,6 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
         UsageError: A setting is wrong, or an address is taken.
     """
     settings = service.config.service
-    keep_few_arenas()
     held = _lock(service.registry.state)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     service.operations.descriptors = files  # select(2) of a job may not cope with more
@@ -65,7 +64,9 @@ async def serve(service: Service, app: web.Application, emit: Sink) -> None:
         await service.operations.close()
         service.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
-        os.setpriority(os.PRIO_PROCESS, 0, priority)
+        if priority is not None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, 0, priority)
         os.close(held)
 
 
@@ -117,13 +118,21 @@ async def _serve_on(
         emit(Event("serve.stopped", {}))
 
 
-def _raise_priority() -> int:
-    """Let this thread, and those that it starts, run before jobs and their snapshots, so that the
-    service answers on a busy node. Return the nice value before.
+def _raise_priority() -> int | None:
+    """Lower the nice value of this thread, which new threads inherit, so that the service answers on
+    a busy node. Return the old value; None: it could not be lowered.
+
+    It counts only within a cgroup and a session (sched(7), autogroup). Where the kernel groups by
+    session and this one is the service's alone, the session's value is lowered, too.
     """
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    with suppress(PermissionError):
+    try:
         os.setpriority(os.PRIO_PROCESS, 0, max(-20, before - _BEFORE_JOBS))
+    except OSError:
+        return None
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(-_BEFORE_JOBS))
     return before
 
 
@@ -304,7 +313,7 @@ async def _beat() -> None:
 
 
 async def _trim(service: Service) -> None:
-    """Return to the system what the C library keeps free for the threads of requests."""
+    """Return the C library's free memory to the system every minute."""
     while True:
         await asyncio.sleep(_TRIM_SECONDS)
         await service.locally(return_free_memory)

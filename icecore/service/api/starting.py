@@ -113,10 +113,13 @@ async def identity_of(call: Call) -> Identity:
             cure="make one with a user: icecore token add NAME --user USER",
         )
     found = Identity.of_user(str(caller.uid or 0))  # with this process's limits
-    before = call.service.operations.descriptors
-    if before is None:
-        return found
-    return dataclasses.replace(found, limits={**found.limits, resource.RLIMIT_NOFILE: before})
+    own = call.service.operations
+    if own.priority is not None:
+        found = dataclasses.replace(found, nice=own.priority)
+    if own.descriptors is not None:
+        limits = {**found.limits, resource.RLIMIT_NOFILE: own.descriptors}
+        found = dataclasses.replace(found, limits=limits)
+    return found
 
 
 def _of_peer(peer: Peer) -> Identity:

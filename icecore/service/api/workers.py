@@ -50,7 +50,7 @@ def spawn(
         command: Its command line, without its arguments.
         lock: A descriptor that holds the operation's lock; the worker inherits it.
         descriptors: Its soft and hard limit on descriptors; None: this process's.
-        priority: Its nice value; None: this thread's.
+        priority: The worker's nice value; None: inherit this thread's.
 
     Raises:
         OSError: It cannot be started.
@@ -77,7 +77,7 @@ def spawn(
             with suppress(ProcessLookupError):
                 resource.prlimit(child.pid, resource.RLIMIT_NOFILE, descriptors)
         if priority is not None:
-            with suppress(ProcessLookupError):
+            with suppress(OSError):  # it has ended, or a security module forbids it
                 os.setpriority(os.PRIO_PROCESS, child.pid, priority)
         return child
     finally:

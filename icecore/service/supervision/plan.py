@@ -31,10 +31,10 @@ class Plan:
         fall_back: So many older snapshots are tried if the newest cannot be restored.
         every: Interval between snapshots; None: none; ``auto``: `icecore.service.interval`.
         on_term: What a signal does: stop the job with a snapshot, or pass it to the job.
-        preempted_exit: Exit status once the job was stopped with a snapshot.
+        preempted_exit: Exit status if the job is to be restored elsewhere.
         restarts: How often a job that fails is brought back without a new snapshot in between; 0:
             never; -1: without a bound.
-        requeue: Shell command once the job was stopped with a snapshot.
+        requeue: Shell command that runs before that exit.
         notice: Time from a signal until the machine is gone; 0: not known.
         notice_command, notice_url: What says that the job has to leave (`Notices`).
         bounds: For ``auto``.

@@ -19,7 +19,6 @@ from icecore.errors import IcecoreError, JobHeld, NotFound, StoreError
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece
 from icecore.host.jobs.shell import run_shell
-from icecore.host.kernel.libc import keep_few_arenas
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
 from icecore.service.supervision.hold import Asked, Hold
@@ -51,7 +50,7 @@ _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
-#: Service managers and schedulers end processes by these. Some send them to the job, too.
+#: Signals by which service managers and schedulers end processes. Some also send them to the job.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -113,7 +112,6 @@ class Supervisor:
             ResumeFailed: No snapshot could be restored.
             IcecoreError: The job could not be started.
         """
-        keep_few_arenas()
         if not self._record.lock():
             raise JobHeld(
                 f"job {self._plan.name} is supervised by another process of this node",
@@ -263,11 +261,11 @@ class Supervisor:
         return None
 
     def _stop(self, why: str) -> None:
-        if self._stopping or self._ended is not None:
+        if self._stopping:
             return
         self._stopping = why
         self._tell("run.stopping", why=why)
-        if not self._dumping:
+        if self._ended is None and not self._dumping:
             self._dump(stop=True)
 
     # -- snapshots
@@ -301,7 +299,7 @@ class Supervisor:
         )
         if self._plan.notice and needed > OF_NOTICE * self._plan.notice:
             self._tell("run.notice_short", stop_seconds=needed, notice_seconds=self._plan.notice)
-        if self._stopping:
+        if self._stopping and self._ended is None:
             self._dump(stop=True)
 
     def _on_failed_snapshot(self, done: Dumped) -> None:
@@ -324,17 +322,15 @@ class Supervisor:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain()
         over = self._stopped is not None or self._stopping or self._passed
-        failed = not over and status.exit_code != 0
+        failed = status.exit_code != 0 and (not over or self._fails_by_itself(status))
         self._count(time.monotonic() - self._began, failed=failed)
         if self._stopped is not None:
             taken = self._stopped
             self._tell("run.preempted", snapshot=taken.snapshot, seconds=taken.seconds)
             return self._leave(taken.snapshot)
-        if self._stopping and self._is_to_return(status):
-            last = self._last_snapshot()
-            self._tell("run.broke_off", how=str(status), snapshot=last)
-            return self._leave(last)
-        if not failed:
+        if self._stopping and not self._passed and self._is_to_return(status):
+            return self._leave_early(status)
+        if over or not failed:
             return status.exit_code
         self._since_snapshot += 1
         self._tell(
@@ -348,8 +344,8 @@ class Supervisor:
         return self._bring_back(status)
 
     def _is_to_return(self, status: ExitStatus) -> bool:
-        """Return whether a job that broke off before it could be stopped with a snapshot shall be
-        brought back: if that is its policy, or if whoever stops it ended it and it has a snapshot.
+        """Return whether the job is to be restored although the stop took no snapshot. It is if
+        ``--restart`` would restore it, or if a signal from outside ended it and it has a snapshot.
         """
         if status.exit_code == 0:
             return False
@@ -357,11 +353,15 @@ class Supervisor:
         return (
             restarts < 0
             or self._since_snapshot < restarts
-            or (status.exit_code - 128 in _FROM_OUTSIDE and bool(self._last_snapshot()))
+            or (not self._fails_by_itself(status) and bool(self._last_snapshot()))
         )
 
+    def _fails_by_itself(self, status: ExitStatus) -> bool:
+        """Return whether a job that ended during a stop failed, and was not ended from outside."""
+        return bool(self._stopping) and status.exit_code - 128 not in _FROM_OUTSIDE
+
     def _last_snapshot(self) -> str:
-        """Return the newest snapshot of the instance; empty: it has none."""
+        """Return the newest snapshot of the instance, or an empty string."""
         assert self._job is not None
         with suppress(IcecoreError):
             return Job.load(self._job.directory).description.snapshot
@@ -377,7 +377,9 @@ class Supervisor:
         while True:
             asked = self._wait(pause)
             if asked:
-                return 128 + asked
+                if self._plan.on_term == "pass":
+                    return 128 + asked
+                return self._leave_early(status)
             try:
                 candidates = self._instances.candidates(lineage) if lineage else []
                 back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
@@ -418,10 +420,27 @@ class Supervisor:
             )
         )
 
+    def _leave_early(self, status: ExitStatus) -> int:
+        """Leave a job that ended before it could be stopped with a snapshot, and is to be restored."""
+        last = self._last_snapshot()
+        self._tell("run.ended_early", how=str(status), snapshot=last)
+        self._end_job()  # processes that go on without their init
+        return self._leave(last)
+
     def _leave(self, snapshot: str) -> int:
-        """The job has ended here, and shall be brought back from a snapshot (empty: anew)."""
+        """Run the requeue command and return the preempted status.
+
+        Args:
+            snapshot: The one to restore; empty: the job starts anew.
+        """
         if self._plan.requeue:
-            variables = {"ICECORE_JOB": self._plan.name, "ICECORE_SNAPSHOT": snapshot}
+            taken = {one.snapshot: one.at for one in self._record.measured.taken}
+            at = time.gmtime(taken[snapshot]) if snapshot in taken else None
+            variables = {
+                "ICECORE_JOB": self._plan.name,
+                "ICECORE_SNAPSHOT": snapshot,
+                "ICECORE_SNAPSHOT_TIME": time.strftime("%FT%TZ", at) if at else "",
+            }
             environment = {**without_secrets(os.environ), **variables}
             self._hold.release()  # whoever comes next need not wait
             self._record.close()
