@@ -366,8 +366,8 @@ def test_what_is_foreseen_is_what_is_copied(
 
 def pool_of(machine: Machine, size: int) -> tuple[int, int]:
     """The address and a descriptor of an allocation, by its size."""
-    until(lambda: len(machine.keeper.processes()) == 1)
     [held] = machine.keeper.processes()
+    until(lambda: any(one.size == size for one in machine.keeper.allocations(held.token)))
     found = (0, -1)
     for one, descriptor in machine.keeper.take(held.token):
         if one.size == size:

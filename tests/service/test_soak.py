@@ -47,7 +47,7 @@ JOBS = int(os.environ.get("ICECORE_SOAK_JOBS", min(20, 3 * (os.cpu_count() or 1)
 EVERY = 20.0
 #: Seconds between two disturbances, for four jobs: long enough for snapshots in between.
 _PAUSES = (2.0, 9.0)
-_DISK = 256 << 20
+_DISK = (256 << 20) * max(1, JOBS // 6)
 _KEEP = 3
 #: What a process may grow by, by the median slope of its resident memory after the first third. In
 #: a run of minutes, the caches that fill at first are part of it.
