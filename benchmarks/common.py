@@ -8,12 +8,14 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +95,31 @@ def scratch(name: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running(program: str, *words: str, seconds: float = 60.0) -> Iterator[int]:
+    """Run a Python program that prints a line once it is ready; its pid. It is killed afterwards, with
+    its process group.
+    """
+    process = subprocess.Popen(
+        [sys.executable, program, *words],
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        if not process.stdout.readline():
+            raise RuntimeError(f"the job did not start: {process.wait(seconds)}")
+        yield process.pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(seconds)
+        process.stdout.close()
 
 
 def tree_bytes(folder: Path) -> int:

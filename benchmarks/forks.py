@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from benchmarks.common import MIB, Result, Rounds, progress, scratch, show
+from benchmarks.common import MIB, Result, Rounds, progress, running, scratch, show
 from benchmarks.worker import Worker
 
 PART = "forks"
 WINDOW_TARGET, MEMORY_TARGET = 1.5, 1.1
-_READY_SECONDS = 60.0
 _WORKERS = 4
 #: How long its workers live, in seconds; 0: it has none.
 CASES = {"no workers": 0.0, "4 workers": 86400.0, "4 workers, forked every 0.7 s": 0.7}
@@ -58,29 +55,6 @@ def _read(data: bytearray, until: float) -> None:
         time.sleep(0.002)
 
 
-@contextmanager
-def forking(case: str, mib: int) -> Iterator[int]:
-    """The running job's pid; the job and its workers are killed afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--be", case, "--mib", str(mib)],
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        if not process.stdout.readline():
-            raise RuntimeError(f"the job did not start: {process.wait(_READY_SECONDS)}")
-        yield process.pid
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait(60)
-        process.stdout.close()
-
-
 def memory(root: int) -> int:
     """Bytes of memory of a process and its workers; what they share counts once."""
     total = 0
@@ -101,7 +75,10 @@ def measure(mib: int, rounds: int) -> list[Result]:
     """
     found = Rounds()
     with scratch(PART) as folder, ExitStack() as stack:
-        jobs = {case: stack.enter_context(forking(case, mib)) for case in CASES}
+        jobs = {
+            case: stack.enter_context(running(__file__, "--be", case, "--mib", str(mib)))
+            for case in CASES
+        }
         time.sleep(1.0)
         for turn in range(-1, rounds):  # the first round makes the parents of the others
             progress(f"{PART}: round {turn + 1} of {rounds}")

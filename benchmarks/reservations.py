@@ -12,25 +12,22 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from benchmarks.common import MIB, Result, Rounds, progress, scratch, show
+from benchmarks.common import MIB, Result, Rounds, progress, running, scratch, show
 from benchmarks.worker import Worker
 
 PART = "reservations"
 TARGET = 1.2
 _TIB = 1 << 40
 _PAGE = 4096
-_READY_SECONDS = 60.0
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE_ANONYMOUS = 0x22
 _MAP_NORESERVE = 0x4000
@@ -73,28 +70,6 @@ def work(case: str, mib: int) -> None:
     time.sleep(86400)
 
 
-@contextmanager
-def reserving(case: str, mib: int) -> Iterator[int]:
-    """The running job's pid; it is killed afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--be", case, "--mib", str(mib)],
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        if not process.stdout.readline():
-            raise RuntimeError(f"the job did not start: {process.wait(_READY_SECONDS)}")
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait(60)
-        process.stdout.close()
-
-
 def measure(mib: int, rounds: int) -> list[Result]:
     """All figures of this part.
 
@@ -104,7 +79,10 @@ def measure(mib: int, rounds: int) -> list[Result]:
     """
     found = Rounds()
     with scratch(PART) as folder, ExitStack() as stack:
-        jobs = {case: stack.enter_context(reserving(case, mib)) for case in CASES}
+        jobs = {
+            case: stack.enter_context(running(__file__, "--be", case, "--mib", str(mib)))
+            for case in CASES
+        }
         for turn in range(-1, rounds):  # the first round makes the parents of the others
             progress(f"reservations: round {turn + 1} of {rounds}")
             at = turn % len(CASES)  # the first of a round has the coldest memory

@@ -603,6 +603,15 @@ def test_memory_that_is_released_after_all_descriptors_were_closed(
     until(lambda: machine.used() == 0)
 
 
+def test_memory_that_is_released_between_two_connections(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
+    """The allocation connects again, and the keeper learns what was released before."""
+    target, address, _ = loaded
+    assert target(f"[os.closerange(3, 4096), free({address}), alloc(2 * MIB)[0]][1:]") == [0, 0]
+    until(lambda: machine.used() == 2 * MIB)
+
+
 def test_a_child_that_is_forked_during_an_export_keeps_no_memory(
     machine: Machine, target: Target
 ) -> None:

@@ -27,7 +27,7 @@ uint8_t holding_process_token[16];
 static int link_socket = -1;
 static ino_t link_inode;
 static int64_t not_before;
-static bool has_token;
+static bool has_token, was_connected;
 
 const char *holding_directory(void)
 {
@@ -168,6 +168,7 @@ static bool open_link(void)
 		return false;
 	}
 	not_before = 0;
+	was_connected = true;
 	return true;
 }
 
@@ -260,8 +261,11 @@ void holding_add(struct allocation *what, int descriptor)
 
 void holding_hello(void)
 {
-	if (holding_socket() < 0)
-		open_link();
+	bool again = was_connected;
+
+	/* Meanwhile memory may have been released without the keeper's knowledge. */
+	if (holding_socket() < 0 && open_link() && again)
+		resync();
 }
 
 void holding_hand_over(struct allocation *what)
@@ -431,5 +435,5 @@ void holding_in_child(void)
 		close(link_socket);
 	link_socket = -1;
 	not_before = 0;
-	has_token = false;
+	has_token = was_connected = false;
 }

@@ -9,7 +9,7 @@
  * allocate before one of ours would run. */
 extern bool (*const start_agent)(void);
 
-/* The same at a context's begin, where nothing depends on it: wait for a short time only. */
+/* The same when a context begins. Nothing depends on it yet, so this waits for a short time only. */
 extern void (*const start_agent_soon)(void);
 
 #endif
