@@ -39,7 +39,9 @@ _READS = ("/v1/jobs", "/v1/jobs?all=true", "/v1/operations", "/v1/snapshots", "/
 #: Answers at once. What a client waits for it is what this machine adds to every answer.
 _ECHO = """
 import asyncio, contextlib, os, sys
-os.nice(-5)  # as the service
+os.nice(-5)  # this and the next: as the service
+with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+    group.write("-5")
 async def answer(reader, writer):
     with contextlib.suppress(asyncio.IncompleteReadError):
         await answers(reader, writer)
@@ -92,6 +94,7 @@ class Serving:
                 stdin=subprocess.DEVNULL,
                 stdout=err,
                 stderr=err,
+                start_new_session=True,  # as under a service manager
             )
         self.starts += 1
         self.resident.clear()
@@ -182,7 +185,9 @@ class Clients:
     def running(cls, service: Serving) -> Iterator[Clients]:
         """Run the clients of a service."""
         found = cls(service, free_port(), service.token())
-        with subprocess.Popen([sys.executable, "-c", _ECHO, str(found.echo)]) as echo:
+        with subprocess.Popen(
+            [sys.executable, "-c", _ECHO, str(found.echo)], start_new_session=True
+        ) as echo:
             thread = threading.Thread(target=lambda: asyncio.run(found._all()), daemon=True)
             thread.start()
             try:
