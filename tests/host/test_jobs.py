@@ -203,6 +203,15 @@ def test_logs_so_far(registry: Registry) -> None:
     assert [piece.data for piece in job.logs()] == [b"one\n"]
 
 
+def test_sizes_of_the_logs_of_an_instance_that_is_being_removed(registry: Registry) -> None:
+    job = ended(registry)
+    job.log_path("stdout").write_bytes(b"abc")
+    job.log_path("stderr").unlink()
+    assert job.log_sizes() == {"stdout": 3, "stderr": 0}
+    registry.remove(job)
+    assert job.log_sizes() == {"stdout": 0, "stderr": 0}
+
+
 def test_removing(registry: Registry) -> None:
     living, dead = sleeper(registry), ended(registry)
     with pytest.raises(UsageError, match="runs"):

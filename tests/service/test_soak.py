@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -185,12 +186,21 @@ class Soak:
             thread.join(seconds)
 
     def _look(self) -> None:
-        """Note how much memory the processes have, until the jobs end."""
-        while not self.clients.over:
+        """Note how much memory the processes have, until the jobs end, and say how it goes."""
+        for second in count(1):
+            if self.clients.over:
+                return
+            if second % 300 == 0:
+                self.clients_so_far()
             for job in self.jobs:
                 job.look()
             self.service.look()
             time.sleep(1.0)
+
+    def clients_so_far(self) -> None:
+        """Print what the clients saw."""
+        first, _, _ = self.clients.about(self.began).partition("\n")
+        print(f"{time.monotonic() - self.began:7.1f} {first}", flush=True)
 
     def _later(self, delay: float, work: object, length: float) -> None:
         time.sleep(delay)

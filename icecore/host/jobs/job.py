@@ -437,8 +437,14 @@ class Job:
             os.close(fd)
 
     def log_sizes(self) -> dict[Stream, int]:
-        """Return the current size of each log in bytes."""
-        return {stream: self.log_path(stream).stat().st_size for stream in _STREAMS}
+        """Return the current size of each log in bytes; 0 of one that is not there: the instance is
+        being made or removed.
+        """
+        sizes: dict[Stream, int] = dict.fromkeys(_STREAMS, 0)
+        for stream in _STREAMS:
+            with suppress(FileNotFoundError):
+                sizes[stream] = self.log_path(stream).stat().st_size
+        return sizes
 
     def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
         """Yield what the command has written to both streams; with ``follow`` also what it writes

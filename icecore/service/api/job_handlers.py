@@ -87,7 +87,7 @@ def as_job(
         exit_status=None if status is None else status.exit_code,
         data=jsonable(known.data),
         kept_bytes=call.service.registry.kept(job),
-        log_bytes={str(k): v for k, v in job.log_sizes().items()} if job.directory.exists() else {},
+        log_bytes={str(k): v for k, v in job.log_sizes().items()},
         operation=operation,
         schedule=schedule if measured.taken or operation else None,
     )
