@@ -36,6 +36,7 @@ CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
     "icecore/host/criu/allocate.c",
     "icecore/host/criu/diag.c",
+    "icecore/host/criu/facts.c",
     "icecore/host/criu/freezer.c",
     "icecore/host/criu/limits.c",
     "icecore/host/criu/memcpy.c",
@@ -45,6 +46,7 @@ CRIU_SOURCES = [
 ]
 RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",
+    "icecore/host/criu/facts.c",
     "icecore/host/criu/join.c",
     "icecore/host/criu/placed.c",
     "icecore/host/criu/reserve.c",

@@ -21,8 +21,7 @@ from icecore.restorer.files.images import LazyMemory
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.fill.device_file import DeviceFile
 from icecore.restorer.fill.tree_fill import TreeFill
-from icecore.restorer.gpu.devices import Devices, host_pids
-from icecore.restorer.gpu.gpus import GpuPlan
+from icecore.restorer.gpu.devices import Devices
 from icecore.restorer.gpu.resident import Resident
 from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.guard.guard_process import descendants
@@ -308,14 +307,14 @@ class Tree:
         """Return why CRIU has ended, if it has."""
         return self._explain() if self.daemon.criu_status is not None else None
 
-    def map_resident(self, resident: Resident, plan: GpuPlan) -> None:
+    def map_resident(self, resident: Resident, devices: Devices) -> None:
         """Have the processes, which the driver has unlocked, map their resident memory once it is
         complete, and run.
 
         Raises:
             RestoreFailed: They could not, or the fill failed.
         """
-        resident.map(host_pids(self.root(), plan), lambda: self.failure)
+        resident.map(devices.pids, lambda: self.failure)
 
     # -- letting it go
 

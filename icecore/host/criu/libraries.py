@@ -15,15 +15,18 @@ from icecore.errors import MissingTool, UsageError
 #: compiler.
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
-_HIDDEN = "ICECORE_HIDDEN"
+_HIDDEN, _FACTS = "ICECORE_HIDDEN", "ICECORE_KERNEL_FACTS"
+#: Where CRIU keeps what it has found out about the kernel, if it cannot keep it in /run.
+_FACTS_FOLDER = Path("/run/icecore/criu")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRING"
 
 
 def dump_environment(hidden: str | None) -> dict[str, str]:
     """Return the environment of a CRIU that dumps. If its library was built, CRIU does not copy
     what need not be copied (icecore/host/criu/memcpy.c) nor put memory into pipes
-    (icecore/host/criu/pages.c), and stays out of the job's working directory
-    (icecore/host/criu/proc.c).
+    (icecore/host/criu/pages.c), stays out of the job's working directory
+    (icecore/host/criu/proc.c), and remembers what the kernel can do (icecore/host/criu/facts.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
     reserved, and by some 45 ms for each GiB of small pages that they use, and dumps of two jobs at
@@ -33,7 +36,7 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:
             it sees everything.
     """
-    given = {name: value for name, value in os.environ.items() if name != _HIDDEN}
+    given = {name: value for name, value in os.environ.items() if name not in (_HIDDEN, _FACTS)}
     if not CRIU_LIBRARY.exists():
         return given
     return {**given, **({} if hidden is None else {_HIDDEN: hidden}), **_preloading(CRIU_LIBRARY)}
@@ -44,7 +47,7 @@ def restore_environment(
 ) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
-    (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another,
+    (icecore/host/criu/detach.c), among others. Without it a restore fails if a process of the job ends another,
     or its own threads, while CRIU detaches them.
 
     Args:
@@ -74,8 +77,23 @@ def restore_environment(
 
 
 def _preloading(library: Path) -> dict[str, str]:
-    return (
-        {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
-        if library.exists()
-        else {}
-    )
+    if not library.exists():
+        return {}
+    before = os.environ.get("LD_PRELOAD")
+    return {"LD_PRELOAD": f"{library} {before}" if before else str(library), **_facts()}
+
+
+def _facts() -> dict[str, str]:
+    """Name the directory of what CRIU finds out about the kernel, and remove what it found out
+    before the machine was started; nothing where it cannot be made.
+    """
+    try:
+        _FACTS_FOLDER.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _FACTS_FOLDER.mkdir(mode=0o700, exist_ok=True)
+        boot = _BOOT.read_text().strip()
+        for name in os.listdir(_FACTS_FOLDER):
+            if not name.startswith(boot):
+                (_FACTS_FOLDER / name).unlink(missing_ok=True)
+    except OSError:
+        return {}
+    return {_FACTS: str(_FACTS_FOLDER)}

@@ -3,8 +3,8 @@
  * CRIU (4.0 to 4.2: criu/shmem.c, do_restore_shmem_content) makes shared anonymous memory, a memfd or
  * a System V segment, gives it its size, maps it writable, and opens pagemap-shmem-N.img to read what
  * goes into it. Where the image directory has placed-shmem-N.img instead, the restorer fills object
- * N. It listens at shared.socket in that directory. It learns N and the address, opens the object
- * (/proc/PID/map_files) and answers. Then CRIU reads the image, which has no pages, and continues.
+ * N. Its guard listens at shared.socket in that directory. It learns N and the address, opens the
+ * object (/proc/PID/map_files) and answers. Then CRIU reads the image, which has no pages, and continues.
  *
  * Without this library, or if nobody answers, CRIU finds no image and fails.
  */
@@ -24,7 +24,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* icecore/restorer/fill/shared.py has the same. */
+/* icecore/restorer/guard/guard_process.py has the same. */
 struct request {
 	uint64_t number, start;
 };

@@ -30,7 +30,6 @@ from icecore.host.rpc.calls import Call, Client, Refusal
 CALL_SECONDS = 900.0
 #: numpy's linear algebra library, which no program here uses, starts threads that spin for a while.
 QUIET = {"OPENBLAS_NUM_THREADS": "1"}
-_BOUND_AT_ONCE = 4096
 _START_SECONDS = 60.0
 
 #: Starts a program: its argument vector with ``{control}`` and ``{life}`` for descriptor numbers,
@@ -111,16 +110,26 @@ class Helper(Client):
         call = self._begin("hold", 0, pids=list(pids), seconds=seconds)
         return bool(self._value(call, seconds + self._patience))
 
-    def bind(self, pids: Collection[int]) -> None:
-        """Make these processes die with the CRIU that holds them if it ends before it releases
-        them.
+    def bind(self, root: int) -> None:
+        """Make a process and all its descendants die with the CRIU that holds them if it ends
+        before it releases them.
 
         Raises:
-            DeviceError: It does not hold them.
+            DeviceError: It does not hold them, or the root has ended.
         """
-        every = list(pids)
-        for at in range(0, len(every), _BOUND_AT_ONCE):  # an order to CRIU has room for so many
-            self._value(self._begin("bind", 0, pids=every[at : at + _BOUND_AT_ONCE]))
+        self._value(self._begin("bind", root))
+
+    def find(self, root: int, own: Collection[int]) -> dict[int, int]:
+        """Return some of a process and all its descendants: pid as the process sees itself → pid
+        here; those that are missing are left out.
+
+        The helper does it because it has an interpreter to itself: the threads of a restore wait
+        for each other at each file of /proc.
+
+        Raises:
+            DeviceError: The root has ended.
+        """
+        return dict(self._value(self._begin("find", root, own=list(own))))
 
     def go_on(self) -> None:
         """Stop the driver's threads again and let CRIU continue.

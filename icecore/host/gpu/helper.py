@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from icecore.host.cuda.holder import Holder
 from icecore.host.cuda.populate import Populating
 from icecore.host.gpu.backend import find_backend
 from icecore.host.gpu.undo import Undo
-from icecore.host.kernel import oom
+from icecore.host.kernel import oom, procfs
 from icecore.host.resident.client import Agent
 from icecore.host.rpc import peer
 from icecore.host.rpc.calls import Refusal, Request, begun, requests
@@ -45,6 +46,17 @@ def _checkpoint(api: DeviceCheckpoint, pid: int, *, populate: bool) -> list[obje
     with Populating(pid, thread) as made:
         placement = api.checkpoint(pid)
     return [placement.value, made.bytes, made.huge, made.why]
+
+
+def _find(root: int, own: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (pid as the process sees itself, pid here) of those of ``own`` that are there."""
+    wanted, found = set(own), []
+    for pid in procfs.tree(root):
+        with suppress(NotFound):
+            seen = procfs.status(pid).own_pid
+            if seen in wanted:
+                found.append((seen, pid))
+    return found
 
 
 class _Server:
@@ -131,7 +143,9 @@ class _Server:
             case "hold":
                 return self._undo.hold(about["pids"], float(about["seconds"]))
             case "bind":
-                self._undo.bind(about["pids"])
+                self._undo.bind(pid)
+            case "find":
+                return _find(pid, about["own"])
             case "go-on":
                 self._undo.go_on()
             case "leave":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -23,6 +23,7 @@ _WORKER_SECONDS = 10.0
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.2
 _STOP_SECONDS = 0.2
+_BOUND_AT_ONCE = 4096  # an order to CRIU has room for so many
 
 
 class Undo:
@@ -80,15 +81,18 @@ class Undo:
         self._holder.let_go([_drivers_thread(self._api, pid) for pid in pids])
         return True
 
-    def bind(self, pids: Collection[int]) -> None:
-        """Make these processes die with that CRIU if it ends before it releases them.
+    def bind(self, root: int) -> None:
+        """Make a process and all its descendants die with that CRIU if it ends before it releases
+        them.
 
         Raises:
             NotHeld: They do not.
         """
         if self._holder is None:
             raise NotHeld("no CRIU holds the tree")
-        self._holder.bind(pids)
+        every = procfs.tree(root)
+        for at in range(0, len(every), _BOUND_AT_ONCE):
+            self._holder.bind(every[at : at + _BOUND_AT_ONCE])
 
     def go_on(self) -> None:
         """Let CRIU continue; nothing runs any more.

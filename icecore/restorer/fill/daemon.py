@@ -63,6 +63,10 @@ def parse_events(data: bytes, children: list[int]) -> list[Event]:
     return events
 
 
+def _refuse_shared(message: Message) -> None:
+    raise GuardLost(f"the restore's guard opened shared memory unasked: {message.about}")
+
+
 class Daemon:
     """Serves the tree's missing memory.
 
@@ -98,6 +102,8 @@ class Daemon:
         self._thread = threading.Thread(target=self._serve, name="faults", daemon=True)
         #: Called when CRIU has ended.
         self.ended: Callable[[], None] = lambda: None
+        #: Called with what the guard says of shared memory; takes the descriptor.
+        self.shared: Callable[[Message], None] = _refuse_shared
         self.restored = False
         self.criu_pid = 0
         self.criu_status: int | None = None
@@ -264,6 +270,8 @@ class Daemon:
                 with self._change:
                     self.exits[message.number("pid")] = message.number("status")
                     self._change.notify_all()
+            case "shared":
+                self.shared(message)
             case "killed":
                 self._say(killed=True)
 

@@ -1,34 +1,30 @@
 """Fills shared memory from the moment at which CRIU has made it: each object once, straight from the
 repository.
 
-CRIU waits until this process has opened the object (icecore/host/criu/placed.c), and then builds
-the rest of the tree while the object is filled. The tree must not run before `SharedFill.wait` has
-returned.
+CRIU waits until the restore's guard has opened the object (icecore/host/criu/placed.c), and then
+builds the rest of the tree while the object is filled. The tree must not run before
+`SharedFill.wait` has returned.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import stat
-import struct
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from icecore.errors import NotFound, RestoreFailed
+from icecore.errors import RestoreFailed
 from icecore.events import Progress
-from icecore.host.kernel import procfs
-from icecore.host.kernel.memory import shared_memory_device
 from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.source import Decoder
 from icecore.restorer.files.filewriter import FileTarget, FileWriter
 from icecore.restorer.files.images import PlacedMemory
 from icecore.restorer.fill.charging import Allocator, paying_group, ranges_of
+from icecore.restorer.guard.client import Message, RestoreGuard
 from icecore.sizes import PAGE
 from icecore.store.backend.base import Backend
 from icecore.store.format.cell import data_pages
@@ -36,15 +32,10 @@ from icecore.store.runtime.loop import LoopThread
 
 #: Its name in the image directory.
 _SOCKET = "shared.socket"
-#: What CRIU says: CRIU's number of the object, and the address at which it is mapped.
-_REQUEST = struct.Struct("<QQ")
-_CREDENTIALS = struct.Struct("iII")
-#: How long CRIU may take for its few bytes.
-_PATIENCE = 30.0
 
 
 class SharedFill:
-    """The shared memory of one restore. `listen` before CRIU starts, `close` in any case.
+    """The shared memory of one restore. `start` before CRIU starts, `close` in any case.
 
     Args:
         folder: CRIU's images.
@@ -73,28 +64,56 @@ class SharedFill:
         self._store = backend, decoder
         self._limits = limits
         self._loop = loop
-        self._listener: socket.socket | None = None
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         #: Guards the rest.
         self._changed = threading.Condition()
         self._opened: list[FileTarget] = []
         self._filling = self._closed = False
-        self._group: Path | None = None
+        self._pid = 0
         self._fetcher: Fetcher | None = None
         self._allocator = Allocator()
         self._filled = 0
         self._progress: Progress | None = None
         self.failure: BaseException | None = None
 
-    def listen(self) -> None:
-        """Wait for CRIU, in threads of its own."""
+    def start(self, guard: RestoreGuard) -> None:
+        """Have the guard wait for CRIU; `take` gets what it says."""
         if not self._expected:
             return
-        self._listener = _listen(self._folder)
-        for work, name in ((self._serve, "shared-memory"), (self._fill, "shared-fill")):
-            thread = threading.Thread(target=work, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        with _listen(self._folder) as listener:
+            guard.share(listener)
+        self._thread = threading.Thread(target=self._fill, name="shared-fill", daemon=True)
+        self._thread.start()
+
+    def take(self, message: Message) -> None:
+        """Take an object that the guard has opened, and have it filled."""
+        try:
+            self._take(message)
+        except RestoreFailed as error:  # raised by `wait`; CRIU fails, too
+            for descriptor in message.descriptors:
+                os.close(descriptor)
+            self._fail(error)
+
+    def _take(self, message: Message) -> None:
+        if "error" in message.about:
+            raise RestoreFailed(
+                f"cannot open the shared memory that CRIU made: {message.about['error']}"
+            )
+        number = message.number("number")
+        part = self._expected.pop(number, None)
+        if part is None:
+            raise RestoreFailed(f"CRIU made shared memory {number}, which it should not make now")
+        (descriptor,) = message.descriptors
+        size, name = os.fstat(descriptor).st_size, f"shared memory {number}"
+        if _end(part) > -(-size // PAGE) * PAGE:
+            raise RestoreFailed(f"CRIU made {name} of {size} bytes, which is too small")
+        target = FileTarget(name, size, part.cells, descriptor=descriptor, offset=0)
+        with self._changed:
+            if self._closed:
+                raise RestoreFailed("the restore was given up")
+            self._pid = message.number("pid")  # CRIU makes the whole tree in one cgroup
+            self._opened.append(target)
+            self._changed.notify_all()
 
     def wait(self, progress: Progress | None = None) -> int:
         """Wait until all that CRIU has made is full; CRIU makes nothing more.
@@ -121,7 +140,7 @@ class SharedFill:
             return self._filled
 
     def close(self) -> None:
-        """End the threads, and close the objects that are open."""
+        """End the thread, and close the objects that are open."""
         with self._changed:
             self._closed = True
             fetcher = self._fetcher
@@ -129,59 +148,13 @@ class SharedFill:
         self._allocator.end()
         if fetcher is not None:
             fetcher.fail(RestoreFailed("the restore was given up"))
-        if self._listener is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        for thread in self._threads:
-            thread.join()
-        if self._listener is not None:
-            self._listener.close()
+        if self._thread is not None:
+            self._thread.join()
         for target in self._opened:
             _close(target)
         self._opened = []
 
-    # -- one thread opens
-
-    def _serve(self) -> None:
-        """Answer CRIU's processes until `close`."""
-        assert self._listener is not None
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            with peer:
-                try:
-                    peer.settimeout(_PATIENCE)
-                    self._answer(peer)
-                except BaseException as error:  # noqa: BLE001 - raised by `wait`; CRIU fails, too
-                    self._fail(error)
-
-    def _answer(self, peer: socket.socket) -> None:
-        request = peer.recv(_REQUEST.size, socket.MSG_WAITALL)
-        if len(request) < _REQUEST.size:
-            raise RestoreFailed("CRIU ended while it made shared memory")
-        number, start = _REQUEST.unpack(request)
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid = _CREDENTIALS.unpack(credentials)[0]
-        part = self._expected.pop(number, None)
-        if part is None:
-            raise RestoreFailed(f"CRIU made shared memory {number}, which it should not make now")
-        descriptor = _open_mapped(pid, start, number)
-        size = os.fstat(descriptor).st_size
-        name = f"shared memory {number}"
-        if _end(part) > -(-size // PAGE) * PAGE:
-            os.close(descriptor)
-            raise RestoreFailed(f"CRIU made {name} of {size} bytes, which is too small")
-        target = FileTarget(name, size, part.cells, descriptor=descriptor, offset=0)
-        group = paying_group(pid)
-        with self._changed:
-            self._group = group  # CRIU makes the whole tree in one
-            self._opened.append(target)
-            self._changed.notify_all()
-        peer.sendall(b"y")
-
-    # -- another fills
+    # -- the thread
 
     def _fill(self) -> None:
         """Fill what is open, all at once, until `close`."""
@@ -212,7 +185,8 @@ class SharedFill:
             if self._closed:
                 return
             self._fetcher = fetcher
-            group = self._group
+            pid = self._pid
+        group = paying_group(pid)
         if group is not None:
             pages = [(target.descriptor, ranges_of(target.cells)) for target in targets]
             self._allocator.allocate(
@@ -263,29 +237,6 @@ def _listen(folder: Path) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _open_mapped(pid: int, start: int, number: int) -> int:
-    """Open the shared memory that a process maps, for writing, and nothing else that forged images
-    could lead to.
-
-    Raises:
-        RestoreFailed: It cannot be opened, or something else is there.
-    """
-    try:
-        end = next(mapping.end for mapping in procfs.read_maps(pid) if mapping.start == start)
-        seen = os.open(f"/proc/{pid}/map_files/{start:x}-{end:x}", os.O_PATH | os.O_CLOEXEC)
-    except (StopIteration, NotFound) as error:
-        raise RestoreFailed(f"CRIU's process {pid} does not map shared memory {number}") from error
-    except OSError as error:
-        raise RestoreFailed(f"cannot open shared memory {number}: {error.strerror}") from error
-    try:
-        about = os.fstat(seen)
-        if not stat.S_ISREG(about.st_mode) or about.st_dev != shared_memory_device():
-            raise RestoreFailed(f"CRIU made something else in place of shared memory {number}")
-        return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC)
-    finally:
-        os.close(seen)
 
 
 def _close(target: FileTarget) -> None:

@@ -24,7 +24,6 @@ from icecore.host.gpu.undo import in_parallel
 from icecore.host.kernel import procfs
 from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.gpus import GpuPlan
-from icecore.restorer.guard.guard_process import descendants
 
 _POLL_SECONDS = 0.2
 
@@ -37,12 +36,16 @@ class Devices:
         plan: The processes, and the GPUs that they get.
         word: Shows in the helper's command line.
         emit: Gets the ``restore.gpu.…`` phases.
+
+    Attributes:
+        pids: Image id → pid here, of the GPU processes once `bring_back` has found them.
     """
 
     def __init__(self, plan: GpuPlan, word: str, emit: Sink) -> None:
         self._plan = plan
         self._emit = emit
         self._helper = Helper(start_here, word)
+        self.pids: dict[int, int] = {}
 
     def close(self) -> None:
         """End the helper; the tree runs or is dead."""
@@ -80,19 +83,23 @@ class Devices:
             Whether it was done; False: CRIU never held the tree.
 
         Raises:
-            RestoreFailed: The driver failed; the tree must be killed.
+            RestoreFailed: The driver failed, or a process is missing; the tree must be killed.
             MissingTool: There is no driver.
         """
         self._helper.wait_ready()
         # The pids are known once CRIU holds the tree.
         if not self._held(seconds):
             return False
-        first = root()
-        pids = host_pids(first, self._plan)
+        first, pids = root(), self.pids
         try:
-            self._helper.bind([first, *descendants(first)])
+            self._helper.bind(first)
+            pids.update(self._helper.find(first, self._plan.processes))
         except DeviceError as error:
             _check([error], failure, end_of_criu)
+        if missing := [image for image in self._plan.processes if image not in pids]:
+            raise RestoreFailed(
+                f"GPU processes {missing} of the snapshot are missing after CRIU restored it"
+            )
         fill.attach_device_file()
         failed: list[BaseException] = []
         lost: list[int] = []
@@ -178,21 +185,3 @@ def _check(
         )
     if (ended := end_of_criu()) is not None:
         raise ended
-
-
-def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:
-    """Return image id → pid here, of the GPU processes of a tree.
-
-    Raises:
-        RestoreFailed: A process is missing.
-    """
-    found: dict[int, int] = {}
-    for pid in (root, *descendants(root)):
-        with suppress(NotFound):
-            found[procfs.status(pid).own_pid] = pid
-    missing = [image for image in plan.processes if image not in found]
-    if missing:
-        raise RestoreFailed(
-            f"GPU processes {missing} of the snapshot are missing after CRIU restored it"
-        )
-    return {image: found[image] for image in plan.processes}

@@ -34,7 +34,7 @@ class Message:
     Attributes:
         say: ``ready``, ``started`` (CRIU runs), ``task`` (a process and its userfaultfd),
             ``restored`` (CRIU built the tree), ``ended`` (CRIU ended), ``exited`` (a process of the
-            tree ended), ``events`` or ``killed``.
+            tree ended), ``events``, ``shared`` (CRIU made shared memory) or ``killed``.
         about: The fields of the message.
         data: The raw events of ``events``.
         descriptors: Descriptors that came with it; the receiver closes them.
@@ -114,6 +114,12 @@ class RestoreGuard:
             {"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own},
             descriptors,
         )
+
+    def share(self, listener: socket.socket) -> None:
+        """Have the guard open the shared memory of which CRIU tells at this socket; it says
+        ``shared`` each time.
+        """
+        self._send({"do": "share"}, [listener.fileno()])
 
     def undo_with(self, argv: Sequence[str], journal: Path) -> None:
         """Name the command that undoes what the restore does to files. It runs when the tree was

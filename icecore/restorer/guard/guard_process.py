@@ -6,7 +6,9 @@ afterwards.
 For that it is the server of CRIU's lazy-pages.socket, and it alone reads the descriptors' events: a
 child's descriptor is created in the process that reads the fork event. The restorer holds
 duplicates and tells the guard when to read, because it must hold its lock on the address map at
-that moment (see `icecore.restorer.fill.daemon`).
+that moment (see `icecore.restorer.fill.daemon`). The guard also opens shared memory as soon as CRIU
+has made it, and passes it on (`icecore.restorer.fill.shared`): CRIU waits for that, and the threads
+of the restorer wait for each other.
 
 It runs by its path under ``python -I -S`` and uses the standard library and modules of icecore that
 use nothing else: it starts in a few milliseconds. Arguments: the number of its end of a
@@ -28,6 +30,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -45,6 +48,11 @@ EVENT_BYTES = 32
 EVENT_FORK = 0x13
 MAX_EVENTS = 64
 _PR_SET_CHILD_SUBREAPER = 36
+#: What CRIU says: its number of the shared memory, and the address at which it is mapped.
+_SHARED = struct.Struct("<QQ")
+_CREDENTIALS = struct.Struct("iII")
+#: How long CRIU may take for its few bytes.
+_SHARED_SECONDS = 30.0
 
 
 def descendants(root: int) -> list[int]:
@@ -69,6 +77,31 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def open_shared(pid: int, start: int) -> int:
+    """Open for writing the shared memory that a process maps at ``start``, and nothing else that
+    forged images could lead to.
+
+    Raises:
+        OSError: It cannot be opened, or something else is there.
+    """
+    folder, beginning = f"/proc/{pid}/map_files", f"{start:x}-"
+    name = next((name for name in os.listdir(folder) if name.startswith(beginning)), "")
+    if not name:
+        raise FileNotFoundError(errno.ENOENT, f"process {pid} maps no file at {start:#x}")
+    sample = os.memfd_create("icecore", os.MFD_CLOEXEC)
+    try:
+        seen = os.open(f"{folder}/{name}", os.O_PATH | os.O_CLOEXEC)
+        try:
+            about = os.fstat(seen)
+            if not stat.S_ISREG(about.st_mode) or about.st_dev != os.fstat(sample).st_dev:
+                raise OSError(errno.EINVAL, f"process {pid} maps something else at {start:#x}")
+            return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(seen)
+    finally:
+        os.close(sample)
+
+
 class GuardProcess:
     """The guard's loop and state."""
 
@@ -82,6 +115,7 @@ class GuardProcess:
         self.listener.bind(LAZY_SOCKET)
         self.listener.listen(1)
         self.criu_connection: socket.socket | None = None
+        self.shared: socket.socket | None = None
         self.kept: dict[int, int] = {}
         self.next_kept = 0
         self.criu = 0
@@ -119,6 +153,8 @@ class GuardProcess:
                     self.criu_connection is not None and descriptor == self.criu_connection.fileno()
                 ):
                     self.hear_criu()
+                elif self.shared is not None and descriptor == self.shared.fileno():
+                    self.hear_of_shared(self.shared)
                 elif descriptor == self.control.fileno() and not self.obey():
                     return
 
@@ -126,7 +162,7 @@ class GuardProcess:
         """Carry out one request of the restorer; return False when there is nothing left to do."""
         try:
             request, _, descriptors = packets.hear(self.control)
-        except packets.DescriptorsLost as error:  # only CRIU's come with a request
+        except packets.DescriptorsLost as error:  # they come with what CRIU needs
             self.say({"say": "ended", "status": 127, "why": str(error)})
             return True
         except OSError:
@@ -137,6 +173,9 @@ class GuardProcess:
             self.read_events(request["keep"])
         elif what == "close":
             os.close(self.kept.pop(request["keep"]))
+        elif what == "share":
+            self.shared = socket.socket(fileno=descriptors[0])
+            self.poll.register(self.shared.fileno(), select.POLLIN)
         elif what == "run":
             self.run(request["argv"], descriptors, request["numbers"], request["environment"])
         elif what == "undo":
@@ -241,6 +280,33 @@ class GuardProcess:
                 )
             elif flags & socket.MSG_CTRUNC:
                 self.say({"say": "task", "process": number, "error": os.strerror(errno.EMFILE)})
+
+    def hear_of_shared(self, listener: socket.socket) -> None:
+        """Open the shared memory that CRIU has made, pass it on, and let CRIU continue. If it cannot
+        be opened, CRIU fails.
+        """
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(_SHARED_SECONDS)
+            about: dict[str, object] = {"say": "shared"}
+            opened: list[int] = []
+            try:
+                request = connection.recv(_SHARED.size, socket.MSG_WAITALL)
+                number, start = _SHARED.unpack(request)
+                credentials = connection.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+                )
+                pid = _CREDENTIALS.unpack(credentials)[0]
+                about |= {"number": number, "pid": pid}
+                opened.append(open_shared(pid, start))
+            except (OSError, struct.error) as error:
+                about["error"] = str(error)
+            self.say(about, b"", opened)
+            for descriptor in opened:
+                os.close(descriptor)
+            if opened:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"y")
 
     def keep(self, descriptor: int) -> int:
         self.next_kept += 1

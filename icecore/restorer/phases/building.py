@@ -100,6 +100,7 @@ def build_tree(
         )
     tree.fill.listen()
     shared = _fill_shared(attempt, undo, workspace, plan, prepared)
+    tree.daemon.shared = shared.take
     with phase(attempt.emit, "restore.criu") as running:
         with devices.holder() if devices is not None else nullcontext() as holder:
             environment = _joining(attempt, plan, restoring) | plugin.restore_environment(
@@ -131,7 +132,7 @@ def _fill_shared(
     images, memory = workspace.images, prepared.memory.placed
     shared = SharedFill(images, memory, backend, plan.reader, plan.limits, attempt.loop)
     undo.stack.callback(shared.close)
-    shared.listen()
+    shared.start(workspace.guard)
     return shared
 
 

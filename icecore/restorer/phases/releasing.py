@@ -38,7 +38,7 @@ def let_run(
     prepared.put_back.note_ran()
     if resources.devices is not None and resources.resident is not None:
         # The tree runs, but for the threads that its preload has parked.
-        tree.map_resident(resources.resident, resources.devices.plan)
+        tree.map_resident(resources.resident, resources.devices)
         resources.resident.close()
     job = resources.restoring.started(pid) if resources.restoring is not None else None
     seconds = time.perf_counter() - attempt.began

@@ -45,7 +45,10 @@ MAX_NODE_BYTES = NODE_CELLS * CELL.itemsize
 MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1 + TAG_BYTES
 #: No shard or pack is longer, so a place beyond it is invalid.
 MAX_CONTAINER_BYTES = 1 << 40
-_ROWS = 8192
+#: u1[257, 32]: the bitmap of the first N pages of a cell.
+_FIRST_PAGES = np.packbits(
+    np.arange(CELL_PAGES) < np.arange(CELL_PAGES + 1)[:, None], axis=1, bitorder="little"
+)
 
 Indices = npt.NDArray[np.int64]
 
@@ -299,15 +302,11 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
     if ((base >= end) | (base + CELL_BYTES <= start)).any():
         raise ValueError("a cell lies outside of its region")
     edges = np.flatnonzero((base < start) | (base + CELL_BYTES > end))
-    pages = np.arange(CELL_PAGES)
-    for first in range(0, len(edges), _ROWS):
-        rows = edges[first : first + _ROWS]
-        there = np.unpackbits(
-            records["data"][rows] | records["zero"][rows], axis=1, bitorder="little"
-        ).view(np.bool_)
-        address = base[rows, None] + pages * PAGE
-        if (there & ((address < start[rows, None]) | (address >= end[rows, None]))).any():
-            raise ValueError("a page of a cell lies outside its region")
+    base, start, end = base[edges], start[edges], end[edges]
+    before, until = (np.clip(-(-(bound - base) // PAGE), 0, CELL_PAGES) for bound in (start, end))
+    there = records["data"][edges] | records["zero"][edges]
+    if (there & ~(_FIRST_PAGES[until] & ~_FIRST_PAGES[before])).any():
+        raise ValueError("a page of a cell lies outside its region")
 
 
 def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence[int]) -> bytes:
