@@ -11,7 +11,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
+
+import msgspec
 
 from icecore.access import passphrase
 from icecore.access.places import state_directory
@@ -40,6 +43,7 @@ from icecore.text import jsonable
 _KEPT_SECONDS = 300.0
 _STATISTICS_SECONDS = 30.0
 _MOST_OWNERS = 100_000
+_MOST_SNAPSHOTS = 10_000
 
 
 class Repositories:
@@ -302,7 +306,13 @@ def _group(found: Group) -> models.Group:
 
 def as_snapshot(record: SnapshotRecord, owner: int | None) -> models.Snapshot:
     """Return a snapshot's record as a resource."""
-    fields = jsonable(contents.snapshot_fields(record))
+    return _as_snapshot(msgspec.msgpack.encode(record), owner)
+
+
+@lru_cache(_MOST_SNAPSHOTS)  # a list has mostly records that the last one had
+def _as_snapshot(record: bytes, owner: int | None) -> models.Snapshot:
+    found = msgspec.msgpack.decode(record, type=SnapshotRecord)
+    fields = jsonable(contents.snapshot_fields(found))
     return models.Snapshot(owner=owner, **{key: fields[key] for key in _FIELDS})
 
 

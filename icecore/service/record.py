@@ -180,6 +180,33 @@ def read(state: Path, name: str) -> Measured:
         return Measured()
 
 
+class Records:
+    """What is known of a node's jobs; a record is read again once it has changed.
+
+    Args:
+        state: The node's state directory.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        #: Job → the identity of its record and what was in it. Threads share it.
+        self._read: dict[str, tuple[tuple[int, ...], Measured]] = {}
+
+    def of(self, name: str) -> Measured:
+        """Return what is known of a job, as `read`."""
+        try:
+            about = os.stat(self._state / FOLDER / f"{name}.json")
+        except OSError:
+            self._read.pop(name, None)
+            return Measured()
+        # It is only ever replaced as a whole.
+        identity = (about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns)
+        known = self._read.get(name)
+        if known is None or known[0] != identity:
+            known = self._read[name] = identity, read(self._state, name)
+        return known[1]
+
+
 def is_watched(state: Path, name: str, instance: str) -> bool:
     """Return whether a supervisor on this node holds the lock of a job, and has a watchdog of its
     own beside the instance.

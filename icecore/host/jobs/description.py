@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.kernel import procfs
 
 
+@cache
 def boot_id() -> str:
     """Return the id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -39,19 +39,29 @@ _MOST_STATUS = 64  # bytes
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
-def init_of(directory: Path) -> int:
-    """Return the pid of the init that holds the status file of the instance in ``directory``; 0 if
-    none does.
+class Inits:
+    """The processes that hold a status file, as an init does; looked for once, when one is asked
+    for.
     """
-    try:
-        ours = os.stat(directory / "status")
-    except FileNotFoundError:
-        return 0
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        with suppress(OSError):  # no such descriptor, or it ended meanwhile
-            if os.path.samestat(ours, os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")):
-                return pid
-    return 0
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], int] | None = None
+
+    def of(self, directory: Path) -> int:
+        """Return the pid of the init that holds the status file of the instance in ``directory``; 0
+        if none does.
+        """
+        try:
+            ours = os.stat(directory / "status")
+        except FileNotFoundError:
+            return 0
+        if self._found is None:
+            self._found = {}
+            for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+                with suppress(OSError):  # no such descriptor, or it ended meanwhile
+                    held = os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")
+                    self._found.setdefault((held.st_dev, held.st_ino), pid)
+        return self._found.get((ours.st_dev, ours.st_ino), 0)
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,12 @@ class Job:
     _over: ClassVar[bool] = False  # per object: whether the init is known to have ended
 
     @classmethod
-    def load(cls, directory: Path) -> Job:
+    def load(cls, directory: Path, inits: Inits | None = None) -> Job:
         """Load the instance in ``directory``.
+
+        Args:
+            inits: Is asked for the init of an instance of which none was recorded. Default: they are
+                looked for now.
 
         Raises:
             NotFound: There is none.
@@ -114,7 +128,7 @@ class Job:
             damaged = Damaged("job description", str(directory / "job.json"), str(error))
             damaged.cure = f"'icecore rm {directory.name}' forgets it, with its logs"
             raise damaged from error
-        return cls(directory, description)._found_restored()
+        return cls(directory, description)._found_restored(inits or Inits())
 
     def save(self) -> None:
         """Write job.json atomically and durably."""
@@ -464,13 +478,13 @@ class Job:
             for file in files.values():
                 file.close()
 
-    def _found_restored(self) -> Job:
+    def _found_restored(self, inits: Inits) -> Job:
         """Return the job; if its restorer died before it recorded the pid, with the pid of the init
         that holds this instance's status file.
         """
         if self.description.pid or self.state != "failed" or self.description.boot != boot_id():
             return self
         with suppress(NotFound):  # it ended meanwhile
-            if pid := init_of(self.directory):
+            if pid := inits.of(self.directory):
                 return self.with_pid(pid)
         return self

@@ -22,7 +22,7 @@ from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host.jobs import keepers
 from icecore.host.jobs.description import Description, describe
-from icecore.host.jobs.job import Job, init_of
+from icecore.host.jobs.job import Inits, Job
 from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, init_program
 from icecore.host.kernel import freezer, procfs
 from icecore.private import private_state, require_own, state_directory
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.restoring import Restoring
 
+#: An instance that failed so long ago (seconds) and has no init gets none any more.
+_SETTLED_SECONDS = 60.0
 #: How long a command removes ever deeper private directories of jobs that have ended.
 _TIDY_SECONDS = 5.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -81,6 +83,8 @@ class Registry:
         #: Instance → the identity of its job.json and what was read from it. Replaced as a whole,
         #: because threads share it.
         self._read: dict[str, tuple[_FileId, Job]] = {}
+        #: Instance → when it was first seen without an init, by the monotonic clock.
+        self._failed: dict[str, float] = {}
 
     # -- finding
 
@@ -106,21 +110,25 @@ class Registry:
         except FileNotFoundError:
             return [], {}
         before, read = self._read, dict[str, tuple[_FileId, Job]]()
+        failed, inits, now = dict[str, float](), Inits(), time.monotonic()
         for name in names:  # a Path for each of thousands of instances is slow
             try:
                 identity = _identity(f"{self._jobs}/{name}/job.json")
                 known = before.get(name)
-                job = known[1] if known and known[0] == identity else Job.load(self._jobs / name)
+                same = known is not None and known[0] == identity
+                job = known[1] if known and same else Job.load(self._jobs / name, inits)
             except NotFound:
                 continue  # being made, or being removed
             except Damaged as error:  # no reason to do nothing for the others
                 damaged[name] = error
                 continue
             found.append(job)
-            # Without a pid, it may still be found without a change of the file.
-            if job.description.pid:
+            # Without a pid, its init may still be found without a change of the file.
+            if not job.description.pid and job.state == "failed":
+                failed[name] = self._failed.get(name, now)
+            if job.description.pid or now - failed.get(name, now) > _SETTLED_SECONDS:
                 read[name] = identity, job
-        self._read = read
+        self._read, self._failed = read, failed
         return sorted(found, key=lambda job: job.description.created), damaged
 
     def find(self, which: str | int) -> Job:
@@ -351,7 +359,7 @@ class Registry:
             if instance not in self.damaged():
                 raise NotFound(f"there is no damaged job {instance}")
             directory = self._jobs / instance
-            if pid := init_of(directory):
+            if pid := Inits().of(directory):
                 raise UsageError(
                     f"job {instance} runs, as process {pid}", cure=f"'kill -KILL {pid}' first"
                 )

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -26,7 +26,6 @@ from icecore.service.api.routing import BEAT_SECONDS, Call
 from icecore.service.api.service import owner_of
 from icecore.service.api.starting import as_json, identity_of, owner_or_none, start
 from icecore.service.record import Measured
-from icecore.service.record import read as read_schedule
 from icecore.text import jsonable
 
 _POLL_SECONDS = 0.1
@@ -45,12 +44,13 @@ def as_job(
 
     Args:
         supervising: The operations that supervise jobs, by the jobs' names.
-        schedule_of: Returns the schedule record of the job with a given name. Default: it is read
-            from the state directory.
+        schedule_of: Returns the schedule record of the job with a given name. Default: that of the
+            service.
     """
-    known, status = job.description, job.status()
-    read = schedule_of or partial(read_schedule, call.service.registry.state)
-    measured = read(job.name)
+    known, state = job.description, job.state  # asked once: each time is a look at /proc
+    ended = state in ("ended", "failed")
+    status = job.status() if ended else None
+    measured = (schedule_of or call.service.schedules.of)(job.name)
     schedule = models.Schedule(
         snapshots=len(measured.taken),
         last_snapshot=measured.taken[-1].at if measured.taken else None,
@@ -67,7 +67,7 @@ def as_job(
         instance=job.instance,
         owner=owner_of(job),
         user=job.description.user_name,
-        state=job.state,
+        state=state,
         pid=job.pid,
         created=known.created,
         command=jsonable(known.command),
@@ -86,7 +86,7 @@ def as_job(
         signal=None if status is None else status.signal,
         exit_status=None if status is None else status.exit_code,
         data=jsonable(known.data),
-        kept_bytes=call.service.registry.kept(job),
+        kept_bytes=call.service.registry.kept(job) if ended else 0,
         log_bytes={str(k): v for k, v in job.log_sizes().items()},
         operation=operation,
         schedule=schedule if measured.taken or operation else None,
@@ -103,8 +103,8 @@ async def list_jobs(call: Call) -> Any:
         if not call.query.all:
             jobs = [job for job in jobs if job.state in ("running", "starting")]
         shown, following = paginate(jobs, call.query, lambda job: job.instance)
-        # A supervised job may have hundreds of instances: its record is read once.
-        schedule_of = cache(partial(read_schedule, call.service.registry.state))
+        # A supervised job may have hundreds of instances.
+        schedule_of = cache(call.service.schedules.of)
         items = [as_job(call, job, supervising, schedule_of) for job in shown]
         return models.Items(items=items, next=following)
 

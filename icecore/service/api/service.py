@@ -29,6 +29,7 @@ from icecore.service.api.operations import Operations
 from icecore.service.api.problems import Slow
 from icecore.service.api.tokens import Tokens
 from icecore.service.facts.readings import Reading, Replica
+from icecore.service.record import Records
 
 T = TypeVar("T")
 _THREADS = 16
@@ -98,11 +99,15 @@ class Service:
     started: float = field(default_factory=time.time)
     stopping: bool = False
     admin_gid: int | None = None
+    schedules: Records = field(init=False)
     _local: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
     _storage: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_STORAGE_THREADS)
     )
     _turns: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
+
+    def __post_init__(self) -> None:
+        self.schedules = Records(self.registry.state)
 
     @classmethod
     def made(
