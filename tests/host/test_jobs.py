@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import Damaged, NotFound, UsageError
-from icecore.host.jobs.job import ExitStatus, Job
+from icecore.host.jobs import registry as registry_module
+from icecore.host.jobs.job import ExitStatus, Inits, Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.private import state_directory
@@ -345,9 +346,9 @@ def test_what_is_known_is_read_once(registry: Registry, monkeypatch: pytest.Monk
     read: list[Path] = []
     load = Job.load
 
-    def counting(directory: Path) -> Job:
+    def counting(directory: Path, inits: Inits | None = None) -> Job:
         read.append(directory)
-        return load(directory)
+        return load(directory, inits)
 
     monkeypatch.setattr(Job, "load", counting)
     assert {job.instance for job in registry.instances()} == {job.instance for job in jobs}
@@ -362,3 +363,30 @@ def test_what_is_known_is_read_once(registry: Registry, monkeypatch: pytest.Monk
     assert [job.name for job in registry.instances()] == ["job-2", "job-3", "job-4", "later"]
     assert set(registry.damaged()) == {jobs[0].instance}
     later.wait(10)
+
+
+def test_an_instance_that_failed_is_looked_for_no_more(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at all processes for each of hundreds would take long."""
+    job = ended(registry)
+    known = job.description
+    gone = replace(known, pid=0, owner=(os.getpid(), 1))
+    Job(job.directory, gone).save()
+    looked: list[Path] = []
+    of = Inits.of
+
+    def counting(self: Inits, directory: Path) -> int:
+        looked.append(directory)
+        return of(self, directory)
+
+    monkeypatch.setattr(Inits, "of", counting)
+    for _ in range(2):
+        assert [one.state for one in registry.instances()] == ["failed"]
+    assert len(looked) == 2
+    monkeypatch.setattr(registry_module, "_SETTLED_SECONDS", 0.0)
+    for _ in range(3):
+        assert [one.state for one in registry.instances()] == ["failed"]
+    assert len(looked) == 3
+    Job(job.directory, replace(gone, name="other")).save()  # a change is seen
+    assert [one.name for one in registry.instances()] == ["other"]

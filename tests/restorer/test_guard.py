@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import mmap
 import os
 import resource
 import socket
@@ -119,3 +121,64 @@ def test_a_userfaultfd_that_the_guard_has_no_room_for_is_an_error_with_a_name() 
         assert (about["say"], about["process"]) == ("task", 77)
         with pytest.raises(RestoreFailed, match=r"process 77: Too many open files.*ulimit"):
             Daemon._add_task(Daemon.__new__(Daemon), Message("task", about, b"", []))
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[tuple[RestoreGuard, Path]]:
+    """A guard that hears of shared memory at a socket."""
+    folder, place = tmp_path / "guard", tmp_path / "shared.socket"
+    folder.mkdir()
+    guard = RestoreGuard(str(folder), str(folder))
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(place))
+            listener.listen()
+            guard.share(listener)
+        yield guard, place
+    finally:
+        guard.end(20)
+
+
+def told(listening: tuple[RestoreGuard, Path], request: bytes) -> tuple[Message, bytes]:
+    """What the guard says when this process tells of shared memory, and what it answers."""
+    guard, place = listening
+    with socket.socket(socket.AF_UNIX) as criu:
+        criu.settimeout(20)
+        criu.connect(str(place))
+        criu.sendall(request)
+        criu.shutdown(socket.SHUT_WR)
+        answer = criu.recv(1)
+    while (message := guard.receive(20)) is None or message.say == "ready":
+        pass
+    assert message.say == "shared"
+    return message, answer
+
+
+def test_it_opens_shared_memory_as_soon_as_it_is_made(
+    listening: tuple[RestoreGuard, Path],
+) -> None:
+    with mmap.mmap(-1, 1 << 20) as memory:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        message, answer = told(listening, struct.pack("<QQ", 7, start))
+        assert answer == b"y" and message.about["number"] == 7
+        assert message.about["pid"] == os.getpid()
+        (descriptor,) = message.descriptors
+        os.pwrite(descriptor, b"filled", 4096)
+        os.close(descriptor)
+        assert memory[4096:4102] == b"filled"
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "private", "too little"])
+def test_it_opens_nothing_else(
+    what: str, listening: tuple[RestoreGuard, Path], tmp_path: Path
+) -> None:
+    """Forged images could lead CRIU to say anything."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    with open(path, "r+b") as file:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, 4096, flags) if what == "private" else mmap.mmap(file.fileno(), 4096)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        request = struct.pack("<QQ", 7, start + (4096 * 1024 if what == "nothing" else 0))
+        message, answer = told(listening, request[:9] if what == "too little" else request)
+    assert answer == b"" and message.descriptors == [] and message.about["error"]

@@ -32,6 +32,7 @@ from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
 from icecore.restorer.fill import charging
 from icecore.restorer.fill import shared as shared_fill
+from icecore.restorer.guard.client import Message
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import files as restored_files
 from icecore.restorer.restore import restore
@@ -499,11 +500,11 @@ def test_nothing_runs_if_it_cannot_be_filled(
     pid = puppet.pid
     puppet.end()
 
-    def fail(*_: object) -> int:
+    def fail(*_: object) -> None:
         raise RestoreFailed("as planned")
 
     if broken == "open":
-        monkeypatch.setattr(shared_fill, "_open_mapped", fail)
+        monkeypatch.setattr(shared_fill.SharedFill, "_take", fail)
     else:
         monkeypatch.setattr(shared_fill.FileWriter, "place", fail)
     with (
@@ -523,16 +524,16 @@ def test_a_restore_that_fails_does_not_wait_for_a_frozen_cgroup(
     puppet.do("for one in held: one[:] = os.urandom(2 * MIB)")
     snapshot, _, _ = dumped(puppet.pid, store)
     puppet.end()
-    opened, open_mapped = [], shared_fill._open_mapped
+    opened, take = [], shared_fill.SharedFill._take
 
-    def open_one(pid: int, start: int, number: int) -> int:
+    def take_one(self: shared_fill.SharedFill, message: Message) -> None:
         if opened:
             assert eventually(lambda: (group / "cgroup.procs").read_text())
             raise RestoreFailed("as planned")
-        opened.append(number)
-        return open_mapped(pid, start, number)
+        opened.append(message)
+        take(self, message)
 
-    monkeypatch.setattr(shared_fill, "_open_mapped", open_one)
+    monkeypatch.setattr(shared_fill.SharedFill, "_take", take_one)
     with frozen_group() as group:
         monkeypatch.setattr(shared_fill, "paying_group", lambda _: group)
         began = time.monotonic()

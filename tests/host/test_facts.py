@@ -1,0 +1,81 @@
+"""Where CRIU keeps what it has found out about the kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.host.criu import libraries
+from icecore.host.criu.program import find_criu
+
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(
+        Path("/run").exists()
+        and subprocess.run(
+            ["stat", "-f", "-c", "%T", "/run"], capture_output=True, text=True
+        ).stdout
+        == "tmpfs\n",
+        reason="CRIU keeps it in /run",
+    ),
+]
+LOADED = "Loaded kdat cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    found = tmp_path / "facts" / "criu"
+    monkeypatch.setattr(libraries, "_FACTS_FOLDER", found)
+    yield found
+
+
+def check(environment: dict[str, str]) -> str:
+    """What CRIU logs when it looks at the kernel."""
+    criu = find_criu()
+    done = subprocess.run(
+        [criu.path, "check", "-v4"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("which", ["dump", "restore"])
+def test_it_finds_it_out_once(which: str, folder: Path) -> None:
+    made = libraries.dump_environment(None) if which == "dump" else libraries.restore_environment()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert LOADED not in check(made)
+    (kept,) = folder.iterdir()
+    assert LOADED in check(made)
+    # What was found out before the machine was started, or by another CRIU, does not count.
+    kept.rename(folder / "another-boot")
+    again = libraries.dump_environment(None) if which == "dump" else libraries.restore_environment()
+    assert list(folder.iterdir()) == []
+    assert LOADED not in check(again)
+
+
+def test_a_directory_that_others_can_write_to_is_not_used(folder: Path) -> None:
+    made = libraries.restore_environment()
+    folder.chmod(0o770)
+    check(made)
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o700)
+    os.chown(folder, 65534, 65534)
+    check(made)
+    assert list(folder.iterdir()) == []
+
+
+def test_where_no_directory_can_be_made_it_finds_it_out_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(libraries, "_FACTS_FOLDER", tmp_path / "file" / "criu")
+    made = libraries.restore_environment()
+    assert libraries._FACTS not in made
+    assert LOADED not in check(made)
