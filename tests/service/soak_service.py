@@ -39,9 +39,9 @@ _READS = ("/v1/jobs", "/v1/jobs?all=true", "/v1/operations", "/v1/snapshots", "/
 #: Answers at once. What a client waits for it is what this machine adds to every answer.
 _ECHO = """
 import asyncio, contextlib, os, sys
-os.nice(-5)  # this and the next: as the service
+os.nice(-10)  # this and the next: as the service
 with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-    group.write("-5")
+    group.write("-10")
 async def answer(reader, writer):
     with contextlib.suppress(asyncio.IncompleteReadError):
         await answers(reader, writer)

@@ -168,6 +168,29 @@ def test_readers_leave_some_of_it(place: Path) -> None:
     asyncio.run(body())
 
 
+def test_writers_leave_what_was_released(place: Path) -> None:
+    """However often jobs try to store snapshots, some of the reserve stays for who frees space."""
+
+    async def body() -> None:
+        async with made(place) as repository:
+            snapshot = await take(repository, A)
+            fill(place)
+            await (await repository.read_session(snapshot, beat_seconds=None)).abort()
+            left = reserve(place)
+            assert len(left) < RESERVE_PIECES
+            for _ in range(30):
+                with pytest.raises(StoreFull, match="nearly full"):
+                    await take(repository, B)
+            assert reserve(place) == left
+            assert await repository.forget([snapshot])
+            assert (await collect(repository)).deleted
+            (place / "filler").unlink()
+            await take(repository, B)
+            assert reserve(place) == RESERVE
+
+    asyncio.run(body())
+
+
 def test_what_is_forgotten_is_freed(place: Path) -> None:
     """Forget and collect, with shards that would be rewritten if there were room; afterwards
     everything is as before.

@@ -34,7 +34,7 @@ _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
 _TRIM_SECONDS = 60.0
 #: The service's nice value is lower than that of jobs by this much.
-_BEFORE_JOBS = 5
+_BEFORE_JOBS = 10
 
 
 async def serve(service: Service, app: web.Application, emit: Sink) -> None:

@@ -234,11 +234,15 @@ class Backend(ABC):
         """
         raise UsageError(f"{self.where} takes whole objects only")
 
-    async def keep_reserve(self) -> None:
+    async def keep_reserve(self) -> bool:
         """Reserve space for ``give_up_reserve``, unless it is reserved already or free space is
         short. Never fails.
+
+        Returns:
+            Whether there is room for more: False if part of the reserve was used and less than all
+            of it is free, which is left to those who free space.
         """
-        return None
+        return True
 
     async def give_up_reserve(self, leave: int) -> bool:
         """Release a piece of the reserved space, unless only ``leave`` pieces are left. Return

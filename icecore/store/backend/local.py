@@ -379,20 +379,26 @@ class LocalBackend(Backend):
                         continue  # its writer finished
         return removed
 
-    async def keep_reserve(self) -> None:
-        await self.run(self._keep_reserve)
+    async def keep_reserve(self) -> bool:
+        return await self.run(self._keep_reserve)
 
-    def _keep_reserve(self) -> None:
-        with suppress(OSError):  # no room, or no permission: then there is no reserve
+    def _keep_reserve(self) -> bool:
+        try:
             found = os.statvfs(self.root)
-            roomy = found.f_bavail * found.f_frsize >= _PLENTY
+        except OSError:
+            return True  # whoever writes is told
+        free, whole = found.f_bavail * found.f_frsize, False
+        with suppress(OSError):  # no room, or no permission: then there is no reserve
+            roomy = free >= _PLENTY
             with opened(self.root, ()) as at, suppress(FileExistsError):
                 if roomy:
                     os.mkdir(_RESERVE, 0o700, dir_fd=at)
             with opened(self.root, (_RESERVE,)) as at:
                 missing = [name for name in _PIECES if _size(name, at) != RESERVE_PIECE]
+                whole = not missing
                 for name in missing if roomy else ():
                     _write_piece(name, at)
+        return whole or free >= RESERVE_PIECES * RESERVE_PIECE
 
     async def give_up_reserve(self, leave: int) -> bool:
         return await self.run(self._give_up_reserve, leave)

@@ -190,8 +190,8 @@ class ReplicaBackend(Backend):
     def draft(self, name: str) -> Draft:
         return self.own.draft(name)
 
-    async def keep_reserve(self) -> None:
-        await self.own.keep_reserve()
+    async def keep_reserve(self) -> bool:
+        return await self.own.keep_reserve()
 
     async def give_up_reserve(self, leave: int) -> bool:
         return await self.own.give_up_reserve(leave)

@@ -57,8 +57,8 @@ class Wrapper(Backend):
     def draft(self, name: str) -> Draft:
         return self.inner.draft(name) if self.drafts else super().draft(name)
 
-    async def keep_reserve(self) -> None:
-        await self.inner.keep_reserve()
+    async def keep_reserve(self) -> bool:
+        return await self.inner.keep_reserve()
 
     async def give_up_reserve(self, leave: int) -> bool:
         return await self.inner.give_up_reserve(leave)

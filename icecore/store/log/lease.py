@@ -23,6 +23,7 @@ from collections.abc import Callable
 import msgspec
 
 from icecore.errors import IcecoreError, JobHeld, SessionFenced, StoreError
+from icecore.store.backend.base import READERS_LEAVE
 from icecore.store.format.names import SESSIONS, heartbeat_session
 from icecore.store.format.state import LEASE, LogState, SessionRecord
 from icecore.store.log.catalog import Pages
@@ -169,7 +170,7 @@ class Lease:
             ]
             return msgspec.structs.replace(state, sessions=touched)
 
-        await self._repository.log.transact(touch, f"renew {self._session.id}", leave=0)
+        await self._repository.log.transact(touch, f"renew {self._session.id}", leave=READERS_LEAVE)
 
 
 async def take(
@@ -280,4 +281,4 @@ async def _fence(repository: StoredRepository, name: str, held: SessionRecord) -
         left = [one for one in state.sessions if one.id != held.id]
         return msgspec.structs.replace(state, sessions=left)
 
-    await repository.log.transact(change, f"fence {held.id}", leave=0)
+    await repository.log.transact(change, f"fence {held.id}", leave=READERS_LEAVE)

@@ -18,6 +18,7 @@ from icecore.errors import (
     ObjectExists,
     ObjectMissing,
     StoreError,
+    StoreFull,
     UsageError,
     WrongPassphrase,
 )
@@ -384,11 +385,16 @@ class StoredRepository:
         Raises:
             NotFound: ``base`` is not listed.
             JobHeld: A session that it excludes is open.
+            StoreFull: There is no room, or so little that it is left to those who free space.
         """
         pins = [] if base is None else [base]
-        await (
-            self.backend.keep_reserve()
-        )  # a repository of an earlier version has none, or others have used it
+        # A repository of an earlier version has none, or others have used it.
+        room = await self.backend.keep_reserve()
+        if leave is None and not room:
+            raise StoreFull(
+                f"{self.backend.where} is nearly full: what is left is needed to free space",
+                cure="'icecore forget' and 'icecore gc', or free space there by other means",
+            )
         return await self._begin(
             pins, purpose, load_index, beat_seconds, prove, leave, excludes, host
         )

@@ -63,7 +63,7 @@ def test_the_service_raises_its_limit_and_its_priority(
         assert node.service.operations.descriptors == own
         raised = node.service.operations.priority is not None  # only root may
         assert raised == (os.geteuid() == 0)
-        assert seen == [(own[1], own[1]), max(-20, nice - 5) if raised else nice]
+        assert seen == [(own[1], own[1]), max(-20, nice - 10) if raised else nice]
         assert os.getpriority(os.PRIO_PROCESS, 0) == nice
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == own
     finally:
