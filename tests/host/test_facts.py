@@ -33,11 +33,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield found
 
 
-def check(environment: dict[str, str]) -> str:
+def check(environment: dict[str, str], *prefix: str) -> str:
     """What CRIU logs when it looks at the kernel."""
     criu = find_criu()
     done = subprocess.run(
-        [criu.path, "check", "-v4"],
+        [*prefix, criu.path, "check", "-v4"],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -62,13 +62,26 @@ def test_it_finds_it_out_once(which: str, folder: Path) -> None:
 
 def test_a_directory_that_others_can_write_to_is_not_used(folder: Path) -> None:
     made = libraries.restore_environment()
-    folder.chmod(0o770)
+    for user, mode in ((0, 0o770), (65534, 0o700)):
+        os.chown(folder, user, user)
+        folder.chmod(mode)
+        check(made)
+        assert list(folder.iterdir()) == []
+    assert libraries.restore_environment()[libraries._FACTS] == ""  # it is another user's
+    folder.rmdir()
+    (folder.parent / "other").mkdir()
+    folder.symlink_to(folder.parent / "other")
     check(made)
     assert list(folder.iterdir()) == []
-    folder.chmod(0o700)
-    os.chown(folder, 65534, 65534)
-    check(made)
-    assert list(folder.iterdir()) == []
+
+
+def test_what_a_criu_without_privileges_finds_out_is_not_kept(folder: Path) -> None:
+    """It would restore without events of userfaultfd, also once it has them."""
+    made = libraries.restore_environment()
+    assert LOADED not in check(made, "setpriv", "--bounding-set", "-all", "--inh-caps", "-all")
+    kept = list(folder.iterdir())
+    assert LOADED not in check(made)
+    assert len(list(folder.iterdir())) == len(kept) + 1
 
 
 def test_where_no_directory_can_be_made_it_finds_it_out_each_time(
@@ -77,5 +90,5 @@ def test_where_no_directory_can_be_made_it_finds_it_out_each_time(
     (tmp_path / "file").touch()
     monkeypatch.setattr(libraries, "_FACTS_FOLDER", tmp_path / "file" / "criu")
     made = libraries.restore_environment()
-    assert libraries._FACTS not in made
+    assert made[libraries._FACTS] == ""
     assert LOADED not in check(made)

@@ -4,13 +4,15 @@
  * 120 ms, and keeps the result in /run/criu.kdat until the next boot. Where /run is not a tmpfs, as in
  * many containers, it finds out everything again at each start. There its file is one of a
  * directory that belongs to root alone ($ICECORE_KERNEL_FACTS); its name contains the id of the boot
- * and identifies CRIU's program.
+ * and the capabilities that CRIU has, and identifies CRIU's program. Nothing is kept of a CRIU that
+ * may not use userfaultfd: one that may do so later would restore without its events.
  *
  * Without that variable, or if the directory is not as it should be, CRIU does as ever.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <linux/magic.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -26,7 +28,7 @@
 #define BOOT 36
 
 static int folder = -1, unfinished = -1;
-static char finished_name[128], unfinished_name[160];
+static char finished_name[160], unfinished_name[192];
 
 /* Prepare the names; return whether CRIU's file is moved. */
 static int moved(void)
@@ -35,12 +37,20 @@ static int moved(void)
 	const char *path = getenv("ICECORE_KERNEL_FACTS");
 	struct statfs run;
 	struct stat about, program;
+	struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+	struct __user_cap_data_struct own[_LINUX_CAPABILITY_U32S_3];
 	char boot[BOOT + 1] = "";
 
 	if (state)
 		return state > 0;
 	state = -1;
 	if (!path || syscall(SYS_statfs, "/run", &run) || run.f_type == TMPFS_MAGIC)
+		return 0;
+	int faults = (int)syscall(SYS_userfaultfd, (long)O_CLOEXEC);
+	if (faults < 0)
+		return 0;
+	close(faults);
+	if (syscall(SYS_capget, &header, own))
 		return 0;
 	int random = (int)syscall(
 	    SYS_openat, AT_FDCWD, "/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC, 0);
@@ -58,9 +68,10 @@ static int moved(void)
 		close(folder);
 		return 0;
 	}
-	snprintf(finished_name, sizeof finished_name, "%s-%lx-%lx-%llx-%lx", boot,
+	snprintf(finished_name, sizeof finished_name, "%s-%lx-%lx-%llx-%lx-%x%08x", boot,
 	    (unsigned long)program.st_dev, (unsigned long)program.st_ino,
-	    (unsigned long long)program.st_mtim.tv_sec, (unsigned long)program.st_mtim.tv_nsec);
+	    (unsigned long long)program.st_mtim.tv_sec, (unsigned long)program.st_mtim.tv_nsec,
+	    own[1].effective, own[0].effective);
 	snprintf(unfinished_name, sizeof unfinished_name, "%s.%d", finished_name, getpid());
 	state = 1;
 	return 1;

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icecore.errors import MissingTool, UsageError
+from icecore.private import require_own
 
 #: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no
 #: compiler.
@@ -85,15 +86,18 @@ def _preloading(library: Path) -> dict[str, str]:
 
 def _facts() -> dict[str, str]:
     """Name the directory of what CRIU finds out about the kernel, and remove what it found out
-    before the machine was started; nothing where it cannot be made.
+    before the machine was started. Empty where it cannot be made or is somebody else's.
     """
     try:
-        _FACTS_FOLDER.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not _FACTS_FOLDER.parent.exists():
+            _FACTS_FOLDER.parent.mkdir(parents=True)
+            _FACTS_FOLDER.parent.chmod(0o755)  # whatever the umask: others find the service there
         _FACTS_FOLDER.mkdir(mode=0o700, exist_ok=True)
+        require_own(_FACTS_FOLDER)
         boot = _BOOT.read_text().strip()
         for name in os.listdir(_FACTS_FOLDER):
             if not name.startswith(boot):
                 (_FACTS_FOLDER / name).unlink(missing_ok=True)
-    except OSError:
-        return {}
+    except (OSError, UsageError):
+        return {_FACTS: ""}
     return {_FACTS: str(_FACTS_FOLDER)}

@@ -55,13 +55,26 @@ class Inits:
             ours = os.stat(directory / "status")
         except FileNotFoundError:
             return 0
-        if self._found is None:
-            self._found = {}
-            for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-                with suppress(OSError):  # no such descriptor, or it ended meanwhile
-                    held = os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")
-                    self._found.setdefault((held.st_dev, held.st_ino), pid)
-        return self._found.get((ours.st_dev, ours.st_ino), 0)
+        for _ in range(2):  # what was found may have ended since
+            if self._found is None:
+                # The init comes before its children, which may have inherited it.
+                self._found = dict(reversed([*_held()]))
+            pid = self._found.get((ours.st_dev, ours.st_ino), 0)
+            with suppress(OSError):
+                if not pid or os.path.samestat(ours, os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")):
+                    return pid
+            self._found = None
+        return 0
+
+
+def _held() -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield (device, inode) of what each process has where an init has its status file, and its
+    pid.
+    """
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):  # no such descriptor, or it ended meanwhile
+            held = os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")
+            yield (held.st_dev, held.st_ino), pid
 
 
 @dataclass(frozen=True)

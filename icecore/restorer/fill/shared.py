@@ -86,10 +86,12 @@ class SharedFill:
         self._thread.start()
 
     def take(self, message: Message) -> None:
-        """Take an object that the guard has opened, and have it filled."""
+        """Take an object that the guard has opened, and have it filled. What is wrong is raised by
+        `wait`: CRIU has its answer, and builds the tree all the same.
+        """
         try:
             self._take(message)
-        except RestoreFailed as error:  # raised by `wait`; CRIU fails, too
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
             for descriptor in message.descriptors:
                 os.close(descriptor)
             self._fail(error)

@@ -201,7 +201,7 @@ class RestoreGuard:
         except packets.DescriptorsLost:
             # Their processes are unknown now, and would never get their memory.
             raise RestoreFailed(
-                "this process cannot receive the userfaultfd of another process: too many open files",
+                "this process cannot receive a descriptor of another process: too many open files",
                 cure=MORE_DESCRIPTORS,
             ) from None
         except OSError as error:

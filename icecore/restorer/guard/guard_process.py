@@ -51,8 +51,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: What CRIU says: its number of the shared memory, and the address at which it is mapped.
 _SHARED = struct.Struct("<QQ")
 _CREDENTIALS = struct.Struct("iII")
-#: How long CRIU may take for its few bytes.
-_SHARED_SECONDS = 30.0
+#: How long CRIU may take for its few bytes, which it sends at once. This process does nothing else
+#: meanwhile.
+_SHARED_SECONDS = 2.0
 
 
 def descendants(root: int) -> list[int]:
@@ -267,6 +268,7 @@ class GuardProcess:
             return
         (number,) = struct.unpack("<i", word)
         if number == RESTORE_FINISHED:
+            self.stop_sharing()
             self.say({"say": "restored"})
         elif number >= 0:  # the id of a zombie, which has no memory, is negative
             _, descriptors, flags, _ = socket.recv_fds(
@@ -307,6 +309,13 @@ class GuardProcess:
             if opened:
                 with contextlib.suppress(OSError):
                     connection.sendall(b"y")
+
+    def stop_sharing(self) -> None:
+        """Listen no longer: CRIU has made all shared memory, and the tree is about to run."""
+        if self.shared is not None:
+            self.poll.unregister(self.shared.fileno())
+            self.shared.close()
+            self.shared = None
 
     def keep(self, descriptor: int) -> int:
         self.next_kept += 1

@@ -76,7 +76,8 @@ def build_tree(
         device_file=device_file,
     )
     options, restoring, devices = attempt.options, resources.restoring, resources.devices
-    # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
+    # Until the tree runs the changes of files can be undone: CRIU must not decide when that is. Nor
+    # may a tree run before its shared memory is complete (`SharedFill.wait`).
     held = (
         tree.hold_script(undo.stack)
         if options.mode == "full"

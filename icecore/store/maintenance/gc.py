@@ -274,7 +274,9 @@ class Collector:
             await self._survey()
         # Open until the last deletion: a sync that would create a deleted name again waits for its
         # end.
-        async with await self._repository.begin(None, COLLECT, load_index=False) as session:
+        async with await self._repository.begin(
+            None, COLLECT, load_index=False, leave=0
+        ) as session:
             result = await self._collect(session.id, fenced, compacted)
         await self._backend.keep_reserve()
         return result

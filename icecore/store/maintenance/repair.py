@@ -128,7 +128,7 @@ class Repairer:
         return done
 
     async def _begin(self) -> Session:
-        return await self._repository.begin(None, "repair", load_index=False)
+        return await self._repository.begin(None, "repair", load_index=False, leave=0)
 
     async def _survey(self, session: Session, *, index: bool = False) -> Survey:
         report = await check(self._repository, read_data=self._read_data, session=session)
