@@ -105,6 +105,7 @@ PARTS = {
     "tests/restorer/test_placers.py::test_every_page_comes_back": 2,
     "tests/restorer/test_placers.py::test_placers_that_are_killed": 4,
     "tests/restorer/test_placers.py::test_programs_go_on_and_find_their_data_intact": 5,
+    "tests/restorer/test_put_back.py::test_whatever_step_is_the_last_one_all_is_old_or_all_new": 2,
     "tests/restorer/test_restore.py::test_a_damaged_shard_is_named_and_nothing_runs_on": 3,
     "tests/restorer/test_restore.py::test_a_restorer_that_is_killed_takes_the_tree_with_it": 2,
     "tests/restorer/test_restore.py::test_a_sink_that_fails_ends_the_restore_and_leaves_nothing": 5,
@@ -147,8 +148,10 @@ PARTS = {
     "tests/roundtrip/test_users.py::test_a_job_of_another_user_comes_back_as_that_user": 4,
     "tests/roundtrip/test_users.py::test_links_that_are_swapped_while_a_job_starts_lead_nowhere": 2,
     "tests/service/api/test_routes.py::test_malformed_requests": 3,
-    "tests/service/api/test_schema.py::test_the_service_does_what_its_document_says": 4,
+    "tests/service/api/test_schema.py::test_the_service_does_what_its_document_says": 6,
+    "tests/service/test_supervised.py::test_a_job_that_ends_while_it_is_being_stopped": 3,
     "tests/service/test_supervised.py::test_preempted_and_brought_back": 2,
+    "tests/service/test_supervised.py::test_the_watchdog_stops_and_ends_a_job_without_a_lease": 2,
     "tests/store/test_check.py::test_every_object_is_looked_at": 2,
     "tests/store/test_compaction.py::test_deltas_survive_their_shards": 2,
     "tests/store/test_crash.py::test_crash_at_every_call": 10,
@@ -211,9 +214,13 @@ MOMENTS = {
 #: Test functions that take longest, in seconds or in one piece. Begun last, one of them would keep
 #: a worker busy when all others have nothing left.
 LONG = [
-    "tests/service/test_slurm.py::test_preempted_jobs_go_on_on_another_node",
-    "tests/cli/test_fenced.py::test_examples_run",
     "tests/cli/test_demo.py::test_the_demo",
+    "tests/service/test_local_cluster.py::test_a_job_moves_to_the_other_region",
+    "tests/service/test_slurm.py::test_preempted_jobs_go_on_on_another_node",
+    "tests/roundtrip/test_software.py::test_software",
+    "tests/cli/test_fenced.py::test_examples_run",
+    "tests/restorer/test_put_back.py::test_whatever_step_is_the_last_one_all_is_old_or_all_new",
+    "tests/store/test_crash.py::test_crash_at_every_call",
     "tests/store/test_hostile.py::test_what_a_holder_of_the_key_wrote",
     "tests/service/test_supervised.py::"
     "test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one",
