@@ -53,6 +53,7 @@ class Storing:
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
         under: Session without which the snapshot is not committed; empty: none.
         processes: Pids whose CPU time counts as that of this work.
+        last: The job is being stopped: store what fits, even if little room is left.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Storing:
         emit: Sink,
         under: str = "",
         processes: Sequence[int] = (),
+        last: bool = False,
     ) -> None:
         self.stop = threading.Event()
         # The threads that were there before belong to the program that calls the library.
@@ -80,7 +82,7 @@ class Storing:
         self.budget = CpuBudget(own_seconds(others, processes))
         record = loop.run(choose_parent(repository, job, parent))
         session = loop.run(
-            repository.begin(record.snapshot if record else None, purpose, prove=False)
+            repository.begin(record.snapshot if record else None, purpose, prove=False, insist=last)
         )
         session.under = under
         objective = Objective(link_rate) if link_rate else None

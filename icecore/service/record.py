@@ -24,6 +24,7 @@ FOLDER = "schedules"
 _NEWEST = 0.3
 _KEPT = 64
 _LOCK_SECONDS = 1.0
+_MOST_RECORDS = 1000
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -174,9 +175,16 @@ class Record:
 def read(state: Path, name: str) -> Measured:
     """Return what is known of a job. A record that cannot be read counts as none: it is advice."""
     try:
-        data = (state / FOLDER / f"{name}.json").read_bytes()
+        return _read(state, name)
+    except OSError:
+        return Measured()
+
+
+def _read(state: Path, name: str) -> Measured:
+    data = (state / FOLDER / f"{name}.json").read_bytes()
+    try:
         return msgspec.json.decode(data, type=Measured)
-    except (OSError, msgspec.DecodeError):
+    except msgspec.DecodeError:
         return Measured()
 
 
@@ -196,14 +204,17 @@ class Records:
         """Return what is known of a job, as `read`."""
         try:
             about = os.stat(self._state / FOLDER / f"{name}.json")
+            # It is only ever replaced as a whole.
+            identity = (about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns)
+            known = self._read.get(name)
+            if known is None or known[0] != identity:
+                known = identity, _read(self._state, name)
         except OSError:
             self._read.pop(name, None)
             return Measured()
-        # It is only ever replaced as a whole.
-        identity = (about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns)
-        known = self._read.get(name)
-        if known is None or known[0] != identity:
-            known = self._read[name] = identity, read(self._state, name)
+        if len(self._read) >= _MOST_RECORDS:
+            self._read.clear()
+        self._read[name] = known
         return known[1]
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -18,6 +19,8 @@ from icecore.errors import StoreFull
 from icecore.events import Event
 from icecore.store.backend.base import READERS_LEAVE, RESERVE_PIECE, RESERVE_PIECES
 from icecore.store.backend.local import LocalBackend
+from icecore.store.log import lease
+from icecore.store.log.lease import take as take_lease
 from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check
 from icecore.store.maintenance.gc import Collector
@@ -61,7 +64,9 @@ def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.
         import asyncio, sys
         from pathlib import Path
         from icecore.store.backend.local import LocalBackend
-        from icecore.store.log.repository import StoredRepository
+        from icecore.store.log import lease
+from icecore.store.log.lease import take as take_lease
+from icecore.store.log.repository import StoredRepository
 
         sys.path.append(sys.argv[1])  # last: the package is the installed one
         from tests.store.miniature import collect
@@ -186,6 +191,53 @@ def test_writers_leave_what_was_released(place: Path) -> None:
             assert (await collect(repository)).deleted
             (place / "filler").unlink()
             await take(repository, B)
+            assert reserve(place) == RESERVE
+
+    asyncio.run(body())
+
+
+def test_a_lease_is_taken_from_who_has_ended(place: Path) -> None:
+    """A supervised job goes on: to be restored it writes little."""
+
+    async def body() -> None:
+        async with made(place) as repository:
+            held = await take_lease(repository, "job", where="here")
+            fill(place)
+            with patch.object(lease, "has_ended", lambda _: True):
+                again = await take_lease(repository, "job", where="here")
+            assert again._session.id != held._session.id
+            assert RESERVE_PIECES > len(reserve(place)) >= READERS_LEAVE
+
+    asyncio.run(body())
+
+
+def test_a_job_that_is_stopped_tries_to_store_what_fits(place: Path) -> None:
+    async def body() -> None:
+        async with made(place) as repository:
+            snapshot = await take(repository, A)
+            fill(place)
+            await (await repository.read_session(snapshot, beat_seconds=None)).abort()
+            with pytest.raises(StoreFull, match="nearly full"):
+                await repository.begin(None, "dump")
+            await (await repository.begin(None, "dump", insist=True)).abort()
+
+    asyncio.run(body())
+
+
+def test_a_file_system_that_does_not_say_how_full_it_is(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whose free blocks are root's alone."""
+
+    async def body() -> None:
+        async with made(place) as repository:
+            (place / "repository" / ".reserve" / "3").unlink()
+            silent = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+            own = os.statvfs_result((4096, 4096, 1 << 20, 1 << 20, 0, 0, 0, 0, 0, 255))
+            full = os.statvfs_result((4096, 4096, 1 << 20, 0, 0, 0, 0, 0, 0, 255))
+            for found, room in ((silent, True), (full, False), (own, True)):
+                monkeypatch.setattr(os, "statvfs", lambda _, found=found: found)
+                assert await repository.backend.keep_reserve() is room
             assert reserve(place) == RESERVE
 
     asyncio.run(body())

@@ -120,6 +120,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         emit=request.emit,
         under=options.under,
         processes=[guard.pid],
+        last=options.stop,
     )
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)

@@ -387,9 +387,11 @@ class LocalBackend(Backend):
             found = os.statvfs(self.root)
         except OSError:
             return True  # whoever writes is told
-        free, whole = found.f_bavail * found.f_frsize, False
-        with suppress(OSError):  # no room, or no permission: then there is no reserve
-            roomy = free >= _PLENTY
+        if not found.f_blocks:
+            return True  # a file system that does not say
+        free = (found.f_bavail if os.geteuid() else found.f_bfree) * found.f_frsize
+        roomy, whole = free >= _PLENTY, False
+        try:
             with opened(self.root, ()) as at, suppress(FileExistsError):
                 if roomy:
                     os.mkdir(_RESERVE, 0o700, dir_fd=at)
@@ -398,6 +400,9 @@ class LocalBackend(Backend):
                 whole = not missing
                 for name in missing if roomy else ():
                     _write_piece(name, at)
+        except OSError as error:
+            if error.errno in _FULL:
+                return False  # a quota: the file system as a whole has room
         return whole or free >= RESERVE_PIECES * RESERVE_PIECE
 
     async def give_up_reserve(self, leave: int) -> bool:

@@ -204,6 +204,7 @@ async def take(
                 purpose,
                 load_index=False,
                 beat_seconds=None,
+                leave=READERS_LEAVE,
                 excludes=excluded_by(purpose),
                 host=where,
             )

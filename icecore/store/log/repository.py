@@ -363,6 +363,7 @@ class StoredRepository:
         beat_seconds: float | None = BEAT_SECONDS,
         prove: bool = True,
         leave: int | None = None,
+        insist: bool = False,
         excludes: Callable[[SessionRecord], bool] | None = None,
         host: str = "",
     ) -> Session:
@@ -379,6 +380,8 @@ class StoredRepository:
                 not. Saves a request.
             leave: For a session that frees space, or only reads: it begins even if there is no
                 room, as in ``Log.transact``.
+            insist: Try although little room is left for others to free space with: there will be no
+                other chance.
             excludes: Tells which open sessions it may not begin beside. None: none.
             host: Who holds it, for people. Empty: this host's name.
 
@@ -390,7 +393,7 @@ class StoredRepository:
         pins = [] if base is None else [base]
         # A repository of an earlier version has none, or others have used it.
         room = await self.backend.keep_reserve()
-        if leave is None and not room:
+        if leave is None and not room and not insist:
             raise StoreFull(
                 f"{self.backend.where} is nearly full: what is left is needed to free space",
                 cure="'icecore forget' and 'icecore gc', or free space there by other means",

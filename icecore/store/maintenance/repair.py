@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from icecore.errors import StoreError, UsageError
 from icecore.events import Event, phase
+from icecore.store.backend.base import READERS_LEAVE
 from icecore.store.format.cell import Records
 from icecore.store.format.gaps import gap_of, joined
 from icecore.store.format.keys import Keys
@@ -128,7 +129,7 @@ class Repairer:
         return done
 
     async def _begin(self) -> Session:
-        return await self._repository.begin(None, "repair", load_index=False, leave=0)
+        return await self._repository.begin(None, "repair", load_index=False, leave=READERS_LEAVE)
 
     async def _survey(self, session: Session, *, index: bool = False) -> Survey:
         report = await check(self._repository, read_data=self._read_data, session=session)

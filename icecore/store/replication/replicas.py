@@ -37,7 +37,7 @@ from icecore.errors import (
     StoreFull,
 )
 from icecore.events import Event, phase
-from icecore.store.backend.base import Backend
+from icecore.store.backend.base import READERS_LEAVE, Backend
 from icecore.store.format import codec
 from icecore.store.format.cell import Records
 from icecore.store.format.cellmap import PACK, NodeDecoder, parse_pack_footer
@@ -307,7 +307,9 @@ class _Sync:
     async def _knows(self, entries: Records) -> bool:
         if self._index is None:
             # Loaded once: it is never asked about shards of this run, which it misses.
-            async with await self._target.begin(None, PURPOSE, beat_seconds=None) as session:
+            async with await self._target.begin(
+                None, PURPOSE, beat_seconds=None, leave=READERS_LEAVE
+            ) as session:
                 self._index = session.index
         found, _ = await asyncio.to_thread(self._index.lookup, entries["chunk"])
         return bool(found.all())
