@@ -64,9 +64,7 @@ def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.
         import asyncio, sys
         from pathlib import Path
         from icecore.store.backend.local import LocalBackend
-        from icecore.store.log import lease
-from icecore.store.log.lease import take as take_lease
-from icecore.store.log.repository import StoredRepository
+        from icecore.store.log.repository import StoredRepository
 
         sys.path.append(sys.argv[1])  # last: the package is the installed one
         from tests.store.miniature import collect
