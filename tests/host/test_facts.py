@@ -53,7 +53,7 @@ def test_it_finds_it_out_once(which: str, folder: Path) -> None:
     assert LOADED not in check(made)
     (kept,) = folder.iterdir()
     assert LOADED in check(made)
-    # What was found out before the machine was started, or by another CRIU, does not count.
+    # What was found out before the machine was started does not count.
     kept.rename(folder / "another-boot")
     again = libraries.dump_environment(None) if which == "dump" else libraries.restore_environment()
     assert list(folder.iterdir()) == []
@@ -76,7 +76,7 @@ def test_a_directory_that_others_can_write_to_is_not_used(folder: Path) -> None:
 
 
 def test_what_a_criu_without_privileges_finds_out_is_not_kept(folder: Path) -> None:
-    """It would restore without events of userfaultfd, also once it has them."""
+    """A later CRIU with privileges would restore without the events of userfaultfd."""
     made = libraries.restore_environment()
     assert LOADED not in check(made, "setpriv", "--bounding-set", "-all", "--inh-caps", "-all")
     kept = list(folder.iterdir())

@@ -1,13 +1,13 @@
-/* Preloaded into CRIU: where it keeps what it has found out about the kernel.
+/* Preloaded into CRIU: keeps the results of its kernel probes where CRIU itself cannot.
  *
- * CRIU (4.0 to 4.2: criu/kerndat.c) tries out at its start what the kernel can do, which takes 40 to
- * 120 ms, and keeps the result in /run/criu.kdat until the next boot. Where /run is not a tmpfs, as in
- * many containers, it finds out everything again at each start. There its file is one of a
- * directory that belongs to root alone ($ICECORE_KERNEL_FACTS); its name contains the id of the boot
- * and the capabilities that CRIU has, and identifies CRIU's program. Nothing is kept of a CRIU that
- * may not use userfaultfd: one that may do so later would restore without its events.
+ * CRIU (4.0 to 4.2: criu/kerndat.c) probes the kernel when it starts, which takes 40 to 120 ms, and
+ * keeps the result in /run/criu.kdat until the next boot. Where /run is not a tmpfs, as in many
+ * containers, it probes again at each start. There, this library redirects the file to a directory
+ * that root owns and only root can write to ($ICECORE_KERNEL_FACTS). The file's name contains the
+ * boot id and CRIU's capabilities, and identifies CRIU's program. No result is kept if CRIU lacks
+ * permission to use userfaultfd: a later CRIU that has permission would restore without its events.
  *
- * Without that variable, or if the directory is not as it should be, CRIU does as ever.
+ * Without that variable, or if the directory is missing or fails these checks, CRIU works as usual.
  */
 #define _GNU_SOURCE
 #include <errno.h>

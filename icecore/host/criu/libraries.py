@@ -17,7 +17,7 @@ from icecore.private import require_own
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
 _HIDDEN, _FACTS = "ICECORE_HIDDEN", "ICECORE_KERNEL_FACTS"
-#: Where CRIU keeps what it has found out about the kernel, if it cannot keep it in /run.
+#: Where CRIU keeps the results of its kernel probes if it cannot use /run/criu.kdat.
 _FACTS_FOLDER = Path("/run/icecore/criu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRING"
@@ -48,8 +48,8 @@ def restore_environment(
 ) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
-    (icecore/host/criu/detach.c), among others. Without it a restore fails if a process of the job ends another,
-    or its own threads, while CRIU detaches them.
+    (icecore/host/criu/detach.c), among other things. Without it a restore fails if a process of
+    the job ends another, or its own threads, while CRIU detaches them.
 
     Args:
         cgroups: Files cgroup.procs of the groups that CRIU, and with it the tree, joins
@@ -85,8 +85,8 @@ def _preloading(library: Path) -> dict[str, str]:
 
 
 def _facts() -> dict[str, str]:
-    """Name the directory of what CRIU finds out about the kernel, and remove what it found out
-    before the machine was started. Empty where it cannot be made or is somebody else's.
+    """Return the variable that names the directory for CRIU's kernel probes, and remove files of
+    other boots. The value is empty if the directory cannot be made or others control it.
     """
     try:
         if not _FACTS_FOLDER.parent.exists():

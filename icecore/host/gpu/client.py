@@ -111,20 +111,20 @@ class Helper(Client):
         return bool(self._value(call, seconds + self._patience))
 
     def bind(self, root: int) -> None:
-        """Make a process and all its descendants die with the CRIU that holds them if it ends
-        before it releases them.
+        """Make a process and all its descendants die if the CRIU that holds them ends before it
+        releases them.
 
         Raises:
-            DeviceError: It does not hold them, or the root has ended.
+            DeviceError: No CRIU holds them, or the root has ended.
         """
         self._value(self._begin("bind", root))
 
     def find(self, root: int, own: Collection[int]) -> dict[int, int]:
-        """Return some of a process and all its descendants: pid as the process sees itself → pid
-        here; those that are missing are left out.
+        """Return the processes below ``root``, itself included, whose own pid is in ``own``: own
+        pid (as the process sees itself) → pid here. Missing ones are left out.
 
-        The helper does it because it has an interpreter to itself: the threads of a restore wait
-        for each other at each file of /proc.
+        The helper searches because nothing else uses its interpreter. In the restorer, threads
+        would wait for each other at each file of /proc.
 
         Raises:
             DeviceError: The root has ended.

@@ -82,8 +82,7 @@ class Undo:
         return True
 
     def bind(self, root: int) -> None:
-        """Make a process and all its descendants die with that CRIU if it ends before it releases
-        them.
+        """Make a process and all its descendants die if that CRIU ends before it releases them.
 
         Raises:
             NotHeld: They do not.

@@ -40,8 +40,8 @@ _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
 class Inits:
-    """The processes that hold a status file, as an init does; looked for once, when one is asked
-    for.
+    """The processes that hold a status file, as an init does. The first query searches /proc; later
+    ones search it again only if a process that was found no longer holds its file.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,7 @@ class Inits:
 
 
 def _held() -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield (device, inode) of what each process has where an init has its status file, and its
-    pid.
-    """
+    """Yield (device, inode) of the file at each process's descriptor `_STATUS_FD`, and the pid."""
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with suppress(OSError):  # no such descriptor, or it ended meanwhile
             held = os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")
@@ -124,8 +122,7 @@ class Job:
         """Load the instance in ``directory``.
 
         Args:
-            inits: Is asked for the init of an instance of which none was recorded. Default: they are
-                looked for now.
+            inits: Finds the init of an instance if none is recorded. Default: search /proc now.
 
         Raises:
             NotFound: There is none.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
     from icecore.host.jobs.restoring import Restoring
 
-#: An instance that failed so long ago (seconds) and has no init gets none any more.
+#: Seconds after which a failed instance without an init is certain to get none.
 _SETTLED_SECONDS = 60.0
 #: How long a command removes ever deeper private directories of jobs that have ended.
 _TIDY_SECONDS = 5.0

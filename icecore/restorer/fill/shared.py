@@ -86,8 +86,8 @@ class SharedFill:
         self._thread.start()
 
     def take(self, message: Message) -> None:
-        """Take an object that the guard has opened, and have it filled. What is wrong is raised by
-        `wait`: CRIU has its answer, and builds the tree all the same.
+        """Take an object that the guard has opened, and have it filled. `wait` raises any error:
+        CRIU already has its answer, and builds the tree regardless.
         """
         try:
             self._take(message)

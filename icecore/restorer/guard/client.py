@@ -116,8 +116,8 @@ class RestoreGuard:
         )
 
     def share(self, listener: socket.socket) -> None:
-        """Have the guard open the shared memory of which CRIU tells at this socket; it says
-        ``shared`` each time.
+        """Have the guard open each object of shared memory that CRIU reports on this socket; the
+        guard says ``shared`` for each.
         """
         self._send({"do": "share"}, [listener.fileno()])
 

@@ -239,8 +239,8 @@ class Backend(ABC):
         short. Never fails.
 
         Returns:
-            Whether there is room for more. False if part of the reserve is missing and less than
-            all of it is free, which is left to those who free space.
+            Whether there is room for more. False if part of the reserve is missing and free space
+            is less than the whole reserve. That space is left to operations that free space.
         """
         return True
 

@@ -380,7 +380,7 @@ class StoredRepository:
                 not. Saves a request.
             leave: For a session that frees space, or only reads: it begins even if there is no
                 room, as in ``Log.transact``.
-            insist: Try although little room is left for others to free space with: there will be no
+            insist: Begin even if the space left is needed to free space, for a caller that has no
                 other chance.
             excludes: Tells which open sessions it may not begin beside. None: none.
             host: Who holds it, for people. Empty: this host's name.
@@ -396,7 +396,7 @@ class StoredRepository:
         if leave is None and not room and not insist:
             raise StoreFull(
                 f"{self.backend.where} is nearly full: what is left is needed to free space",
-                cure="'icecore forget' and 'icecore gc', or free space there by other means",
+                cure="run 'icecore forget' and 'icecore gc', or free space there by other means",
             )
         return await self._begin(
             pins, purpose, load_index, beat_seconds, prove, leave, excludes, host
