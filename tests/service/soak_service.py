@@ -63,6 +63,14 @@ def note_resident(pid: int, noted: list[tuple[float, int]]) -> None:
         noted.append((time.monotonic(), int(size.split()[1])))
 
 
+def kinds_of_memory(pid: int) -> str:
+    """Say what kinds of resident memory a process has."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return ", ".join(" ".join(line.split()) for line in lines if line.startswith("Rss"))
+    return "it has ended"
+
+
 @dataclass
 class Serving:
     """``icecore serve``, on a socket and on the loopback.

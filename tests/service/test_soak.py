@@ -34,7 +34,7 @@ from tests.cli.conftest import Cli, until
 from tests.conftest import BUCKET
 from tests.seaweedfs import Server
 from tests.service import soak_job
-from tests.service.soak_service import Clients, Serving, note_resident
+from tests.service.soak_service import Clients, Serving, kinds_of_memory, note_resident
 
 pytestmark = [
     pytest.mark.criu,
@@ -191,16 +191,20 @@ class Soak:
             if self.clients.over:
                 return
             if second % 300 == 0:
-                self.clients_so_far()
+                self.say_so_far()
             for job in self.jobs:
                 job.look()
             self.service.look()
             time.sleep(1.0)
 
-    def clients_so_far(self) -> None:
-        """Print what the clients saw."""
+    def say_so_far(self) -> None:
+        """Print what the clients saw, and the memory of the processes that live on."""
         first, _, _ = self.clients.about(self.began).partition("\n")
         print(f"{time.monotonic() - self.began:7.1f} {first}", flush=True)
+        watched = [(job.name, job.supervisor) for job in self.jobs[:2]]
+        for name, process in (*watched, ("service", self.service.process)):
+            if process is not None:
+                print(f"        {name}: {kinds_of_memory(process.pid)}", flush=True)
 
     def _later(self, delay: float, work: object, length: float) -> None:
         time.sleep(delay)
