@@ -6,11 +6,11 @@ The guard of a dump imports this module: one process for each dump, so the modul
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from icecore.errors import MissingTool, UsageError
-from icecore.private import require_own
 
 #: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no
 #: compiler.
@@ -93,11 +93,18 @@ def _facts() -> dict[str, str]:
             _FACTS_FOLDER.parent.mkdir(parents=True)
             _FACTS_FOLDER.parent.chmod(0o755)  # whatever the umask: others find the service there
         _FACTS_FOLDER.mkdir(mode=0o700, exist_ok=True)
-        require_own(_FACTS_FOLDER)
+        if not all(map(_is_own_directory, (_FACTS_FOLDER, _FACTS_FOLDER.parent))):
+            return {_FACTS: ""}
         boot = _BOOT.read_text().strip()
         for name in os.listdir(_FACTS_FOLDER):
             if not name.startswith(boot):
                 (_FACTS_FOLDER / name).unlink(missing_ok=True)
-    except (OSError, UsageError):
+    except OSError:
         return {_FACTS: ""}
     return {_FACTS: str(_FACTS_FOLDER)}
+
+
+def _is_own_directory(path: Path) -> bool:
+    """Return whether it is a directory, not a link, of root's or this process's user."""
+    about = os.lstat(path)
+    return stat.S_ISDIR(about.st_mode) and about.st_uid in (0, os.geteuid())
