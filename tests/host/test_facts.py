@@ -75,13 +75,24 @@ def test_a_directory_that_others_can_write_to_is_not_used(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_what_a_criu_without_privileges_finds_out_is_not_kept(folder: Path) -> None:
+def test_what_a_criu_without_privileges_finds_out_is_of_no_use_to_another(folder: Path) -> None:
     """A later CRIU with privileges would restore without the events of userfaultfd."""
     made = libraries.restore_environment()
     assert LOADED not in check(made, "setpriv", "--bounding-set", "-all", "--inh-caps", "-all")
     kept = list(folder.iterdir())
     assert LOADED not in check(made)
     assert len(list(folder.iterdir())) == len(kept) + 1
+
+
+def test_what_a_killed_criu_left_is_removed(folder: Path) -> None:
+    libraries.restore_environment()
+    boot = libraries._BOOT.read_text().strip()
+    written, left = folder / f"{boot}-1.5", folder / f"{boot}-1.6"
+    for one in (written, left):
+        one.touch()
+    os.utime(left, (0, 0))
+    libraries.restore_environment()
+    assert list(folder.iterdir()) == [written]
 
 
 def test_where_no_directory_can_be_made_it_finds_it_out_each_time(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
 _HIDDEN, _FACTS = "ICECORE_HIDDEN", "ICECORE_KERNEL_FACTS"
 #: Where CRIU keeps the results of its kernel probes if it cannot use /run/criu.kdat.
 _FACTS_FOLDER = Path("/run/icecore/criu")
+_UNFINISHED_SECONDS = 60.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRING"
 
@@ -86,7 +88,8 @@ def _preloading(library: Path) -> dict[str, str]:
 
 def _facts() -> dict[str, str]:
     """Return the variable that names the directory for CRIU's kernel probes, and remove files of
-    other boots. The value is empty if the directory cannot be made or others control it.
+    other boots and of a CRIU that was killed. The value is empty if the directory cannot be made or
+    others control it.
     """
     try:
         if not _FACTS_FOLDER.parent.exists():
@@ -97,11 +100,21 @@ def _facts() -> dict[str, str]:
             return {_FACTS: ""}
         boot = _BOOT.read_text().strip()
         for name in os.listdir(_FACTS_FOLDER):
-            if not name.startswith(boot):
+            if not name.startswith(boot) or _was_left(_FACTS_FOLDER / name):
                 (_FACTS_FOLDER / name).unlink(missing_ok=True)
     except OSError:
         return {_FACTS: ""}
     return {_FACTS: str(_FACTS_FOLDER)}
+
+
+def _was_left(path: Path) -> bool:
+    """Return whether it is an unfinished file, which has a pid after a dot, and nobody writes it any
+    more: CRIU writes it at once.
+    """
+    try:
+        return "." in path.name and time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS
+    except FileNotFoundError:
+        return False  # it has its name now
 
 
 def _is_own_directory(path: Path) -> bool:
