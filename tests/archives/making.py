@@ -21,23 +21,22 @@ from icecore.host.criu.program import find_criu
 
 MIB = 1 << 20
 
-#: A process tree: the parent changes one page of its memory at each USR1.
+#: A process tree: the parent changes one page of its memory at each USR1. It waits for the signal
+#: with sigwait: one that a handler takes just before a sleep would be answered only after it.
 PROGRAM = """\
 import os, signal, sys, time
 memory = bytearray(os.urandom(24 << 20))
-at = 0
-def change(*_):
-    global at
-    at += 1
-    memory[at * 5 << 20] ^= 255
-    print(at, flush=True)
-signal.signal(signal.SIGUSR1, change)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 if os.fork() == 0:
     while True:
         time.sleep(60)
 print("ready", flush=True)
+at = 0
 while True:
-    time.sleep(60)
+    signal.sigwait([signal.SIGUSR1])
+    at += 1
+    memory[at * 5 << 20] ^= 255
+    print(at, flush=True)
 """
 
 
