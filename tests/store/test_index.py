@@ -46,6 +46,7 @@ from icecore.store.log.index import (
     size_class,
 )
 from icecore.store.log.lookup import Index
+from icecore.store.log.recent import RecentSegments
 
 KEY = b"k" * 32
 
@@ -108,6 +109,25 @@ def test_lookups_through_many_segments(budget: int) -> None:
         assert len(found) == 0
 
     asyncio.run(body())
+
+
+def test_only_live_segments_are_cached() -> None:
+    """What merges replaced goes, and makes room: nothing that is live is dropped for it."""
+    made = [
+        build(sort_entries(make_entries(*drawn(100, seed))), KEY, random_id)[0] for seed in range(5)
+    ]
+    size = made[0].entries.nbytes
+    recent = RecentSegments(budget=4 * size)
+    for segment in made[:3]:
+        recent.add(segment.ref, segment.entries)
+    live = [segment.ref for segment in made[2:]]
+    recent.keep(live)
+    for segment in made[3:]:
+        recent.add(segment.ref, segment.entries)
+    held = [recent.get(segment.ref) for segment in made]
+    assert held[:2] == [None, None]
+    for segment, entries in zip(made[2:], held[2:], strict=True):
+        assert entries is not None and (entries == segment.entries).all()
 
 
 def test_condemned_shards_are_not_found_and_the_newest_place_wins() -> None:

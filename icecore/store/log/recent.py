@@ -5,6 +5,7 @@ not be read again.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from icecore.store.format.state import SegmentRef
@@ -34,6 +35,14 @@ class RecentSegments:
         if entries is not None:
             self._held.move_to_end((ref.id, ref.digest))
         return entries
+
+    def keep(self, refs: Iterable[SegmentRef]) -> None:
+        """Drop all segments but these, the live ones of the newest state: merged segments are not
+        read again.
+        """
+        live = {(ref.id, ref.digest) for ref in refs}
+        for key in self._held.keys() - live:
+            self._bytes -= self._held.pop(key).nbytes
 
     def add(self, ref: SegmentRef, entries: Records) -> None:
         """Cache the entries of a segment, verified or just written, if they are few; the array must

@@ -134,6 +134,7 @@ class Session:
         """Read what is condemned and, optionally, the index; start the heartbeat. For ``begin``."""
         condemned = await catalog.condemned_names(self.state, self._log.pages)
         self._condemned = frozenset(identity for kind, identity in condemned if kind == "shard")
+        self._recent.keep(self.state.segments)
         self.index = Index(
             self._backend,
             self.state.segments,
