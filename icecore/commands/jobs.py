@@ -53,7 +53,8 @@ def add(commands: Commands) -> None:
         kill,
         "Send a signal to a job.",
         "icecore kill -s KILL train",
-        more="The signal goes to the job's command; KILL ends all processes of the job.",
+        more="The signal goes to the job's command; KILL ends all processes of the job."
+        " A supervised job that TERM or KILL ends is not restored, whatever --restart says.",
     )
     parser.add_argument("job", metavar="JOB", help=JOB)
     parser.add_argument(
@@ -176,7 +177,7 @@ def kill(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore kill."""
     job = context.registry().find(arguments.job)
     number = _signal_number(arguments.signal)
-    job.kill(number)
+    job.end(number)
     if number == signal.SIGKILL:
         job.wait(timeout=30)
     context.output.result(

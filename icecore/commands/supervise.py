@@ -238,6 +238,8 @@ def words(event: Event) -> list[str]:
             last = str(known["snapshot"])[:12]
             remains = f"; newest snapshot: {last}" if last else "; no snapshot"
             return [f"job {job} ended before it was stopped: {known['how']}{remains}"]
+        case "run.ended_on_request":
+            return [f"job {job}: {known['how']}, as 'icecore kill' asked; not restored"]
         case "run.failed":
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":

@@ -125,13 +125,14 @@ def test_preempted_while_a_periodic_snapshot_is_taken(cli: Cli) -> None:
         ("killed", (), 85),
         ("failed", ("--restart", "on-failure"), 85),
         ("failed", (), 3),
+        ("ended by the user", ("--restart", "on-failure"), 137),
     ],
 )
 def test_a_job_that_ends_while_it_is_being_stopped(
     how: str, options: tuple[str, ...], status: int, cli: Cli
 ) -> None:
     """The newest snapshot remains, and the exit status asks for another start. A failure of the job
-    itself keeps its status.
+    itself keeps its status, and so does an end that the user asked for.
     """
     counter = Counter(cli, lines=150)
     note = "echo $ICECORE_SNAPSHOT $ICECORE_SNAPSHOT_TIME > requeued"
@@ -145,6 +146,8 @@ def test_a_job_that_ends_while_it_is_being_stopped(
     if how == "killed":
         [job] = [job for job in cli.registry.instances() if job.alive]
         os.kill(job.main_process(), signal.SIGKILL)
+    elif how == "ended by the user":
+        cli.run("kill", "-s", "KILL", "counter")
     else:
         mark = counter.marks.with_name("mark")
         mark.write_text("1")
@@ -191,6 +194,25 @@ def test_a_signal_while_a_job_waits_to_be_restored(cli: Cli) -> None:
     counter.marks.unlink()
     status, _, said = ended(process)
     assert status == 85 and "ended before it was stopped: exited 3" in said, said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_what_the_user_ends_is_not_brought_back(number: signal.Signals, cli: Cli) -> None:
+    """Unless the signal does not ask for an end."""
+    counter = Counter(cli, lines=60)
+    process = counter.start("--restart", "on-failure", "--every", "0.5s")
+    until(lambda: counter.snapshots() > 0, "a periodic snapshot", SECONDS)
+    cli.run("kill", "-s", number.name.removeprefix("SIG"), "counter")
+    status, lines, said = ended(process)
+    if number == signal.SIGHUP:
+        assert status == 0 and "was restored from" in said
+        assert lines[-1] == counter.whole()[-1]
+        return
+    assert status == 128 + number and "was restored from" not in said, said
+    assert f"killed by {number.name}, as 'icecore kill' asked; not restored" in said
+    status, lines, said = ended(counter.start())
+    assert status == 0 and "was restored from" in said, said
+    assert lines[-1] == counter.whole()[-1]
 
 
 def test_retention_after_a_commit(cli: Cli) -> None:

@@ -2,8 +2,8 @@
 with its start time and the boot id.
 
 The directory of an instance holds ``job.json`` (`icecore.host.jobs.description`), ``stdout.log`` and ``stderr.log``
-(append-only), ``status`` (one line by the init once the command has ended) and ``icecore-init``
-(the init's program).
+(append-only), ``status`` (one line by the init once the command has ended), ``icecore-init``
+(the init's program) and ``end-requested`` (when `Job.end` was used, in seconds since boot).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 1.0  # for the last processes of a job whose init has ended
 _UNKNOWN = -1  # a start time that no process has
 _MOST_STATUS = 64  # bytes
+_END_REQUESTED = "end-requested"
+_ENDING = (signal.SIGTERM, signal.SIGKILL)
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
@@ -459,6 +461,27 @@ class Job:
             raise NotFound(f"job {self.name} has ended") from error
         finally:
             os.close(fd)
+
+    def end(self, number: int) -> None:
+        """Send a signal as ``kill`` does. One that asks a process to end (TERM, KILL) is also noted,
+        so that a supervisor of the job does not bring it back.
+
+        Raises:
+            NotFound: It has ended.
+        """
+        if number in _ENDING:
+            note = create_private(self.directory / _END_REQUESTED)
+            with open(note, "w") as file:
+                file.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME)}\n")
+        self.kill(number)
+
+    def end_requested(self, within: float) -> bool:
+        """Return whether ``end`` asked this instance to end in the last ``within`` seconds."""
+        try:
+            asked = float((self.directory / _END_REQUESTED).read_text())
+        except (OSError, ValueError):
+            return False
+        return 0 <= time.clock_gettime(time.CLOCK_BOOTTIME) - asked <= within
 
     def log_sizes(self) -> dict[Stream, int]:
         """Return the current size of each log in bytes; 0 of one that is not there: the instance is

@@ -195,7 +195,7 @@ async def signal_job(call: Call) -> Any:
     """Send a signal to a job; KILL ends all its processes."""
     job: Job = call.subject
     number = _signal(call.body.signal)
-    await call.service.locally(job.kill, number)
+    await call.service.locally(job.end, number)
     if number == signal.SIGKILL:
         await call.service.locally(job.wait, _KILL_SECONDS)
     call.audit = {"signal": signal.Signals(number).name, "instance": job.instance}

@@ -50,6 +50,8 @@ _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
+#: A job that ends this soon after 'icecore kill' ended because of it.
+_ASKED_SECONDS = 600.0
 #: Signals by which service managers and schedulers end processes. Some also send them to the job.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM)
 
@@ -99,6 +101,7 @@ class Supervisor:
         self._passed = 0
         self._stopped: Taken | None = None
         self._ended: ExitStatus | None = None
+        self._unwanted = False
         self._paused = False
         self._began = 0.0
         self._retries = 0
@@ -217,6 +220,7 @@ class Supervisor:
                     self._stop(why)
                 case Ended(instance, ended) if self._job and instance == self._job.instance:
                     self._ended = ended
+                    self._unwanted = self._job.end_requested(_ASKED_SECONDS)
                 case Dumped():
                     self._on_dumped(message)
             if status is None and self._ended is not None and not self._dumping:
@@ -321,13 +325,16 @@ class Supervisor:
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain()
-        over = self._stopped is not None or self._stopping or self._passed
+        over = self._stopped is not None or self._stopping or self._passed or self._unwanted
         failed = status.exit_code != 0 and (not over or self._fails_by_itself(status))
         self._count(time.monotonic() - self._began, failed=failed)
         if self._stopped is not None:
             taken = self._stopped
             self._tell("run.preempted", snapshot=taken.snapshot, seconds=taken.seconds)
             return self._leave(taken.snapshot)
+        if self._unwanted and status.exit_code:
+            self._tell("run.ended_on_request", how=str(status))
+            return status.exit_code
         if self._stopping and not self._passed and self._is_to_return(status):
             return self._leave_early(status)
         if over or not failed:
