@@ -120,7 +120,7 @@ class Context:
 
     def owned_snapshots(self) -> list[tuple[SnapshotRecord, int | None]]:
         """Return the snapshots in commit order, each with the uid of its owner; None: it cannot be
-        read. Without the service, this reads the manifest of each snapshot.
+        read. Without the service, this reads the manifests of snapshots that an earlier version took.
         """
         if self.service is None:
             from icecore.restorer.owner import owners

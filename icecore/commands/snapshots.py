@@ -122,10 +122,9 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         return remote.show(arguments, context, context.service)
     from icecore.commands.event_text import left_words
     from icecore.host.jobs.identity import user_name
-    from icecore.restorer.owner import snapshot_owner
     from icecore.snapshots import contents
     from icecore.store.format.archive import container_title
-    from icecore.store.format.contract import left_to_driver
+    from icecore.store.format.contract import left_to_driver, snapshot_owner
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)

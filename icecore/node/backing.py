@@ -24,7 +24,6 @@ from icecore.host.jobs.identity import user_name
 from icecore.node.watching import compare_replicas
 from icecore.private import components, is_own
 from icecore.repository import Repository
-from icecore.restorer.owner import snapshot_owner
 from icecore.service.api import models
 from icecore.service.api.service import Where
 from icecore.service.facts.readings import (
@@ -36,6 +35,7 @@ from icecore.service.facts.readings import (
 )
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.snapshots import addressing, contents
+from icecore.store.format.contract import snapshot_owner
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.stats import Group
 from icecore.text import jsonable
@@ -156,7 +156,9 @@ class Repositories:
 
     def _owner(self, repository: Repository, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job, which never changes; None: it cannot be read."""
-        key = f"{repository.id}/{record.manifest}"
+        if record.owner is not None:
+            return record.owner
+        key = f"{repository.id}/{record.manifest}"  # of an earlier version
         owner = self._owners.get(key)
         if owner is None:
             try:
@@ -336,6 +338,7 @@ def as_record(one: models.Snapshot) -> SnapshotRecord:
         device=one.device,
         data=one.data,
         quarantined=one.quarantined,
+        owner=one.owner,
     )
 
 

@@ -12,8 +12,8 @@ from icecore.events import Sink
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.repository import Repository
-from icecore.restorer.owner import snapshot_owner
 from icecore.restorer.restored import Restored
+from icecore.store.format.contract import snapshot_owner
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.maintenance.forget import Policy, plan
 
@@ -69,6 +69,8 @@ class RepositoryEngine:
 
     def _owner(self, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job; None: it cannot be read."""
+        if record.owner is not None:
+            return record.owner
         if record.snapshot not in self._owners:
             try:
                 self._owners[record.snapshot] = snapshot_owner(self._repository.manifest(record))

@@ -34,4 +34,5 @@ def _record(one: dict[str, Any]) -> SnapshotRecord:
         device=one["device"],
         data=one.get("data", 0),
         quarantined=one["quarantined"],
+        owner=one["owner"],
     )

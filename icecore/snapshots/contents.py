@@ -45,9 +45,8 @@ def owner_fields(owner: int | None) -> Fields:
 def details(manifest: Manifest) -> Fields:
     """Return where a snapshot was taken, its sizes, and what it requires."""
     from icecore.host.jobs.identity import user_name
-    from icecore.restorer.owner import snapshot_owner
     from icecore.store.format.archive import container_title
-    from icecore.store.format.contract import left_to_driver
+    from icecore.store.format.contract import left_to_driver, snapshot_owner
     from icecore.store.format.data import data_bytes
 
     sizes = manifest.sizes

@@ -38,6 +38,7 @@ from icecore.store.format.state import (
     decode_entry,
     encode_entry,
 )
+from icecore.store.log import reading
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
 from icecore.store.log.watermark import FileWatermark, Seen, Watermark
@@ -494,6 +495,54 @@ def test_a_caller_that_goes_away_holds_nobody_up() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         there = [record.id for record in (await log.newest()).state.sessions]
         assert set(ids[1:]) <= set(there)
+
+    asyncio.run(body())
+
+
+def test_a_reader_that_asks_again_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes one request if nothing is new, and lists again after some seconds."""
+
+    async def body() -> None:
+        objects = MemoryBackend()
+        log = await founded(objects)
+        backend = FaultyBackend(objects)
+        reader = Log(backend, KEY)
+
+        async def asked() -> tuple[int, list[str]]:
+            backend.calls.clear()
+            entry = await reader.again()
+            return entry.generation, [call.operation for call in backend.calls]
+
+        assert "list" in (await asked())[1]
+        generation, calls = await asked()
+        assert (generation, len(calls)) == (1, 1) and "list" not in calls
+        await write(log, drawn(3))
+        generation, calls = await asked()
+        assert generation == 4 and "list" not in calls
+        monkeypatch.setattr(reading, "_LISTED_SECONDS", 0.0)
+        generation, calls = await asked()
+        assert generation == 4 and "list" in calls
+
+    asyncio.run(body())
+
+
+def test_a_reader_that_asks_again_notices_an_older_state_and_a_fork() -> None:
+    """Another object of this process, or another process, has seen more or something else."""
+
+    async def body() -> None:
+        for more, forked_by in ((2, 0), (2, 2), (2, 5)):
+            backend, watermark = MemoryBackend(), Watermark()
+            log = Log(backend, KEY, watermark=watermark)
+            await log.found()
+            await write(log, drawn(3))
+            shown = MemoryBackend(dict(backend.objects))
+            reader = Log(shown, KEY, watermark=watermark)
+            await reader.again()
+            await write(log, drawn(more))
+            if forked_by:
+                await write(Log(shown, KEY), drawn(forked_by))
+            with pytest.raises(RollbackDetected):
+                await reader.again()
 
     asyncio.run(body())
 

@@ -21,9 +21,9 @@ from icecore.restorer.files.job_directories import MadeDirectory
 from icecore.restorer.files.jobfiles import JobFiles
 from icecore.restorer.files.jobpaths import Place
 from icecore.restorer.files.rights import Owner, inode_of
-from icecore.restorer.owner import snapshot_owner
 from icecore.restorer.plan.cells import SpaceCells
 from icecore.store.backend.base import Backend
+from icecore.store.format.contract import snapshot_owner
 from icecore.store.format.data import (
     MAX_TABLE,
     OPEN,

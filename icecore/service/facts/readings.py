@@ -54,7 +54,7 @@ async def read_repository(repository: StoredRepository) -> Reading:
         StoreError: It cannot be read.
         Damaged: An entry or a page of the list is damaged.
     """
-    state = (await repository.log.newest()).state
+    state = (await repository.log.again()).state
     snapshots = await catalog.everything(state, repository.log.pages)
     leases: list[SessionRecord] = []
     others: list[SessionRecord] = []

@@ -46,6 +46,7 @@ Processes = msgspec.Meta(max_length=MAX_PROCESSES)
 
 RUN, CUDA, RESIDENT, IMPORTED = "run", "cuda", "resident", "imported"
 
+_ROOT = 0
 _Record = TypeVar("_Record")
 
 
@@ -294,6 +295,30 @@ def read_run(manifest: Manifest) -> Run | None:
         Damaged: The record makes no sense.
     """
     return _read(manifest, RUN, Run, "of a run", run_faults)
+
+
+def snapshot_owner(manifest: Manifest) -> int:
+    """Return the uid whose snapshot it is: the user of the job, or, if `icecore run` did not start
+    it, `processes_owner`.
+
+    Raises:
+        Damaged: The record of its job makes no sense.
+    """
+    run = read_run(manifest)
+    return processes_owner(manifest) if run is None else run.user
+
+
+def processes_owner(manifest: Manifest) -> int:
+    """Return the user of a snapshot's processes; root if they have several, or there are none."""
+    users = {process.user for process in manifest.processes}
+    return users.pop() if len(users) == 1 else _ROOT
+
+
+def recorded_owner(manifest: Manifest) -> int | None:
+    """Return the owner for the snapshot's record (`snapshot_owner`); None: it cannot be told."""
+    with suppress(Damaged):
+        return snapshot_owner(manifest)
+    return None
 
 
 def read_gpus(manifest: Manifest) -> Gpus | None:

@@ -27,6 +27,7 @@ Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 MarkId = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 HexId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+UserId = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 32) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
 #: Lists are bounded before they are created: a decoder first reads how long a list claims to be.
@@ -47,7 +48,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     for the first of a lineage. ``quarantined``, if not empty, says what of the snapshot is lost: it
     is kept for what can still be read, and no snapshot is based on it. ``marks`` are the ids of the
     last changes of ``tags`` and ``pinned``, newest last (see ``marks``); ``origin`` is the id of
-    the repository from which a sync copied the snapshot, empty where it was taken.
+    the repository from which a sync copied the snapshot, empty where it was taken. ``owner`` is the
+    uid of its job (`icecore.store.format.contract.recorded_owner`); None: it is not recorded.
     """
 
     snapshot: HexId
@@ -69,6 +71,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     marks: Annotated[list[MarkId], Some] = []
     origin: str = ""
     data: Count = 0
+    owner: UserId | None = None
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):

@@ -38,6 +38,8 @@ from icecore.store.log.watermark import Seen, Watermark
 
 _TRIES = 5
 BACKOFF_SECONDS = 0.005
+#: A reader that asks again within this time of a listing does without another one.
+_LISTED_SECONDS = 5.0
 
 
 class LogReader:
@@ -61,6 +63,7 @@ class LogReader:
         #: that was established, on a clock that includes sleep.
         self._proven: Entry | None = None
         self._proven_at = 0.0
+        self._listed_at = 0.0
         #: Generations that are listed but planted.
         self._planted: set[int] = set()
 
@@ -101,6 +104,7 @@ class LogReader:
                 seen.
             Damaged: An entry is damaged, or there is none.
         """
+        listed_at = now()
         seen = self.watermark.load()
         entry = await self._start(seen)
         while seen.generation:
@@ -114,7 +118,25 @@ class LogReader:
                 return await self.newest()
             entry = last
         self._keep(entry)
+        self._listed_at = listed_at
         return entry
+
+    async def again(self) -> Entry:
+        """Return the newest entry as ``newest`` does, for callers that only read, and do so often.
+
+        For some seconds after a listing, it reads on from the newest entry that it knows, which is
+        one request if there is no newer one. Until the next listing, it does not find the entries
+        with which a repair has continued the log behind lost ones.
+        """
+        entry = self._proven
+        if entry is None or now() - self._listed_at > _LISTED_SECONDS:
+            return await self.newest()
+        seen = self.watermark.load()
+        last = await self._end(entry)
+        if last is None or last.generation < seen.generation or await self._follows(last, seen):
+            return await self.newest()
+        self._keep(last)
+        return last
 
     async def _start(self, seen: Seen) -> Entry:
         """Return the newest entry in a listing, or the entry seen before if the listing shows only

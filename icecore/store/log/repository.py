@@ -258,7 +258,9 @@ class StoredRepository:
 
     async def snapshots(self) -> list[SnapshotRecord]:
         """Return all snapshots in order of their commits."""
-        return await self._current(lambda state: catalog.everything(state, self.log.pages))
+        return await self._current(
+            lambda state: catalog.everything(state, self.log.pages), again=True
+        )
 
     async def find(self, snapshot: str) -> SnapshotRecord:
         """Return the record of a snapshot.
@@ -335,7 +337,13 @@ class StoredRepository:
             )
         return manifest
 
-    async def _current(self, read: Callable[[LogState], Awaitable[T]], *, prove: bool = True) -> T:
+    async def _current(
+        self,
+        read: Callable[[LogState], Awaitable[T]],
+        *,
+        prove: bool = True,
+        again: bool = False,
+    ) -> T:
         """Return the result of ``read`` on the newest state; repeat it if an object disappeared
         because the state moved on.
 
@@ -343,8 +351,9 @@ class StoredRepository:
             prove: As in ``Log.newest``. It makes no difference when one snapshot is looked up by
                 its id: one that an entry lists was committed, and if none is found, or its objects
                 are gone, the newest state is read.
+            again: Find the newest state with `Log.again`.
         """
-        entry = await self.log.newest(prove=prove)
+        entry = await (self.log.again() if again else self.log.newest(prove=prove))
         while True:
             try:
                 return await read(entry.state)

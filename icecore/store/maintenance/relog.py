@@ -27,6 +27,7 @@ from icecore.errors import (
 )
 from icecore.store.format import gaps, marks
 from icecore.store.format.cell import Records
+from icecore.store.format.contract import recorded_owner
 from icecore.store.format.data import data_bytes
 from icecore.store.format.envelope import ObjectKind, digest_of, seal
 from icecore.store.format.manifest import MANIFEST_KIND, Manifest, decode_manifest
@@ -481,6 +482,7 @@ def record_of(manifest: Manifest, name: str, data: bytes) -> SnapshotRecord:
         manifest.pinned,
         sizes.device,
         data=data_bytes(manifest),
+        owner=recorded_owner(manifest),
     )
 
 

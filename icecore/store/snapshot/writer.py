@@ -23,6 +23,7 @@ from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
 from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import Buffer
+from icecore.store.format.contract import recorded_owner
 from icecore.store.format.data import data_bytes
 from icecore.store.format.envelope import seal
 from icecore.store.format.hints import HINTS_KIND
@@ -287,6 +288,7 @@ class SnapshotWriter:
                 pinned=manifest.pinned,
                 device=sizes.device,
                 data=data_bytes(manifest),
+                owner=recorded_owner(manifest),
             )
             self._wait(
                 self.session.commit(
