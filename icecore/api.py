@@ -325,7 +325,9 @@ def dump(
         else:
             parent = job.description.snapshot or job.description.restored_from
             status = str(job.status_path) if job.description.keep_resident else ""
-            aim = Target(root, options.job or job.name, parent, job.record(), status)
+            aim = Target(
+                root, options.job or job.name, parent, job.record(), status, str(job.directory)
+            )
 
         def note(done: DumpResult) -> None:
             if job is not None and job.directory.exists():

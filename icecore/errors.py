@@ -10,7 +10,7 @@ from __future__ import annotations
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from typing import ClassVar
+    from typing import Any, ClassVar
 
 #: The cure where the repository itself has lost something.
 REPAIR = "'icecore check --read-data' names all damage, 'icecore repair --dry-run' shows what can be repaired, 'icecore repair' repairs it"
@@ -77,7 +77,13 @@ class WindowExceeded(DumpFailed):
 
 
 class HookFailed(IcecoreError):
-    """A hook failed or timed out; the operation that it follows is complete nevertheless."""
+    """A hook failed or timed out; the operation that it follows is complete nevertheless.
+
+    Attributes:
+        result: What the operation would have returned, if it is a dump (`DumpResult`).
+    """
+
+    result: Any = None
 
 
 class RestoreRefused(IcecoreError):

@@ -24,10 +24,11 @@ from icecore.cli import main as run_command
 from icecore.commands.context import Origin
 from icecore.commands.output import Output
 from icecore.config.loading import load
-from icecore.errors import IcecoreError, NotFound, PreflightRefused
+from icecore.errors import IcecoreError, JobHeld, PreflightRefused, ResumeFailed
 from icecore.events import Event, Value
 from icecore.host.jobs.description import boot_id
 from icecore.host.jobs.identity import Identity
+from icecore.host.jobs.job import Job
 from icecore.host.kernel import procfs
 from icecore.service.api import operation_files as files
 from icecore.service.api.journal import Writer
@@ -36,6 +37,12 @@ from icecore.text import jsonable
 
 #: Events that carry the result of an operation; the last one counts.
 _RESULTS = frozenset({"run.started", "run.resumed", "dump.done", "restore.running"})
+#: Events that name the instance that is supervised from then on.
+_BEGUN = frozenset({"run.started", "run.resumed", "run.adopted"})
+#: Errors after which a supervisor is not replaced: the job runs elsewhere, or cannot be restored.
+_FINAL = (JobHeld.exit_code, ResumeFailed.exit_code)
+#: An instance that ended this soon after 'icecore kill' ended because of it.
+_ASKED_SECONDS = 600.0
 
 
 class Recorder(Output):
@@ -43,12 +50,14 @@ class Recorder(Output):
 
     Args:
         writer: Gets the records.
+        directory: Of the operation; gets the instance that is supervised.
         brief: Leave out progress and the job's output, which are unbounded.
     """
 
-    def __init__(self, writer: Writer, *, brief: bool) -> None:
+    def __init__(self, writer: Writer, directory: Path, *, brief: bool) -> None:
         super().__init__(quiet=True, stdout=_Nowhere(), stderr=_Nowhere())
         self._writer = writer
+        self._directory = directory
         self._brief = brief
         self.last: dict[str, Any] = {}
         self.failure: dict[str, Any] | None = None
@@ -89,6 +98,9 @@ class Recorder(Output):
         if self._brief and event.fields.get("state") == "progress":
             return
         found = event.as_json()
+        if event.name in _BEGUN and self._brief:
+            with suppress(OSError):
+                files.write_instance(self._directory, str(event.fields["instance"]))
         if event.name in _RESULTS:
             self.last = found
         self._record("event", event=found)
@@ -143,16 +155,30 @@ def main() -> int:
     wanted = files.read_stored(directory)
     if wanted is None:
         return 1
-    if asked := files.cancelled_by(directory):
-        files.write(directory, "result.json", Result(exit_status=128 + asked, ended=time.time()))
+    asked = files.cancelled_by(directory)
+    before = _supervised_before(wanted, directory) if attempt > 1 else None
+    over = None
+    if before is not None:
+        over = _ended_for_good(wanted, before)
+    if asked and (before is None or not before.alive):
+        over = 128 + asked
+    if over is not None:
+        files.write(directory, "result.json", Result(exit_status=over, ended=time.time()))
         return 0
-    with suppress(NotFound):
-        if attempt > 1 and (status := _ended_by_itself(wanted)) is not None:
-            files.write(directory, "result.json", Result(exit_status=status, ended=time.time()))
-            return 0
     writer = Writer(directory)
-    recorder = Recorder(writer, brief=wanted.supervised)
-    status = run_command(_words(wanted, attempt), output=recorder, origin=_origin(wanted))
+    recorder = Recorder(writer, directory, brief=wanted.supervised)
+    lineage = "" if before is None else Job.load(before.directory).description.lineage
+    status = run_command(
+        _words(wanted, resume=bool(lineage)),
+        output=recorder,
+        origin=_origin(wanted, lineage, asked),
+    )
+    writer.close()
+    failed = recorder.failure
+    if wanted.supervised and attempt > 1 and failed and failed["exit_code"] not in _FINAL:
+        # It worked before: perhaps the repository cannot be reached. Without a result, the service
+        # starts the next attempt.
+        return status
     result = Result(
         exit_status=status,
         ended=time.time(),
@@ -160,7 +186,6 @@ def main() -> int:
         result=recorder.last,
     )
     files.write(directory, "result.json", result)
-    writer.close()
     return 0
 
 
@@ -168,40 +193,68 @@ def _not_now(number: int, frame: FrameType | None) -> None:
     """Ignore a signal before the command begins, which then checks for it, or after it has ended."""
 
 
-def _words(wanted: Stored, attempt: int) -> list[str]:
-    """Return the command line. A supervisor that replaces a killed one resumes the job."""
+def _words(wanted: Stored, *, resume: bool) -> list[str]:
+    """Return the command line.
+
+    Args:
+        resume: Bring the job back, whether the user asked for it or not.
+    """
     words = list(wanted.words)
-    if attempt > 1 and "--resume" not in words:
+    if resume and "--resume" not in words:
         words.append("--resume")
     return [*words, "--", *wanted.command] if wanted.command else words
 
 
-def _origin(wanted: Stored) -> Origin:
+def _origin(wanted: Stored, lineage: str, stop: int) -> Origin:
     identity = (
         None
         if wanted.identity is None
         else msgspec.convert(wanted.identity, Identity, strict=False)
     )
-    return Origin(identity, wanted.environment or {}, wanted.supervised)
+    return Origin(identity, wanted.environment or {}, wanted.supervised, lineage, stop)
 
 
-def _ended_by_itself(wanted: Stored) -> int | None:
-    """Return the exit status of a job that ended while it had no supervisor; None: it runs, or was
-    killed.
-
-    Raises:
-        NotFound: There is no such job.
+def _supervised_before(wanted: Stored, directory: Path) -> Job | None:
+    """Return the instance that the worker before this one supervised last; None: there is none, or
+    the operation supervises no job.
     """
     from icecore.api import registry
 
-    config = next((word[9:] for word in wanted.words if word.startswith("--config=")), "")
-    job = registry(load(config)).find(wanted.job)
-    status = job.status()
-    if job.description.user != wanted.owner:
+    if not wanted.supervised:
         return None
-    if status is None or job.description.created < wanted.created or status.code is None:
+    known = registry(load(_option(wanted, "config")))
+    with suppress(IcecoreError):
+        named = files.read_instance(directory)
+        job = known.find(named or wanted.job)
+        # A worker of an earlier version has not written which it is.
+        if job.description.user == wanted.owner and (
+            job.instance == named or job.description.created >= wanted.created
+        ):
+            return job
+    return None
+
+
+def _ended_for_good(wanted: Stored, job: Job) -> int | None:
+    """Return the exit status of a job that ended while it had no supervisor, and is not to be
+    restored; None: it runs, or is to be restored, as one that was killed is.
+    """
+    status = job.status()
+    if status is None:
+        return None
+    if job.stopped_with():
+        chosen = _option(wanted, "preempted-exit")
+        return int(chosen) if chosen else load(_option(wanted, "config")).schedule.preempted_exit
+    if job.end_requested(_ASKED_SECONDS) or status.code == 0:
+        return status.exit_code
+    if status.code is None or _option(wanted, "restart"):
         return None
     return status.exit_code
+
+
+def _option(wanted: Stored, name: str) -> str:
+    """Return the value of an option of the command; empty: it is not there."""
+    start = f"--{name}="
+    return next((word[len(start) :] for word in wanted.words if word.startswith(start)), "")
 
 
 if __name__ == "__main__":

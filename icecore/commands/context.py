@@ -49,11 +49,16 @@ class Origin:
         identity: With which a job runs.
         environment: Of a job.
         supervised: The command supervises a job, and takes signals once it does.
+        lineage: The lineage that it resumes, if it replaces a supervisor; empty: that of the newest
+            snapshot of the name.
+        stop: A signal that the supervisor before it did not act on any more; 0: none.
     """
 
     identity: Identity | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     supervised: bool = False
+    lineage: str = ""
+    stop: int = 0
 
 
 @dataclass

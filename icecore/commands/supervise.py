@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from icecore import units
-from icecore.commands.context import Context
+from icecore.commands.context import Context, Origin
 from icecore.commands.parsing import Commands, add_setting, overridden
 from icecore.config import DumpSettings, ForgetSettings, ScheduleSettings
 from icecore.config.kinds import COUNT, SECONDS
@@ -163,10 +163,13 @@ def run(
     require(arguments)
     keep_few_arenas()
     own = overridden(context.config.schedule, arguments)
+    origin = context.origin or Origin()
     plan = Plan(
         name=arguments.name,
         start=start,
         resume=arguments.resume,
+        lineage=origin.lineage,
+        stop=origin.stop,
         or_start=arguments.or_start,
         fall_back=arguments.fall_back,
         every=arguments.every,
@@ -196,9 +199,8 @@ def run(
             for line in words(event):
                 context.output.note(line)
 
-    identity = context.origin.identity if context.origin is not None else None
     config = replace(context.config, dump=overridden(context.config.dump, arguments))
-    engine = RepositoryEngine(context.repository(), config, identity)
+    engine = RepositoryEngine(context.repository(), config, origin.identity)
     supervisor = Supervisor(plan, engine, write=write, emit=emit)
     return supervisor.run()
 

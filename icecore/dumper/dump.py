@@ -23,7 +23,7 @@ from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.dumper.target import Target
-from icecore.errors import NotFound, UsageError
+from icecore.errors import HookFailed, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host.criu.program import Criu, find_criu
 from icecore.host.kernel import limits, procfs
@@ -112,24 +112,28 @@ def dump(
     limits.require_directory(workdir, "--workdir")
     for tag in options.tags:
         require_label(tag)
-    with hooks_of(options, target, emit) as hooks:
-        request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
-        made = _run_until_unchanged(request, hooks)
-        snapshot = hooks.snapshot = made.snapshot
-        manifest = made.manifest
-        done = DumpResult(
-            snapshot=snapshot,
-            job=manifest.job,
-            lineage=manifest.lineage,
-            parent=manifest.parent,
-            window_seconds=manifest.window_seconds,
-            seconds=time.monotonic() - started,
-            sizes=manifest.sizes,
-            pre_copied=made.pre_copied,
-            spilled=made.spilled,
-        )
-        if committed is not None:
-            committed(done)
+    try:
+        with hooks_of(options, target, emit) as hooks:
+            request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
+            made = _run_until_unchanged(request, hooks)
+            snapshot = hooks.snapshot = made.snapshot
+            manifest = made.manifest
+            done = DumpResult(
+                snapshot=snapshot,
+                job=manifest.job,
+                lineage=manifest.lineage,
+                parent=manifest.parent,
+                window_seconds=manifest.window_seconds,
+                seconds=time.monotonic() - started,
+                sizes=manifest.sizes,
+                pre_copied=made.pre_copied,
+                spilled=made.spilled,
+            )
+            if committed is not None:
+                committed(done)
+    except HookFailed as error:
+        error.result = done
+        raise
     emit(
         Event(
             "dump.done",

@@ -26,6 +26,7 @@ class Target:
         record: How `icecore run` started it; None for any other tree.
         status: Where the tree's init writes how the job ended, if its resident device memory is to
             outlive a job that does not end well; empty: it is not.
+        directory: Of the instance, where a dump that ends it notes so; empty: of no instance.
         guessed: The job is named after its program, which other jobs may run too.
     """
 
@@ -34,6 +35,7 @@ class Target:
     parent: str = ""
     record: RunRecord | None = None
     status: str = ""
+    directory: str = ""
     guessed: bool = False
 
     @classmethod

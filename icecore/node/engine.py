@@ -7,7 +7,7 @@ from dataclasses import replace
 from icecore import api
 from icecore.config import Config
 from icecore.dumper.dump import DumpResult
-from icecore.errors import IcecoreError, JobHeld, NotFound
+from icecore.errors import Damaged, JobHeld, NotFound, ObjectMissing
 from icecore.events import Sink
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
@@ -61,11 +61,16 @@ class RepositoryEngine:
         )
 
     def snapshots(self, job: str) -> list[SnapshotRecord]:
-        """Return the snapshots of a job in order of their commits."""
+        """Return the snapshots of a job in order of their commits. One whose owner cannot be read
+        is among them, as no snapshot must be taken for absent; restoring it fails.
+
+        Raises:
+            StoreError: The repository cannot be reached.
+        """
         found = self._repository.snapshots(job=job)
         if self._identity is None:
             return found
-        return [one for one in found if self._owner(one) == self._identity.user]
+        return [one for one in found if self._owner(one) in (None, self._identity.user)]
 
     def _owner(self, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job; None: it cannot be read."""
@@ -74,7 +79,7 @@ class RepositoryEngine:
         if record.snapshot not in self._owners:
             try:
                 self._owners[record.snapshot] = snapshot_owner(self._repository.manifest(record))
-            except IcecoreError:
+            except (Damaged, ObjectMissing):
                 return None
         return self._owners[record.snapshot]
 

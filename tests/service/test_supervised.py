@@ -13,18 +13,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+from unittest import mock
 
 import pytest
 
 from icecore import Config
-from icecore.errors import JobHeld
+from icecore.errors import JobHeld, ResumeFailed
 from icecore.events import Event
 from icecore.host.jobs.identity import Identity
 from icecore.host.kernel import procfs
 from icecore.node.engine import RepositoryEngine
 from icecore.repository import Repository
+from icecore.service.supervision.instances import Instances
 from icecore.service.supervision.plan import Plan
 from icecore.service.supervision.supervisor import Supervisor
+from icecore.store.format.state import SnapshotRecord
 from icecore.store.log import lease
 from icecore.store.log.lease_clock import now
 from tests.cli.conftest import SECONDS, Cli, until
@@ -509,6 +512,62 @@ def test_a_signal_that_is_passed_on(cli: Cli) -> None:
     until(written(cli, 0.5), "it is ready")
     process.send_signal(signal.SIGUSR1)
     assert ended(process)[0] == 5
+
+
+def test_a_job_that_was_told_something_is_restored_when_it_fails(cli: Cli) -> None:
+    """A signal that was passed on, and did not end the job, is no reason to leave it."""
+    cli.run("init")
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('told', flush=True))\n"
+        "for n in range(40):\n"
+        "    print(n, flush=True)\n"
+        "    time.sleep(0.1)\n"
+        "    if n == 30 and not os.path.exists('once'):\n"
+        "        open('once', 'w').close()\n"
+        "        os._exit(3)\n"
+    )
+    words = (
+        "run",
+        "--name",
+        "own",
+        "--on-term",
+        "pass",
+        "--restart",
+        "on-failure",
+        "--every",
+        "1s",
+    )
+    process = cli.start(*words, "--", sys.executable, "-c", code)
+    until(written(cli, 3), "3 lines")
+    process.send_signal(signal.SIGUSR1)
+    status, lines, said = ended(process)
+    assert "told" in lines and status == 0 and "was restored from" in said, said
+    assert lines[-1] == "39"
+
+
+def test_snapshots_in_quarantine_are_passed_over(cli: Cli) -> None:
+    """The newest whole one is restored, without --fall-back; if none is, nothing starts anew."""
+    cli.run("init")
+    config = Config(state=str(cli.folder / "state"))
+
+    def record(number: int, lost: str) -> SnapshotRecord:
+        return SnapshotRecord(
+            f"{number:032x}", "own", "1" * 32, "", number, "m", 1, b"d" * 32, quarantined=lost
+        )
+
+    with Repository.open(cli.folder / "repository", config=config, state=config.state) as opened:
+        engine = RepositoryEngine(opened, config)
+        found = [record(1, ""), record(2, ""), record(3, "a shard")]
+        with mock.patch.object(engine, "snapshots", lambda job: list(found)):
+            plan = Plan("own", lambda: pytest.fail("it must not start"))
+            instances = Instances(
+                plan, engine, mock.Mock(), lambda name, **_: None, lambda event: None
+            )
+            assert [one.created_ns for one in instances.candidates()] == [2, 1]
+            found[:] = [record(3, "a shard")]
+            with pytest.raises(ResumeFailed, match="in quarantine"):
+                instances.first()
 
 
 def test_what_cannot_be_restored(cli: Cli) -> None:

@@ -18,6 +18,7 @@ from icecore.dumper.phases.request import Request
 from icecore.dumper.storing import Stored
 from icecore.errors import DumpFailed
 from icecore.events import phase
+from icecore.host.jobs.job import note_end
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.store.format.contract import Run, RunFiles, RunIsolation, encode_records
 from icecore.store.format.data import encode_data
@@ -68,6 +69,8 @@ def commit(
         if devices is not None:
             devices.leave()
         deaths.forget()
+        if target.directory:
+            note_end(Path(target.directory), snapshot)
         ready.window.kill(list(result.tree.pids))
         if devices is not None:
             devices.gone(keep_resident=options.keep_resident)

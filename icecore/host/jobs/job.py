@@ -3,12 +3,13 @@ with its start time and the boot id.
 
 The directory of an instance holds ``job.json`` (`icecore.host.jobs.description`), ``stdout.log`` and ``stderr.log``
 (append-only), ``status`` (one line by the init once the command has ended), ``icecore-init``
-(the init's program) and ``end-requested`` (when `Job.end` was used, in seconds since boot).
+(the init's program) and ``end-requested`` (`note_end`: seconds since boot, and a snapshot's id).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -39,6 +40,17 @@ _MOST_STATUS = 64  # bytes
 _END_REQUESTED = "end-requested"
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
+
+
+def note_end(directory: Path, snapshot: str = "") -> None:
+    """Note in an instance's directory that its end is wanted, so that a supervisor does not take it
+    for a failure. Do nothing if that fails (a full disk): the end is worth more than the note.
+
+    Args:
+        snapshot: The snapshot with which it ends; empty: none.
+    """
+    with suppress(OSError), open(create_private(directory / _END_REQUESTED), "w") as file:
+        file.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME)} {snapshot}\n")
 
 
 class Inits:
@@ -470,18 +482,24 @@ class Job:
             NotFound: It has ended.
         """
         if number in _ENDING:
-            note = create_private(self.directory / _END_REQUESTED)
-            with open(note, "w") as file:
-                file.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME)}\n")
+            note_end(self.directory)
         self.kill(number)
 
     def end_requested(self, within: float) -> bool:
         """Return whether ``end`` asked this instance to end in the last ``within`` seconds."""
-        try:
-            asked = float((self.directory / _END_REQUESTED).read_text())
-        except (OSError, ValueError):
-            return False
-        return 0 <= time.clock_gettime(time.CLOCK_BOOTTIME) - asked <= within
+        at, snapshot = self._end_note()
+        return not snapshot and 0 <= time.clock_gettime(time.CLOCK_BOOTTIME) - at <= within
+
+    def stopped_with(self) -> str:
+        """Return the snapshot with which a dump ended this instance; empty: none did."""
+        return self._end_note()[1]
+
+    def _end_note(self) -> tuple[float, str]:
+        """Return when an end was asked for, in seconds since boot, and the snapshot with which."""
+        with suppress(OSError, ValueError):
+            at, _, snapshot = (self.directory / _END_REQUESTED).read_text().strip().partition(" ")
+            return float(at), snapshot
+        return -math.inf, ""
 
     def log_sizes(self) -> dict[Stream, int]:
         """Return the current size of each log in bytes; 0 of one that is not there: the instance is

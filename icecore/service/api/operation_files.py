@@ -1,9 +1,10 @@
 """The files of an operation, which survive a restart of the service.
 
 ``STATE/service/operations/ID/`` holds ``request.json`` (`Stored`), ``process.json`` (`Process`, which
-the worker writes first), ``cancel`` (after a cancel request), ``result.json`` (`Result`, which the
-worker writes last), the records (`journal`), ``output.log`` (other output of the worker) and
-``lock``, which the worker locks for as long as it lives.
+the worker writes first), ``cancel`` (after a cancel request), ``instance`` (of the job that it
+supervises), ``result.json`` (`Result`, which the worker writes last), the records (`journal`),
+``output.log`` (other output of the worker) and ``lock``, which the worker locks for as long as it
+lives.
 """
 
 from __future__ import annotations
@@ -98,6 +99,26 @@ def read_process(directory: Path) -> Process | None:
 def read_result(directory: Path) -> Result | None:
     """Return the result; None: it has not ended, or its worker was killed."""
     return _read(directory / "result.json", Result)
+
+
+def write_instance(directory: Path, instance: str) -> None:
+    """Note which instance the operation supervises.
+
+    Raises:
+        OSError: The disk is full, perhaps.
+    """
+    new = directory / "instance.new"
+    with open(create_private(new), "w") as file:
+        file.write(f"{instance}\n")
+    os.replace(new, directory / "instance")
+
+
+def read_instance(directory: Path) -> str:
+    """Return the instance that the operation supervised last; empty: none is known."""
+    try:
+        return (directory / "instance").read_text().strip()
+    except OSError:
+        return ""
 
 
 def note_cancel(directory: Path, number: int) -> None:

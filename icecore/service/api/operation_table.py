@@ -43,6 +43,9 @@ class Entry:
     child: subprocess.Popen[bytes] | None = None
     state: State = "queued"
     attempt: int = 0
+    began: float = 0.0  # the attempt, on the monotonic clock
+    quick: int = 0  # supervisors in a row that did not last
+    stops: int = 0  # supervisors that were started to stop the job
     asked: int = (
         0  # by which signal to end; the file "cancel" says it to the worker and the next service
     )

@@ -33,7 +33,13 @@ from icecore.service.api.operation_table import Bounds, Entry, Table
 from icecore.service.api.tokens import FOLDER
 
 _POLL_SECONDS = 0.1
-_BACK_OFF = (1.0, 60.0)
+#: Seconds until a supervisor is replaced. With the time that it takes to start, less than until a
+#: watchdog ends the job that it left.
+_BACK_OFF = (1.0, 30.0)
+#: A supervisor that lasted so many seconds did not end because it could not work.
+_LONG_SECONDS = 600.0
+#: So many supervisors may be killed while they stop the job before its operation is given up.
+_TRIES = 5
 _WRITE_AGAIN_SECONDS = 10.0
 
 
@@ -194,7 +200,7 @@ class Operations:
                 files.note_cancel(entry.directory, number)
             if entry.state == "queued":
                 self._lost(entry)
-            else:
+            elif entry.state == "running":
                 workers.send(entry.directory, entry.child, number)
         return entry.as_model()
 
@@ -250,6 +256,7 @@ class Operations:
             self._watch(entry)
             return
         entry.attempt += 1
+        entry.began = time.monotonic()
         entry.state = "running"
         try:
             entry.child = workers.spawn(
@@ -288,21 +295,27 @@ class Operations:
         result = files.read_result(entry.directory)
         if result is not None:
             self._finish(entry, result, written=True)
-        elif entry.stored.supervised and not entry.cancelled:
+        elif entry.stored.supervised and (not entry.cancelled or entry.stops < _TRIES):
             await self._again(entry)
         else:
             self._lost(entry)
 
     async def _again(self, entry: Entry) -> None:
-        """Restart the supervisor of a job, after a growing delay."""
+        """Restart the supervisor of a job, after a delay that grows while supervisors end soon."""
         entry.state = "queued"
         least, most = _BACK_OFF
-        await asyncio.sleep(min(most, least * 2 ** min(entry.attempt - 1, 10)))
-        if entry.state == "queued":  # it was not cancelled meanwhile
+        ran = time.monotonic() - entry.began
+        entry.quick = 1 if ran > _LONG_SECONDS else entry.quick + 1
+        entry.stops += bool(entry.cancelled)
+        await asyncio.sleep(min(most, least * 2 ** min(entry.quick - 1, 10)))
+        if entry.state == "queued":
             self._start(entry)
 
     def _lost(self, entry: Entry) -> None:
         """Handle a worker that ended without a result, or never began."""
+        if entry.stored.supervised and entry.attempt and entry.stops < _TRIES:
+            entry.state = "queued"  # the next worker looks whether the job runs, and stops it
+            return
         if number := entry.cancelled:
             self._finish(entry, Result(exit_status=128 + number, ended=time.time()))
             return

@@ -64,10 +64,10 @@ class Instances:
                 self._tell_ignored(job)
                 shown = self._record.shown(job.instance)
                 return job, job.log_sizes() if shown is None else shown
-        candidates = self.candidates() if self._plan.resume else []
-        if not candidates:
-            return self.start()
         try:
+            candidates = self.candidates(self._plan.lineage) if self._plan.resume else []
+            if not candidates:
+                return self.start()
             return self.restore(candidates[: 1 + self._plan.fall_back])
         except ResumeFailed:
             if not self._plan.or_start:
@@ -79,10 +79,21 @@ class Instances:
         return self._plan.start(), {}
 
     def candidates(self, lineage: str = "") -> list[SnapshotRecord]:
-        """Return the snapshots of a lineage, newest first. Empty: of this name's newest."""
+        """Return the intact snapshots of a lineage, newest first. Empty: of this name's newest.
+
+        Raises:
+            ResumeFailed: There are snapshots, and `repair` found all of them to be incomplete.
+        """
         found = self._engine.snapshots(self._plan.name)[::-1]
         lineage = lineage or (found[0].lineage if found else "")
-        return [one for one in found if one.lineage == lineage]
+        own = [one for one in found if one.lineage == lineage]
+        whole = [one for one in own if not one.quarantined]
+        if own and not whole:
+            raise ResumeFailed(
+                f"all {len(own)} snapshots of job {self._plan.name} are in quarantine",
+                cure="'icecore ls' says what they have lost; --or-start starts the job anew",
+            )
+        return whole
 
     def restore(self, candidates: list[SnapshotRecord]) -> Begun:
         """Bring the job back from the first of some snapshots that can be restored.

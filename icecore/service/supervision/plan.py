@@ -27,6 +27,8 @@ class Plan:
         start: Starts the job anew.
         data: The data directories with which ``start`` starts it, as the user named them.
         resume: Bring it back from its newest snapshot if there is one.
+        lineage: The lineage to resume; empty: that of the newest snapshot of the name.
+        stop: A signal that came before: stop the job that runs. 0: none.
         or_start: Start anew if no snapshot can be restored.
         fall_back: So many older snapshots are tried if the newest cannot be restored.
         every: Interval between snapshots; None: none; ``auto``: `icecore.service.interval`.
@@ -46,6 +48,8 @@ class Plan:
     name: str
     start: Callable[[], Job]
     resume: bool = True
+    lineage: str = ""
+    stop: int = 0
     or_start: bool = False
     fall_back: int = 0
     every: float | Literal["auto"] | None = None

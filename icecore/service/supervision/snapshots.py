@@ -65,6 +65,7 @@ class Snapshots:
         try:
             with self._turn(stop) as mine:
                 if mine:
+                    stopwatch.start()
                     done = self._engine.dump(
                         job.instance, stop=stop, under=self._session(), emit=heard
                     )
@@ -72,15 +73,16 @@ class Snapshots:
                     if not stop:
                         self._forget()
         except HookFailed as error:  # the snapshot is committed
-            newest = self._engine.snapshots(self._plan.name)[-1]
-            taken = stopwatch.taken(newest.snapshot, newest.window_seconds, newest.stored)
+            done = error.result
+            taken = stopwatch.taken(done.snapshot, done.window_seconds, done.sizes.stored)
             self._tell("run.snapshot_failed", error=str(error), next_seconds=0.0)
         except IcecoreError as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
             failed = IcecoreError(f"{type(error).__name__}: {error}")
+        finally:
+            self._messages.put(Dumped(stop, taken, failed))
         return_free_memory()
-        self._messages.put(Dumped(stop, taken, failed))
 
     @contextmanager
     def _turn(self, stop: bool) -> Iterator[bool]:
@@ -120,6 +122,10 @@ class _Stopwatch:
         self._began = time.monotonic()
         self._window_ended = 0.0
         self._phases: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Start to count: what came before was a wait for other jobs."""
+        self._began = time.monotonic()
 
     def hear(self, event: Event) -> None:
         """Take note of a phase that ended."""

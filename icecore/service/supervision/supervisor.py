@@ -4,6 +4,7 @@ outcome of a snapshot) and acts on them one by one. All other threads only wait 
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -15,7 +16,13 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from icecore.environment import without_secrets
-from icecore.errors import IcecoreError, JobHeld, NotFound, StoreError
+from icecore.errors import (
+    IcecoreError,
+    JobHeld,
+    NotFound,
+    StoreError,
+    WindowExceeded,
+)
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece
 from icecore.host.jobs.shell import run_shell
@@ -43,6 +50,8 @@ OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
 _BACK_OFF_SECONDS = (1.0, 60.0)
 _MOST_DOUBLINGS = 10
+#: How often the interval doubles while windows are too long.
+_MOST_WIDENINGS = 6
 #: A job that has to leave does not wait longer until it tries to take its snapshot again.
 _STOP_RETRY_SECONDS = 2.0
 #: A job that fails twice without a new snapshot in between is brought back from an older one.
@@ -50,8 +59,10 @@ _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
-#: A job that ends this soon after 'icecore kill' ended because of it.
+#: A job that ends this soon after 'icecore kill', or a signal passed on, ended because of it.
 _ASKED_SECONDS = 600.0
+#: Signals that ask a job to end.
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 #: Signals by which service managers and schedulers end processes. Some also send them to the job.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM)
 
@@ -98,10 +109,13 @@ class Supervisor:
         self._stopping = ""
         self._asked = 0
         self._asked_at = 0.0
-        self._passed = 0
+        self._passed: ExitStatus | None = None
+        self._passed_at = -math.inf
+        self._stop_again = 0.0
         self._stopped: Taken | None = None
         self._ended: ExitStatus | None = None
         self._unwanted = False
+        self._stopped_with = ""
         self._paused = False
         self._began = 0.0
         self._retries = 0
@@ -123,6 +137,8 @@ class Supervisor:
         try:
             with signals(self._messages), self._holding():
                 self._begin(self._instances.first())
+                if self._plan.stop:
+                    self._messages.put(Signalled(self._plan.stop, time.monotonic()))
                 with self._notices():
                     return self._watch()
         except Asked as asked:
@@ -192,7 +208,8 @@ class Supervisor:
     def _begin(self, begun: Begun) -> None:
         """Look after an instance that runs now."""
         self._job = job = begun[0]
-        self._ended = None
+        self._ended = self._passed = None
+        self._passed_at = -math.inf
         self._began = time.monotonic()
         self._timetable.schedule(self._timetable.first_delay())
         self._paused = False
@@ -208,8 +225,11 @@ class Supervisor:
         """Act on messages until there is an exit status."""
         while True:
             self._tick()
+            wait = _TICK_SECONDS
+            if self._is_to_stop:
+                wait = min(wait, max(0.0, self._stop_again - time.monotonic()))
             try:
-                message = self._messages.get(timeout=_TICK_SECONDS)
+                message = self._messages.get(timeout=wait)
             except queue.Empty:
                 continue
             status = None
@@ -221,6 +241,7 @@ class Supervisor:
                 case Ended(instance, ended) if self._job and instance == self._job.instance:
                     self._ended = ended
                     self._unwanted = self._job.end_requested(_ASKED_SECONDS)
+                    self._stopped_with = self._job.stopped_with()
                 case Dumped():
                     self._on_dumped(message)
             if status is None and self._ended is not None and not self._dumping:
@@ -242,14 +263,28 @@ class Supervisor:
                 self._messages.put(Ended(self._job.instance, self._job.wait()))
             elif not self._hold.is_watched:
                 self._hold.watch_over(self._job)
-        idle = not (self._dumping or self._stopping or self._paused)
-        if self._timetable.due and idle and self._ended is None:
+        if self._is_to_stop:
+            if time.monotonic() >= self._stop_again:
+                self._dump(stop=True)
+        elif (
+            self._timetable.due
+            and not (self._dumping or self._stopping or self._paused)
+            and self._ended is None
+        ):
             self._dump(stop=False)
+
+    @property
+    def _is_to_stop(self) -> bool:
+        """Whether the job is to be stopped with a snapshot, and nothing is being done for it."""
+        over = self._stopped is not None or self._ended is not None
+        return bool(self._stopping) and not (self._dumping or over)
 
     def _on_signal(self, number: int, at: float) -> int | None:
         """Return the exit status if the supervisor has to leave at once."""
         if self._plan.on_term == "pass":
-            self._passed = number
+            if number in _ENDING:  # the others may ask for anything
+                self._passed_at = at
+            self._passed = ExitStatus(signal=number)
             if self._job is not None:
                 with suppress(NotFound):
                     self._job.kill(number)
@@ -312,11 +347,16 @@ class Supervisor:
         self._retries += 1
         if self._ended is not None:
             return  # it ended meanwhile
+        if isinstance(done.error, WindowExceeded):
+            # The job stood still for nothing, and would again.
+            times = 2.0 ** min(self._retries - 1, _MOST_WIDENINGS)
+            pause = max(pause, self._timetable.delay() * times)
+        if self._stopping:
+            pause = min(pause, _STOP_RETRY_SECONDS) if done.error is not None else 0.0
         if done.error is not None:
             self._tell("run.snapshot_failed", error=str(done.error), next_seconds=pause)
         if self._stopping:
-            time.sleep(min(pause, _STOP_RETRY_SECONDS))
-            self._dump(stop=True)
+            self._stop_again = time.monotonic() + pause
         else:
             self._timetable.schedule(pause)
 
@@ -325,17 +365,24 @@ class Supervisor:
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain()
-        over = self._stopped is not None or self._stopping or self._passed or self._unwanted
+        passed = self._passed is not None and (
+            status == self._passed or time.monotonic() - self._passed_at < _ASKED_SECONDS
+        )
+        stopped = self._stopped is not None or bool(self._stopped_with)
+        over = stopped or self._stopping or passed or self._unwanted
         failed = status.exit_code != 0 and (not over or self._fails_by_itself(status))
         self._count(time.monotonic() - self._began, failed=failed)
         if self._stopped is not None:
             taken = self._stopped
             self._tell("run.preempted", snapshot=taken.snapshot, seconds=taken.seconds)
             return self._leave(taken.snapshot)
+        if self._stopped_with:  # by 'icecore dump --stop'
+            self._tell("run.preempted", snapshot=self._stopped_with, seconds=0.0)
+            return self._leave(self._stopped_with)
         if self._unwanted and status.exit_code:
             self._tell("run.ended_on_request", how=str(status))
             return status.exit_code
-        if self._stopping and not self._passed and self._is_to_return(status):
+        if self._stopping and not passed and self._is_to_return(status):
             return self._leave_early(status)
         if over or not failed:
             return status.exit_code
@@ -387,6 +434,9 @@ class Supervisor:
                 if self._plan.on_term == "pass":
                     return 128 + asked
                 return self._leave_early(status)
+            if self._job.end_requested(_ASKED_SECONDS):
+                self._tell("run.ended_on_request", how=str(status))
+                return status.exit_code
             try:
                 candidates = self._instances.candidates(lineage) if lineage else []
                 back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
@@ -406,10 +456,14 @@ class Supervisor:
             return None
 
     def _wait(self, seconds: float) -> int:
-        """Wait, and until nobody else can have the lease; return the signal that came meanwhile."""
+        """Wait, and until nobody else can have the lease; return the signal that came meanwhile.
+        Return early if 'icecore kill' asked the job to end.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until or not self._hold.lease.certain:
             self._require_lease()
+            if self._job is not None and self._job.end_requested(_ASKED_SECONDS):
+                return 0
             with suppress(queue.Empty):
                 message = self._messages.get(timeout=_TICK_SECONDS / 4)
                 if isinstance(message, Signalled):

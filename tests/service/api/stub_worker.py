@@ -24,6 +24,10 @@ files.write(
     "process.json",
     files.Process(pid, procfs.start_time(pid), boot_id(), time.time(), attempt),
 )
+if attempt > 1 and (number := files.cancelled_by(directory)):  # as the real one without a job
+    result = files.Result(exit_status=128 + number, ended=time.time())
+    files.write(directory, "result.json", result)
+    sys.exit()
 wanted = files.read_stored(directory)
 assert wanted is not None
 words = [word for word in wanted.words if not word.startswith("--")]

@@ -385,6 +385,13 @@ def test_a_supervisor_that_was_killed_is_started_again(
         await asyncio.sleep(0.5)
         own.cancel(hopeless.id)
         assert (await own.wait(hopeless.id, 30)).state == "cancelled"
+        monkeypatch.setattr(operations, "_BACK_OFF", (20.0, 20.0))
+        waiting, _ = own.create(wanted("crash", supervised=True, job="train"))
+        async with asyncio.timeout(30):
+            while own.get(waiting.id).state != "queued":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        own.cancel(waiting.id)  # its job may run: only the next supervisor can stop it
+        assert own.get(waiting.id).state == "queued"
 
     running(state, test)
 

@@ -355,6 +355,64 @@ def test_a_supervised_job_outlives_client_and_service(node: Node) -> None:
     assert node.client.get(at("jobs", "s"))["restored_from"]
 
 
+def test_what_replaces_a_supervisor(node: Node) -> None:
+    """It brings back what the supervisor before it ran, not an earlier run of the same name; waits
+    for the repository; and finishes a stop.
+    """
+    node.start()
+    words = ["run", "-d", "--name", "s", "--every", "1h", "--", "sh", "-c", COUNT]
+    node.ok(ALICE, *words)
+    node.ok(ALICE, "dump", "s")
+    node.ok(ALICE, "kill", "-s", "KILL", "s")
+    until(lambda: not [*node.client.items("/v1/operations", state="running")], "the first is over")
+    node.ok(ALICE, *words)
+    (operation,) = node.client.items("/v1/operations", state="running")
+    found = at("operations", operation["id"])
+    folder = node.folder / "state" / "service" / "operations" / operation["id"]
+
+    def end_both(attempt: int) -> None:
+        until(lambda: node.client.get(at("jobs", "s"))["state"] == "running", "it runs")
+        os.kill(json.loads((folder / "process.json").read_text())["pid"], signal.SIGKILL)
+        os.kill(node.client.get(at("jobs", "s"))["pid"], signal.SIGKILL)
+        until(lambda: node.client.get(found)["attempt"] > attempt, "another supervisor")
+
+    first = node.client.get(at("jobs", "s"))["instance"]
+    end_both(1)
+    until(lambda: node.client.get(at("jobs", "s"))["instance"] != first, "another instance")
+    assert not node.client.get(at("jobs", "s"))["restored_from"], "it has no snapshot"
+    snapshot = node.ok(ALICE, "dump", "s").split()[0]
+
+    attempt = node.client.get(found)["attempt"]
+    end_both(attempt)
+    node.repository.rename(node.repository.with_name("away"))
+    until(lambda: node.client.get(found)["attempt"] > attempt + 1, "it tries again")
+    node.repository.with_name("away").rename(node.repository)
+    until(lambda: node.client.get(at("jobs", "s"))["restored_from"] == snapshot, "restored")
+    lines = len(node.ok(ALICE, "logs", "s").split())
+    until(lambda: len(node.ok(ALICE, "logs", "s").split()) > lines + 20, "it goes on")
+
+    pid = json.loads((folder / "process.json").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    node.client.post(f"{found}/cancel", {"signal": "TERM"})
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: node.client.get(found)["ended"] is not None, "it is stopped")
+    assert node.client.get(found)["exit_status"] == 85
+    assert len(list(node.client.items("/v1/snapshots"))) == 3
+
+
+def test_a_dump_that_stops_a_supervised_job_ends_it(node: Node) -> None:
+    """Nothing takes it for a failure, and restores it."""
+    node.start()
+    node.ok(ALICE, "run", "-d", "--name", "s", "--every", "1h", "--restart", "on-failure",
+            "--", "sh", "-c", COUNT)  # fmt: skip
+    (operation,) = node.client.items("/v1/operations", state="running")
+    node.ok(ALICE, "dump", "--stop", "s")
+    found = at("operations", operation["id"])
+    until(lambda: node.client.get(found)["ended"] is not None, "it is stopped")
+    assert node.client.get(found)["exit_status"] == 85
+    assert node.client.get(at("jobs", "s"))["state"] == "ended"
+
+
 def test_a_new_service_finds_a_dump_under_way(node: Node) -> None:
     """The service is killed while a dump runs; the dump commits, and the next service knows it."""
     node.start()
