@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from icecore.errors import NotFound, ObjectMissing, SessionFenced, StoreError
-from icecore.store.backend.faulty import Call, Outcome, always, far_away
+from icecore.errors import NotFound, ObjectMissing, SessionFenced, StoreDenied, StoreError
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome, always, far_away
 from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.state import LogState
 from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import StoredRepository
+from icecore.store.maintenance import gc
 from icecore.store.maintenance.gc import Collector, Options
 from icecore.store.maintenance.reach import Reach, space_refs
+from icecore.store.maintenance.repair import Repairer
 from tests.store.miniature import collect, listed, put, read, reopened, sound, state_of, take
+from tests.store.test_check import flip
 
 A = {cell: cell for cell in range(20)}
 B = {**A, **{cell: 100 + cell for cell in range(18)}}
@@ -51,6 +57,105 @@ def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
             "log",
         }
         assert (await state_of(repository)).state.condemned == []
+
+    asyncio.run(body())
+
+
+def test_what_a_snapshot_in_quarantine_still_has_survives_a_failing_read() -> None:
+    """Only what a repair found to be unreadable counts as lost."""
+
+    class Flaky(MemoryBackend):
+        missing = ""
+
+        async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+            if name == self.missing:
+                raise ObjectMissing("a proxy does not find it")
+            return await super().get(name, limit=limit)
+
+    async def body() -> None:
+        backend = Flaky()
+        repository = await StoredRepository.create(backend)
+        await take(repository, {1: 1})
+        (lost,) = [name for name in backend.objects if name.startswith("shards/")]
+        whole = await take(repository, {1: 1, 2: 2, 3: 3, 4: 4})
+        flip(backend.objects, lost)
+        assert whole in (await Repairer(repository).apply()).quarantine
+        before = dict(backend.objects)
+        backend.missing = (await repository.find(whole)).manifest
+        with pytest.raises(ObjectMissing):
+            await collect(await StoredRepository.open(backend))
+        assert before.keys() <= backend.objects.keys()
+        del backend.objects[backend.missing]  # and now a repair says so
+        assert whole in (await Repairer(await StoredRepository.open(backend)).apply()).quarantine
+        assert (await collect(await StoredRepository.open(backend))).deleted
+
+    asyncio.run(body())
+
+
+def test_a_commit_that_may_have_taken_place_is_not_undone() -> None:
+    """The store takes the entry and refuses, for a moment, the read that proves it."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        armed = ""
+
+        def plan(call: Call) -> Outcome:
+            nonlocal armed
+            if armed and call.operation == "create" and call.name.startswith("log/"):
+                armed = "written"
+            elif armed == "written" and call.operation == "get_into":
+                armed = ""
+                raise StoreDenied("the token has expired")
+            return Outcome.PASS
+
+        repository = await StoredRepository.create(FaultyBackend(backend, plan))
+        session = await repository.begin(None, "test", beat_seconds=None)
+        record, entries = await put(repository, session, A)
+        armed = "armed"
+        with pytest.raises(StoreError, match="unknown") as caught:
+            await session.commit(record, entries)
+        assert not isinstance(caught.value, StoreDenied) and not armed
+        assert not await session.abort(), "it is committed"
+        assert await read(repository, record.snapshot) == A
+        await sound(repository, unreached=0)
+
+    asyncio.run(body())
+
+
+def test_a_collector_whose_session_was_ended_deletes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another one, whose clock says that this one is dead, has ended it; a sync may have created
+    the names again.
+    """
+    monkeypatch.setattr(gc, "_OPEN_SECONDS", -1.0)
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await StoredRepository.create(backend)
+        for value in range(8):
+            await take(repository, {1: value})
+        await repository.forget(await listed(repository))
+        session = ""
+
+        class Collected(Collector):
+            async def _deletable(self, state: LogState) -> object:  # type: ignore[override]
+                nonlocal session
+                found = await super()._deletable(state)
+                (session,) = [one.id for one in state.sessions if one.purpose == gc.COLLECT]
+                other = await StoredRepository.open(backend)
+
+                async def end(state: LogState, pages: Pages) -> LogState:
+                    return msgspec.structs.replace(state, sessions=[])
+
+                await other.log.transact(end, "fence")
+                return found
+
+        before = len(backend.objects)
+        with pytest.raises(SessionFenced):
+            await Collected(repository, Options()).collect()
+        shards = [name for name in backend.objects if name.startswith("shards/")]
+        assert session and len(shards) == 8 and len(backend.objects) >= before
 
     asyncio.run(body())
 

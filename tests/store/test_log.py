@@ -38,6 +38,7 @@ from icecore.store.format.state import (
     decode_entry,
     encode_entry,
 )
+from icecore.store.log import chain as chain_module
 from icecore.store.log import reading
 from icecore.store.log.catalog import Pages
 from icecore.store.log.chain import Log
@@ -398,6 +399,54 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
             monkeypatch.setattr(f"icecore.store.log.{module}.now", lambda: passed)
         await write(other, drawn(1))
         assert (await log.newest()).generation == 103
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_an_anchor_that_another_process_trimmed_is_not_read_from_an_open_file(
+    directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that believed in it would build on a state that is no longer part of the log."""
+    monkeypatch.setattr("icecore.store.log.entries.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.entries.ANCHOR_EVERY", 4)
+
+    async def body() -> None:
+        objects: dict[str, bytes] = {}
+        one, two = [LocalBackend(tmp_path) if directory else MemoryBackend(objects) for _ in "12"]
+        log, other = await founded(one), Log(two, KEY)
+        mine, theirs = drawn(2), drawn(12)
+        await write(log, mine)  # reads the anchor
+        await write(other, theirs)
+        assert await other.trim(keep=2) > 10
+        passed = time.clock_gettime(time.CLOCK_BOOTTIME) + 3600
+        for module in ("reading", "chain"):
+            monkeypatch.setattr(f"icecore.store.log.{module}.now", lambda: passed)
+        mine += (late := drawn(1))
+        await write(log, late)
+        state = (await Log(two, KEY).newest()).state
+        assert {record.id for record in state.sessions} == {*mine, *theirs}
+        for backend in (one, two):
+            await backend.close()
+
+    asyncio.run(body())
+
+
+def test_a_trim_that_fails_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "_TRIM_EVERY", 2)
+
+    async def body() -> None:
+        log = await founded(MemoryBackend())
+
+        async def trim(keep: int) -> int:
+            await asyncio.sleep(0.05)
+            raise Damaged("log entry", "log/x", "a bit")
+
+        monkeypatch.setattr(log, "trim", trim)
+        async with asyncio.timeout(20):
+            for identity in drawn(4):
+                await write(log, [identity])
+        assert (await log.newest()).generation == 5
 
     asyncio.run(body())
 

@@ -19,6 +19,8 @@ from icecore.store.format.names import log_name
 from icecore.store.format.state import Gap, LogState
 from icecore.store.log import catalog
 from icecore.store.log.chain import Log
+from icecore.store.log.lease import holder
+from icecore.store.log.lease import take as take_lease
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import FileWatermark, Watermark
 from icecore.store.maintenance.check import check
@@ -370,6 +372,24 @@ def test_an_orphan_with_missing_parts_is_not_listed() -> None:
         assert orphan.manifest in done.unlisted and orphan.snapshot not in done.recovered
         assert set(await listed(await place.open())) == set(place.contents)
         await sound(await place.open())
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_job_that_runs_keeps_its_lease() -> None:
+    """A repair continues the log; another node that wants to run the job still has to wait."""
+
+    async def body() -> None:
+        place = await Place().build()
+        repository = await place.open()
+        lease = await take_lease(repository, "train", where="here")
+        await take(repository, {1: 1})
+        flip(place.backend.objects, place.entries[0])
+        await Repairer(await place.open()).apply()
+        held = await holder(await place.open(), "train")
+        assert held is not None and held.id == lease.session
+        await lease.release()
+        assert await holder(await place.open(), "train") is None
 
     asyncio.run(asyncio.wait_for(body(), 60))
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,7 +16,9 @@ from icecore.errors import IcecoreError, UsageError
 from icecore.store.backend.memory import MemoryBackend
 from icecore.store.format import codec
 from icecore.store.log.repository import StoredRepository
+from icecore.store.maintenance import repair
 from icecore.store.maintenance.check import check
+from icecore.store.maintenance.diagnosis import Plan
 from icecore.store.maintenance.gc import Collector
 from icecore.store.maintenance.repair import Repairer
 from icecore.store.snapshot.trial import Objective
@@ -204,6 +208,90 @@ def test_deltas_and_bases(tmp_path: Path) -> None:
         assert here.content(taken[-1].snapshot) == contents[-1]
         loop.run(Collector(here.repository).collect())
         assert loop.run(check(here.repository, read_data=1.0)).sound
+
+
+async def while_a_repair_has_found(
+    backend: MemoryBackend,
+    between: Callable[[StoredRepository], Awaitable[None]],
+    then: Callable[[StoredRepository], Awaitable[None]],
+) -> Plan:
+    """Repair. Let ``between`` happen once all is found and nothing is changed yet, and ``then`` after
+    the first round.
+    """
+    run, first = repair._Apply.run, True
+
+    async def later(self: repair._Apply) -> None:
+        nonlocal first
+        if not first:
+            return await run(self)
+        first = False
+        await between(await StoredRepository.open(backend))
+        await run(self)
+        await then(await StoredRepository.open(backend))
+
+    with mock.patch.object(repair._Apply, "run", later):
+        return await Repairer(await StoredRepository.open(backend)).apply()
+
+
+def test_what_is_condemned_does_not_come_back_into_the_index() -> None:
+    """A collector deletes it, with its mark, while the repair rewrites a segment that names it."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await StoredRepository.create(backend)
+        taken, shards = [], []
+        for value in range(8):
+            before = set(backend.objects)
+            taken.append(await take(repository, {1: 100 + value}))
+            shards += [name for name in backend.objects if name.startswith("shards/")][-1:]
+            assert shards[-1] not in before
+        slow = await repository.begin(None, "a slow dump", beat_seconds=None)
+        await repository.forget(taken[:1])
+        await collect(repository)
+        assert shards[0] in backend.objects, "the slow dump may have come to use it"
+        flip(backend.objects, shards[1])
+
+        async def between(other: StoredRepository) -> None:
+            await slow.abort()
+            await collect(other)
+            assert shards[0] not in backend.objects
+
+        async def then(fresh: StoredRepository) -> None:
+            assert await read(fresh, await take(fresh, {1: 100})) == {1: 100}
+
+        done = await while_a_repair_has_found(backend, between, then)
+        assert list(done.quarantine) == [taken[1]]
+
+    asyncio.run(body())
+
+
+def test_what_is_condemned_takes_the_place_of_nothing() -> None:
+    """The manifest from before a compaction refers to what a collector is about to delete."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await StoredRepository.create(backend)
+        forgotten = await take(repository, {cell: cell for cell in range(6)})
+        kept = await take(repository, {1: 1, 2: 2})
+        slow = await repository.begin(None, "a slow dump", beat_seconds=None)
+        await repository.forget([forgotten])
+        before = set(backend.objects)
+        await collect(repository)
+        (compacted,) = [name for name in backend.objects.keys() - before if "shards/" in name]
+        flip(backend.objects, compacted)
+
+        async def between(other: StoredRepository) -> None:
+            await slow.abort()
+            await collect(other)
+
+        async def then(other: StoredRepository) -> None:
+            report = await check(other, read_data=1.0)
+            assert not report.damages and (report.chunks, len(report.lost)) == (2, 1)
+
+        done = await while_a_repair_has_found(backend, between, then)
+        assert list(done.quarantine) == [kept]  # one of its two chunks is lost
+
+    asyncio.run(body())
 
 
 def test_only_a_replica_is_a_second_source() -> None:

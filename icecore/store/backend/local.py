@@ -53,6 +53,9 @@ _RESERVE = ".reserve"
 _PIECES = [str(number) for number in range(RESERVE_PIECES)]
 #: Bytes that must be free before any are reserved.
 _PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
+#: Prefix of objects that are opened for each read: whether one exists decides what a writer may do,
+#: and NFS does not tell that an open file was deleted.
+_FRESH = "log/"
 _VECTORS = 512
 _THREADS = 8
 _READING = ("read", "list")
@@ -251,10 +254,17 @@ class LocalBackend(Backend):
     def _acquire(self, name: str) -> _OpenFile:
         with self._lock:
             file = self._files.get(name)
+            if file is not None and not os.fstat(file.descriptor).st_nlink:
+                self._evict(self._files.pop(name))  # deleted, perhaps by another process
+                file = None
             if file is not None:
                 self._files.move_to_end(name)
                 file.users += 1
                 return file
+        if name.startswith(_FRESH):
+            file = _OpenFile(self._open(name))
+            file.users, file.evicted = 1, True
+            return file
         descriptor = self._open(name)
         with self._lock:
             file = self._files.get(name)

@@ -16,6 +16,7 @@ import msgspec
 
 from icecore.errors import (
     Damaged,
+    IcecoreError,
     ObjectExists,
     ObjectMissing,
     StoreDenied,
@@ -132,6 +133,15 @@ class Log(LogReader):
         return await waiting.result
 
     async def _work(self) -> None:
+        try:
+            await self._carry_all()
+        except BaseException as error:
+            for waiting in self._waiting:  # they came since, and nobody else carries them
+                _deliver(waiting, StoreError(f"the log was not written: {error}"))
+            self._waiting = []
+            raise
+
+    async def _carry_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
@@ -149,7 +159,7 @@ class Log(LogReader):
             ):
                 try:
                     await self.trim(entries.KEPT_ENTRIES)
-                except StoreError:
+                except IcecoreError:
                     pass  # housekeeping: the collector, or a later transaction, trims as well
 
     async def _carry(self, batch: list[_Waiting]) -> None:
@@ -283,16 +293,39 @@ class Log(LogReader):
             StoreError: The store could not be reached for too long.
         """
         name = log_name(state.generation)
+        outcome: StoreError | None = None
         try:
             await self._patiently(lambda: self._backend.create(name, [sealed.data]))
         except (StoreFull, StoreDenied):
             raise
         except StoreError as error:
+            outcome = error
+        try:
+            return await self._decided(state, sealed, proven, outcome, prove=prove)
+        except (StoreFull, StoreDenied) as error:
+            # These two say that nothing was written, and the entry may be.
+            raise StoreError(error.message, cure=error.cure) from error
+
+    async def _decided(
+        self,
+        state: LogState,
+        sealed: Sealed,
+        proven: Entry,
+        outcome: StoreError | None,
+        *,
+        prove: bool,
+    ) -> bool:
+        """Return whether an entry is part of the log after the attempt to create it.
+
+        Args:
+            outcome: How the attempt failed; None: it did not.
+        """
+        if outcome is not None:
             # Taken by another client, or by this one and the reply was lost: the digest covers the
             # random transaction ids.
             held = await self._digest(state.generation)
-            if held is None and not isinstance(error, ObjectExists):
-                raise
+            if held is None and not isinstance(outcome, ObjectExists):
+                raise outcome
             if held is None:
                 # Taken and trimmed since: this client slept through more than a thousand
                 # generations, and another one took its generation.

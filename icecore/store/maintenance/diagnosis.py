@@ -236,9 +236,8 @@ class Diagnosis:
         return sorted(found.values(), key=lambda record: record.snapshot), how
 
     async def _complete(self, manifest: Manifest) -> bool:
-        packs = {pack.tobytes() for refs in space_refs(manifest, "") for pack in refs["pack"]}
         try:
-            for pack in packs:
+            for pack in _packs(manifest):
                 await self._repository.backend.size(object_name("nodes", pack))
         except ObjectMissing:
             return False
@@ -306,14 +305,26 @@ class Diagnosis:
 
     async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
         """Return another complete manifest of a snapshot: one that a collector wrote and the log
-        does not know of, or one that it has not deleted yet.
+        does not know of, or one that it has not deleted yet. Nothing that it refers to is
+        condemned.
         """
+        if self._survey.forget_marks:
+            return None  # it is unknown what is condemned
+        packs = self._condemned_of("nodes")
+        shards = self._shard_names - self._condemned_of("shard")
         async for name, _, manifest in self._manifests(self._named):
-            if manifest.snapshot == snapshot and await complete(
-                self._repository, manifest, name, self._shard_names
+            if (
+                manifest.snapshot == snapshot
+                and not packs & _packs(manifest)
+                and await complete(self._repository, manifest, name, shards)
             ):
                 return name, manifest
         return None
+
+    def _condemned_of(self, kind: str) -> frozenset[bytes]:
+        """Return the ids of the condemned objects of a kind."""
+        names = map(parse_name, self._condemned)
+        return frozenset(name[1] for name in names if name is not None and name[0] == kind)
 
     async def _read(self, refs: Refs) -> None:
         failed: list[int] = []
@@ -391,6 +402,7 @@ class Diagnosis:
         """
         wrong = {damage.name for damage in self._report.damages if damage.kind == SEGMENT_TITLE}
         harmed = frozenset(self._survey.leave)
+        doomed = self._condemned_of("shard")
         kept, dropped = list[SegmentRef](), self._reindex
         for ref in self._state.segments:
             name = object_name("segment", ref.id)
@@ -407,7 +419,9 @@ class Diagnosis:
                 )
                 dead = in_shards(entries, harmed)
                 if dead.any():
-                    self._survey.segments[ref.id] = entries[~dead]
+                    # A collector may delete what is condemned, and its mark, before this is
+                    # committed.
+                    self._survey.segments[ref.id] = entries[~in_shards(entries, harmed | doomed)]
                     self._fix(
                         SEGMENT_TITLE, name, f"{int(dead.sum())} entries of damaged shards left out"
                     )
@@ -515,6 +529,11 @@ class Diagnosis:
                 self._fix(mend.kind, mend.name, mend.how)
             else:
                 self._plan.beyond.append(Damage(mend.kind, mend.name, mend.why))
+
+
+def _packs(manifest: Manifest) -> set[bytes]:
+    """Return the ids of the node packs that a manifest refers to."""
+    return {pack.tobytes() for refs in space_refs(manifest, "") for pack in refs["pack"]}
 
 
 def _reached(nodes: Iterable[Records]) -> set[bytes]:

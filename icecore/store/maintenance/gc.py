@@ -19,7 +19,7 @@ Nothing is lost, at whatever point this or another collector, writer or reader s
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,6 +47,7 @@ from icecore.store.log import catalog
 from icecore.store.log.catalog import Pages
 from icecore.store.log.entries import KEPT_ENTRIES, Entry
 from icecore.store.log.presence import has_ended
+from icecore.store.log.reading import now
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import decode_heartbeat
 from icecore.store.maintenance.compact import Compacted, Sparse, compact, find_sparse
@@ -66,6 +67,8 @@ FENCE_SECONDS = 1800.0
 #: A shard of which less than this share is reached is rewritten.
 COMPACT_BELOW = 0.5
 _SWEEP_SECONDS = 86_400.0
+#: A collector that deletes looks this often whether its session is open; the clock includes sleep.
+_OPEN_SECONDS = 600.0
 _ROUNDS = 3
 
 
@@ -188,6 +191,7 @@ class Collector:
         self._reach = Reach(repository)
         self._sizes: dict[Name, int] = {}
         self._before = 0
+        self._open_at = 0.0
 
     async def plan(self) -> Plan:
         """Return what there is to do.
@@ -297,13 +301,10 @@ class Collector:
         condemned = deleted = deleted_bytes = merged = waiting = 0
         for _ in range(_ROUNDS):
             entry, new = await self._condemn()
-            if entry.state.session(session) is None:
-                raise SessionFenced(
-                    "another process declared this collector dead", cure="collect again"
-                )
+            _require_open(entry.state, session)
             with phase(emit, "gc.delete") as running:
                 deletable, waits = await self._deletable(entry.state)
-                await each(deletable, lambda name: self._backend.delete(object_name(*name)))
+                await self._delete(deletable, session)
                 running.bytes = sum(self._sizes.get(name, 0) for name in deletable)
             # What was condemned before the listing began, and was not listed, was deleted by a
             # collector that stopped afterwards.
@@ -419,6 +420,24 @@ class Collector:
                 silent.append(record)
         return silent
 
+    async def _delete(self, names: Iterable[Name], session: str) -> None:
+        """Delete objects while the session is open.
+
+        Raises:
+            SessionFenced: It was ended, by a collector whose clock says that this one is dead, and
+                the names may be in use again.
+        """
+
+        async def delete(name: Name) -> None:
+            if now() - self._open_at > _OPEN_SECONDS:
+                state = (await self._log.newest()).state
+                _require_open(state, session)
+                self._open_at = now()
+            await self._backend.delete(object_name(*name))
+
+        self._open_at = now()
+        await each(names, delete)
+
     async def _fence(self) -> int:
         """FENCE: end the sessions that count as dead."""
         silent = {record.id for record in await self._silent((await self._log.newest()).state)}
@@ -525,6 +544,16 @@ class Collector:
         await each(old, lambda item: self._backend.delete(item.name))
         trimmed = await self._log.trim(self._options.keep_entries)
         return trimmed + len(old) + await self._backend.sweep(self._options.sweep_seconds)
+
+
+def _require_open(state: LogState, session: str) -> None:
+    """Require that a collector's session is open.
+
+    Raises:
+        SessionFenced: Another process has ended it.
+    """
+    if state.session(session) is None:
+        raise SessionFenced("another process declared this collector dead", cure="collect again")
 
 
 def _keeping(state: LogState) -> list[SessionRecord]:

@@ -89,9 +89,11 @@ class Reach:
             manifest = await self._repository.manifest(record)
             spaces = space_refs(manifest, record.manifest)
         except (Damaged, ObjectMissing):
-            if not record.quarantined:
+            # A repair has recorded that it is lost: what it reached is unknown by now. Otherwise, a
+            # store that does not find it for a moment would cost what it reaches.
+            if record.manifest not in record.quarantined:
                 raise
-            self.names.add(parsed)  # what it reached is unknown by now
+            self.names.add(parsed)
             return
         for refs in spaces:
             await self._space(refs, record)

@@ -40,6 +40,7 @@ from icecore.store.format.names import (
     parse_name,
 )
 from icecore.store.format.state import (
+    LEASE,
     REMEMBERED,
     Gap,
     LogState,
@@ -399,7 +400,11 @@ class Relogger:
             ],
             pages=refs,
             tail=tail,
-            sessions=[guard],
+            # Jobs run under leases, and their holders do not know of this.
+            sessions=[
+                *(one for one in before.sessions if one.purpose.startswith(LEASE)),
+                guard,
+            ],
             # What the lost entries condemned is unknown, so the index may contain only what
             # snapshots reach; it is rebuilt.
             segments=[],
