@@ -28,6 +28,7 @@ from icecore.dumper.preflight.checks_descriptors import kernel_refuses_options
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, PreflightRefused
+from icecore.host.criu.hidden import hides
 from icecore.host.criu.program import find_criu
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import limits, procfs
@@ -403,16 +404,25 @@ def test_files_over_the_budget(has: Has, store: Store) -> None:
 
 def test_a_working_directory_that_is_too_small(has: Has, store: Store, tmp_path: Path) -> None:
     shared = has("m = mmap.mmap(-1, 100 << 20); m[::4096] = bytes(100 << 8)\nos.fork()")
+    small_ones = has(
+        "keep = [mmap.mmap(-1, 512 << 10) for _ in range(200)]\n"
+        "for m in keep: m[::4096] = bytes(128)\nos.fork()"
+    )
     locked = has("m = mmap.mmap(-1, 100 << 20, flags=0x22); assert libc.mlockall(3) == 0")
     place = tmp_path / "work"
     place.mkdir()
     with mounted(place, "120m"):
         small = replace(store, workdir=place)
-        for pid in (shared, locked):
+        for pid in (small_ones, locked):
             assert "120 MiB are free" in refused(small, pid)["workdir"]
+        # What icecore reads in place, CRIU does not write, except in a streamed dump.
+        streamed = DumpOptions(memory="streamed")
+        assert "120 MiB are free" in refused(small, shared, streamed)["workdir"]
+        if hides(find_criu()):
+            small.dump(shared)
         subprocess.run(["mount", "-o", "remount,size=200m", place], check=True, timeout=20)
         # Two processes map the shared memory, but it counts once.
-        assert not refusals(shared, workdir=place)
+        assert not refusals(small_ones, workdir=place)
 
 
 @contextmanager

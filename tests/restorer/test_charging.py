@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -66,6 +67,33 @@ def test_the_group_pays_and_holes_stay_holes(group: Path, member: int, memory: i
     assert os.fstat(memory).st_blocks * 512 == 32 * MIB
     assert os.pread(memory, 16 * MIB, 32 * MIB) == content
     assert os.pread(memory, MIB, 16 * MIB) == bytes(MIB)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
+def test_an_object_keeps_its_size(seals: int, group: Path, member: int) -> None:
+    """Its last page ends behind it."""
+    descriptor = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 2 * MIB + 777)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        ranges = np.array([(0, 4096), (MIB, MIB + 4096)], np.uint64)
+        assert Allocator().allocate(group, [(descriptor, ranges)])
+        about = os.fstat(descriptor)
+        assert (about.st_size, about.st_blocks * 512) == (2 * MIB + 777, MIB + 8192)
+    finally:
+        os.close(descriptor)
+
+
+def test_what_cannot_be_allocated_is_not_blamed_on_the_group(
+    group: Path, member: int, memory: int
+) -> None:
+    descriptor = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
+    try:
+        with pytest.raises(RestoreFailed, match="cannot be allocated") as caught:
+            Allocator().allocate(group, [(descriptor, np.array([(0, 4096)], np.uint64))])
+        assert "no room" not in str(caught.value)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_process_of_the_same_group_pays_anyway() -> None:

@@ -173,7 +173,9 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
     """
     if before is None or file.mapped_writable or before.policy != "content":
         return False
-    if file.about.writable and ((before.writable and before.mapped) or libc.in_memory(file.reach)):
+    if before.writable and before.mapped:
+        return False
+    if file.about.writable and libc.in_memory(file.reach):
         return False
     now = file.about
     same = (now.inode, now.device, now.size, now.mtime_ns) == (

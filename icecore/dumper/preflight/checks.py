@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from icecore.dumper.memory.shared import open_shared
 from icecore.dumper.observe.files import ghosts
 from icecore.dumper.observe.inspection import Inspection
 from icecore.errors import NotFound
@@ -261,6 +262,9 @@ def file_budget(found: Inspection) -> list[Refusal]:
 
 def workdir(found: Inspection) -> list[Refusal]:
     need = found.copied_bytes + sum(f.about.size for f in ghosts(found.files)) + _WORKDIR_SLACK
+    if need > found.workdir_free and found.options.memory != "streamed" and hides(found.criu):
+        with ExitStack() as stack:  # what is read in place, CRIU does not write
+            need -= open_shared(found.processes, stack).used
     if need <= found.workdir_free:
         return []
     return [

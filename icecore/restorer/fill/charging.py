@@ -4,6 +4,7 @@ that first touches it (cgroups(7)), so a process in the job's group allocates th
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -39,7 +40,8 @@ _GIVEN_UP = "the restore was given up"
 #: Exit status of the allocating process if it may not join the group.
 _NOT_JOINED = 3
 #: Arguments: the group's file, the exit status, the objects' descriptors. Standard input: for each
-#: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes). If a cgroup runs
+#: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes; the last page of
+#: an object may end behind it, and must not make it longer). If a cgroup runs
 #: out of memory, the kernel is to kill this process: the memory is not its own, so it looks small.
 _ALLOCATE = """
 import array, os, sys
@@ -54,10 +56,17 @@ words = array.array("Q", sys.stdin.buffer.read())
 at = 0
 for descriptor in map(int, sys.argv[3:]):
     end = at + 1 + 2 * words[at]
+    size = os.fstat(descriptor).st_size
     for position in range(at + 1, end, 2):
-        os.posix_fallocate(descriptor, words[position], words[position + 1])
+        length = min(words[position + 1], size - words[position])
+        if length > 0:
+            os.posix_fallocate(descriptor, words[position], length)
     at = end
 """
+
+_OUT_OF_MEMORY = tuple(
+    f"OSError: [Errno {number}]" for number in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+)
 
 Ranges = npt.NDArray[np.uint64]
 
@@ -191,6 +200,10 @@ class Allocator:
             process = self._start(group, words, [descriptor for descriptor, _ in objects])
         said = self._wait(process, group)
         if process.returncode not in (0, _NOT_JOINED):
+            if process.returncode > 0 and not said.startswith(_OUT_OF_MEMORY):
+                raise RestoreFailed(
+                    f"shared memory cannot be allocated in the cgroup {group}: {said}"
+                )
             raise _no_room(group, said or "out of memory")
         return process.returncode == 0
 
