@@ -99,7 +99,7 @@ def require_label(text: str) -> None:
     """
     if not text.strip() or harmless(text) != text:
         raise UsageError(
-            f"{printable(text)!r} is not a label",
+            f"{printable(text)!r} is not a tag",
             cure="use a non-empty text without control characters",
         )
 

@@ -203,5 +203,5 @@ def test_guessed_names_are_names(text: str) -> None:
 def test_labels() -> None:
     require_label("épreuve 1")
     for wrong in ("", " ", "a\nb", "\x1b[0m", "a\udcff", "\u202e"):
-        with pytest.raises(UsageError, match="not a label"):
+        with pytest.raises(UsageError, match="not a tag"):
             require_label(wrong)

@@ -44,13 +44,16 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="with --stop: leave resident device memory on its GPUs, for 'restore --from-resident'",
     )
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="LABEL", help=TAG)
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TAG", help=TAG)
     parser.add_argument("--pin", action="store_true", help=PIN)
 
     def setting(key: str, what: str, *flags: str, default: str = "") -> None:
         add_setting(parser, DumpSettings, key, what, *flags, default=default)
 
-    setting("max_window", "abandon the snapshot if the job would stand still for longer")
+    setting(
+        "max_window",
+        "abandon the snapshot if the job would stand still for longer; does not apply with --stop",
+    )
     setting("pre_copy", "scan the running job first, which leaves less for the window")
     setting(
         "memory",
@@ -76,8 +79,8 @@ def add(commands: Commands) -> None:
     setting("ghost_limit", "maximum size of a deleted file that is still open")
     setting(
         "connections",
-        "TCP connections that leave the process tree: keep them, or close them at restore; those of"
-        " unix sockets a restored job always finds closed",
+        "TCP connections that leave the process tree: keep them, or close them at restore; a restored"
+        " job always finds connections of unix sockets closed",
         "--connections",
         "--tcp",
     )
@@ -85,7 +88,7 @@ def add(commands: Commands) -> None:
     setting("gpu_shared", "assert that the processes share no device memory by CUDA IPC")
     setting(
         "populate",
-        "allocate the host memory to which the driver moves device memory with all cores and huge pages",
+        "use all cores and huge pages to allocate the host memory to which the driver moves device memory",
     )
     setting("criu_plugins", "directory of CRIU's plugins, for AMD GPUs")
     setting(

@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         metavar="SNAPSHOT",
         help="snapshot to build on (default: the job's newest)",
     )
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="LABEL", help=TAG)
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TAG", help=TAG)
     parser.add_argument(
         "--threads",
         type=THREADS,

@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         "icecore key add alice",
         "icecore key export /root/snapshots.recovery",
         more="list, add, remove and rotate change who can open an encrypted repository; rotate replaces a passphrase."
-        " They do not encrypt the data again: whoever knew a passphrase may have kept the key that it opens, and only"
+        " They do not encrypt the data again: anyone who knew a passphrase may have kept the key that it opens, and only"
         " 'icecore copy' to a new repository excludes them.\n\n"
         "export writes a recovery file, from which import restores lost keys and a lost configuration. Keep it apart from the"
         " repository. The passphrases that were valid at the export open it; the file of a plain repository is itself a secret.",

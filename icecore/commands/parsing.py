@@ -29,7 +29,7 @@ SNAPSHOT = (
     "an id or the beginning of one, JOB, JOB~1 (the one before), JOB@1 (the oldest), or latest"
 )
 JOB = "a job's name, its instance id, or the pid of one of its processes"
-TAG = "label the snapshot; repeatable"
+TAG = "add this tag to the snapshot; repeatable"
 PIN = "exempt the snapshot from retention policies"
 #: Rows that commands list without --all.
 ROWS = 20

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--forget",
         action="store_true",
-        help="also forget there the snapshots that came from here and were forgotten here, unless they are pinned there",
+        help="also forget in the replica the snapshots that this repository sent and has forgotten, unless they are pinned in the replica",
     )
     parser.add_argument("-n", "--dry-run", action="store_true", help=DRY_RUN)
     parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)

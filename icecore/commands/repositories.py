@@ -59,8 +59,8 @@ def _add_init(commands: Commands) -> None:
         "--replica-of",
         metavar="PLACE",
         default="",
-        help="share the master secret of this repository, so that 'icecore sync' moves its objects unchanged;"
-        " encrypted if it is, with a passphrase of its own if ICECORE_NEW_PASSPHRASE is set",
+        help="make a replica of this repository: it shares the master secret, so that 'icecore sync' moves objects unchanged;"
+        " it is encrypted if this repository is, with a passphrase of its own if ICECORE_NEW_PASSPHRASE is set",
     )
     parser.add_argument(
         "--shard",

@@ -51,8 +51,8 @@ def add_forget(commands: Commands) -> None:
         type=LABEL,
         action="append",
         default=[],
-        metavar="LABEL",
-        help="keep all snapshots with this label; repeatable",
+        metavar="TAG",
+        help="keep all snapshots with this tag; repeatable",
     )
 
 
@@ -61,7 +61,7 @@ def add_mark(commands: Commands) -> None:
     parser = commands.add(
         "mark",
         mark,
-        "Pin or label a snapshot.",
+        "Pin or tag a snapshot.",
         "icecore mark --pin --tag release train",
     )
     parser.add_argument("snapshot", metavar="SNAPSHOT", help=SNAPSHOT)
@@ -76,16 +76,16 @@ def add_mark(commands: Commands) -> None:
         type=LABEL,
         action="append",
         default=[],
-        metavar="LABEL",
-        help="add a label; repeatable",
+        metavar="TAG",
+        help="add a tag; repeatable",
     )
     parser.add_argument(
         "--untag",
         type=TEXT,
         action="append",
         default=[],
-        metavar="LABEL",
-        help="remove a label; repeatable",
+        metavar="TAG",
+        help="remove a tag; repeatable",
     )
 
 
@@ -207,11 +207,11 @@ def mark(arguments: argparse.Namespace, context: Context) -> int:
     record = repository.find(arguments.snapshot)
     for tag in arguments.untag:
         if tag not in record.tags:
-            context.output.note(f"{record.snapshot} has no label {tag!r}")
+            context.output.note(f"{record.snapshot} has no tag {tag!r}")
     kept = [tag for tag in record.tags if tag not in arguments.untag]
     tags = kept + [tag for tag in arguments.tag if tag not in kept]
     record = repository.update(record, pinned=arguments.pin, tags=tags)
-    labels = " ".join([*(["pinned"] if record.pinned else []), *record.tags]) or "no labels"
+    labels = " ".join([*(["pinned"] if record.pinned else []), *record.tags]) or "no tags"
     context.output.result("snapshot", snapshot_fields(record), f"{record.snapshot}: {labels}")
     return 0
 

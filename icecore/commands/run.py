@@ -32,7 +32,8 @@ def add(commands: Commands) -> None:
         "icecore run -d --name train -- python3 train.py",
         "icecore run --gpu --env HF_TOKEN -- torchrun --nproc-per-node 8 train.py",
         more="A job can be snapshotted and restored. In the foreground this command prints the job's output and returns the job's exit status; Ctrl-C"
-        " leaves the job running. The job's standard input is /dev/null.",
+        " leaves the job running. The job's standard input is /dev/null. With any of --resume, --every, --on-term and --restart, this command supervises"
+        " the job, which requires --name and a repository. Ctrl-C then acts as --on-term says.",
         numpy=False,
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
@@ -82,7 +83,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="prepare a job that uses NVIDIA GPUs, and NCCL, for snapshots",
+        help="prepare a job that uses NVIDIA GPUs, and NCCL, for snapshots; implies --root private where"
+        " possible",
     )
     parser.add_argument(
         "--rm",

@@ -32,8 +32,8 @@ def add(commands: Commands) -> None:
         type=LABEL,
         action="append",
         default=[],
-        metavar="LABEL",
-        help="list only snapshots with this label; repeatable",
+        metavar="TAG",
+        help="list only snapshots with this tag; repeatable",
     )
 
     parser = commands.add(

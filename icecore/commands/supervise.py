@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group,  # type: ignore[arg-type]
             ForgetSettings,
             about.name,
-            f"after each snapshot, forget the job's older ones; keep: {rule}",
+            f"after each snapshot, forget the job's older ones by this rule ('icecore forget --keep-{rule}')",
         )
 
 
@@ -334,7 +334,7 @@ def schedule(arguments: argparse.Namespace, context: Context) -> int:
     }[chosen.bound]
     for line in (
         f"{arguments.job}: a snapshot every {units.seconds(chosen.seconds)} ({why})",
-        f"  a snapshot costs {units.seconds(cost.seconds)}: it stands still"
+        f"  a snapshot costs {units.seconds(cost.seconds)}: the job stands still"
         f" {units.seconds(cost.window_seconds)}, and is slower for"
         f" {units.seconds(cost.background_seconds)}",
         f"  committed {units.seconds(cost.commit_seconds)} after its window;"

@@ -459,10 +459,10 @@ def test_forgetting_and_collecting(cli: Cli) -> None:
     freed = cli.one("gc.done", "gc")
     assert plan["delete"] > 0 and freed["deleted"] > 0
     assert cli.one("check.done", "check", "--read-data")["sound"]
-    assert "no label 'relaese'" in cli.run("mark", ids[0], "--untag", "relaese").stderr
-    assert "not a label" in cli.run("mark", ids[0], "--tag", " ", status=2).stderr
+    assert "no tag 'relaese'" in cli.run("mark", ids[0], "--untag", "relaese").stderr
+    assert "not a tag" in cli.run("mark", ids[0], "--tag", " ", status=2).stderr
     marked = cli.run("mark", ids[0], "--no-pin", "--untag", "release")
-    assert "no labels" in marked.stdout and not marked.stderr
+    assert "no tags" in marked.stdout and not marked.stderr
     cli.run("forget", ids[0])
     cli.run("kill", "count", "-s", "KILL")
     cli.run("gc")

@@ -173,7 +173,7 @@ def test_labels_are_refused_before_they_are_stored() -> None:
         repository = await StoredRepository.create(MemoryBackend())
         snapshot = await take(repository, {0: 1})
         for wrong in ("a\udcff", "\x1b[31m", ""):
-            with pytest.raises(UsageError, match="not a label"):
+            with pytest.raises(UsageError, match="not a tag"):
                 await repository.update(snapshot, tags=[wrong])
         assert (await repository.update(snapshot, tags=["ä"])).tags == ["ä"]
         await repository.close()

@@ -235,7 +235,7 @@ class DiffRequest(Request, frozen=True, kw_only=True):
 
 
 class MarkRequest(Request, frozen=True, kw_only=True):
-    """Pin or label a snapshot."""
+    """Pin or tag a snapshot."""
 
     pin: bool | None = None
     add_tags: Labels = []

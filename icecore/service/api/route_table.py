@@ -181,7 +181,7 @@ ROUTES: tuple[Route, ...] = (
     _starts(
         f"{_SNAPSHOT}/mark",
         "snapshot",
-        "Pin or label a snapshot.",
+        "Pin or tag a snapshot.",
         snapshots.mark_snapshot,
         requests.MarkRequest,
         requests.SnapshotQuery,

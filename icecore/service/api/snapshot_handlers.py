@@ -117,7 +117,7 @@ async def compare_snapshot(call: Call) -> Any:
 
 
 async def mark_snapshot(call: Call) -> Any:
-    """Pin or label a snapshot."""
+    """Pin or tag a snapshot."""
     if call.body.pin is None and not call.body.add_tags and not call.body.remove_tags:
         raise UsageError("the request changes no mark", cure="give pin, add_tags or remove_tags")
     return _start(call, "mark", command_lines.of_mark(call.body, call.subject.snapshot.snapshot))
