@@ -5,6 +5,7 @@ the command ``schedule``. A job is supervised until it ends or is preempted.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
@@ -157,6 +158,7 @@ def run(
     from icecore.host.kernel.libc import keep_few_arenas
     from icecore.node.engine import RepositoryEngine
     from icecore.service.interval import Bounds
+    from icecore.service.supervision.grace import find_grace
     from icecore.service.supervision.plan import Plan
     from icecore.service.supervision.supervisor import Supervisor
 
@@ -164,6 +166,9 @@ def run(
     keep_few_arenas()
     own = overridden(context.config.schedule, arguments)
     origin = context.origin or Origin()
+    grace = None
+    if not own.notice and context.origin is None and arguments.on_term != "pass":
+        grace = find_grace(os.environ)
     plan = Plan(
         name=arguments.name,
         start=start,
@@ -177,7 +182,7 @@ def run(
         preempted_exit=own.preempted_exit,
         restarts=arguments.restart,
         requeue=own.requeue_command,
-        notice=own.notice,
+        notice=grace.seconds if grace is not None else own.notice,
         notice_command=own.notice_command,
         notice_url=own.notice_url,
         bounds=Bounds(own.max_overhead, own.max_loss),
@@ -199,6 +204,13 @@ def run(
             for line in words(event):
                 context.output.note(line)
 
+    if grace is not None:
+        emit(
+            Event(
+                "run.notice",
+                {"job": plan.name, "notice_seconds": grace.seconds, "setting": grace.setting},
+            )
+        )
     config = replace(context.config, dump=overridden(context.config.dump, arguments))
     engine = RepositoryEngine(context.repository(), config, origin.identity)
     supervisor = Supervisor(plan, engine, write=write, emit=emit)
@@ -246,6 +258,11 @@ def words(event: Event) -> list[str]:
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":
             return [f"job {job} failed {known['failures']} times without a new snapshot; giving up"]
+        case "run.notice":
+            return [
+                f"job {job}: {seconds('notice_seconds')} from a signal to the kill"
+                f" ({known['setting']}); --notice overrides it"
+            ]
         case "run.notice_short":
             return [
                 f"warning: stopping job {job} takes about {seconds('stop_seconds')}, but the notice is"

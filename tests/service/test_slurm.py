@@ -17,6 +17,7 @@ import pytest
 
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.service.supervision.grace import Grace, find_grace
 from tests.cli.conftest import Cli, until
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
@@ -118,6 +119,12 @@ def test_preempted_jobs_go_on_on_another_node(cluster: Cluster) -> None:
     lines = 150
     first = cluster.submit("-p", "low", "--signal=B:USR1@15", lines=lines, out="first")
     until(lambda: len(cluster.lines("first")) > 20, "20 lines")
+    own = {**cluster.environment, "SLURM_JOB_ID": first}
+    for partition, grace in (
+        ("low", Grace(20.0, "GraceTime of partition low")),
+        ("high", Grace(5.0, "KillWait of Slurm")),  # which is not preempted
+    ):
+        assert find_grace({**own, "SLURM_JOB_PARTITION": partition}) == grace
     node = cluster.about(first)["NodeList"]
     words = ("--parsable", "-p", "high", "-w", node, "-o", "/dev/null", "--wrap", "sleep 900")
     other = cluster.slurm("sbatch", *words).strip()

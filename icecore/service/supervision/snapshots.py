@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from icecore.errors import HookFailed, IcecoreError
 from icecore.events import Event, Sink
@@ -19,6 +19,8 @@ from icecore.service.supervision.messages import Dumped, Messages
 from icecore.service.supervision.plan import Engine, Plan
 
 _POLL_SECONDS = 0.1
+#: A snapshot that waits for those of other jobs waits no longer.
+_MOST_WAIT_SECONDS = 300.0
 
 
 class Snapshots:
@@ -87,23 +89,27 @@ class Snapshots:
     @contextmanager
     def _turn(self, stop: bool) -> Iterator[bool]:
         """Let the jobs of a node take their periodic snapshots one after the other; False: there is
-        no need any more.
+        no need any more. One that waited for long begins all the same: another one may hang.
         """
-        path = self._engine.registry.state / FOLDER / ".turn"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while not stop:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if self._needless():
-                        yield False
-                        return
-                    time.sleep(_POLL_SECONDS)
+        folder = self._engine.registry.state / FOLDER
+        give_up = time.monotonic() + _MOST_WAIT_SECONDS
+        with ExitStack() as held:
+            # Who is next waits with the first lock, so that a job that has just had its turn does
+            # not have it again before the others.
+            with ExitStack() as next_one:
+                for name, stack in ((".next", next_one), (".turn", held)):
+                    if stop:
+                        break
+                    descriptor = os.open(
+                        folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+                    )
+                    stack.callback(os.close, descriptor)
+                    while not _locked(descriptor) and time.monotonic() < give_up:
+                        if self._needless():
+                            yield False
+                            return
+                        time.sleep(_POLL_SECONDS)
             yield True
-        finally:
-            os.close(descriptor)
 
     def _forget(self) -> None:
         """Apply the retention policy to this job's snapshots."""
@@ -113,6 +119,15 @@ class Snapshots:
             self._engine.forget(self._plan.keep, self._plan.name)
         except (IcecoreError, OSError) as error:
             self._tell("run.forget_failed", error=str(error))
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock a file if nobody else has; return whether it is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Stopwatch:

@@ -1,0 +1,97 @@
+"""How long Slurm or systemd waits from its signal until it kills a job, as these say themselves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_ANSWER_SECONDS = 5.0
+#: Units of systemd.time(7), in seconds.
+_UNITS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 604800.0,
+    "month": 2629800.0,
+    "y": 31557600.0,
+}
+
+
+@dataclass(frozen=True)
+class Grace:
+    """The time from a signal to the kill, in seconds, and the setting that it is."""
+
+    seconds: float
+    setting: str
+
+
+def find_grace(
+    environment: Mapping[str, str], groups: Path = Path("/proc/self/cgroup")
+) -> Grace | None:
+    """Return the time that this process has from a signal to its end; None: nothing tells it.
+
+    Args:
+        environment: Of this process; says who started it.
+        groups: Names the unit of systemd.
+    """
+    if environment.get("SLURM_JOB_ID"):
+        return _of_slurm(environment)
+    if environment.get("INVOCATION_ID"):
+        return _of_systemd(environment, groups)
+    return None
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Grace | None:
+    """A partition whose jobs may be preempted gives them its GraceTime; at the time limit it is
+    KillWait.
+    """
+    partition = environment.get("SLURM_JOB_PARTITION", "")
+    if partition:
+        shown = _said(environment, "scontrol", "--oneliner", "show", "partition", partition)
+        grace = _number(r"\bGraceTime=(\d+)", shown)
+        if grace and not re.search(r"\bPreemptMode=OFF\b", shown):
+            return Grace(grace, f"GraceTime of partition {partition}")
+    wait = _number(r"(?m)^KillWait\s*=\s*(\d+)", _said(environment, "scontrol", "show", "config"))
+    return Grace(wait, "KillWait of Slurm") if wait else None
+
+
+def _of_systemd(environment: Mapping[str, str], groups: Path) -> Grace | None:
+    try:
+        found = re.findall(r"([^/\n]+\.service)$", groups.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if not found:
+        return None
+    words = ("systemctl", "show", "--property=TimeoutStopUSec", "--value", found[-1])
+    said = _said(environment, *words)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(us|ms|s|min|h|d|w|month|y)\b", said)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return Grace(seconds, f"TimeoutStopSec of {found[-1]}") if seconds else None
+
+
+def _number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    return float(found[1]) if found else 0.0
+
+
+def _said(environment: Mapping[str, str], *words: str) -> str:
+    """Return what a command prints; empty: it failed."""
+    try:
+        done = subprocess.run(
+            words,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
