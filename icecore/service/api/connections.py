@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from typing import cast
@@ -17,13 +18,15 @@ from icecore.host.kernel.peer import Peer
 
 #: Time for a request's headers, and for a client that does not read what it asked for.
 SLOW_SECONDS = 30.0
+_MOST_EARLY = 1 << 20
 
 
 class Connections:
     """The open connections of a service.
 
     Args:
-        most: Maximum number; one peer may have a quarter of it.
+        most: Maximum number; one peer may have a quarter of it, and all that come by TCP three
+            quarters, so that root gets in by the unix socket.
     """
 
     def __init__(self, most: int) -> None:
@@ -33,7 +36,8 @@ class Connections:
 
     def admit(self, guard: Guard) -> bool:
         """Count a connection; False: there are too many."""
-        if self._open.total() >= self._most:
+        most = self._most if guard.peer is not None else self._most * 3 // 4
+        if self._open.total() >= most:
             return False
         if self._open[guard.who] >= max(1, self._most // 4):
             return False
@@ -68,11 +72,25 @@ class Guard(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._busy = False
+        #: What came right behind a TLS handshake.
+        self._early = bytearray()
         self.peer: Peer | None = None
         self.who = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
+        """A client has connected; with TLS, the handshake is over."""
+        if self._transport is None and not self.admit(transport):
+            return
+        self._transport = cast(asyncio.Transport, transport)
+        self._inner = self._make()
+        self._inner.connection_made(transport)
+        self._await_request()
+        if self._early:
+            self._inner.data_received(bytes(self._early))
+            self._early.clear()
+
+    def admit(self, transport: asyncio.BaseTransport) -> bool:
+        """Count a connection, or abort it if there are too many."""
         self._transport = cast(asyncio.Transport, transport)
         connection = transport.get_extra_info("socket")
         try:
@@ -83,13 +101,11 @@ class Guard(asyncio.Protocol):
                 self.who = str(transport.get_extra_info("peername")[0])
         except (OSError, TypeError):  # it has gone
             self._transport.abort()
-            return
+            return False
         if not self._connections.admit(self):
             self._transport.abort()
-            return
-        self._inner = self._make()
-        self._inner.connection_made(transport)
-        self._await_request()
+            return False
+        return True
 
     def data_received(self, data: bytes) -> None:
         """The client has sent something."""
@@ -97,6 +113,10 @@ class Guard(asyncio.Protocol):
             self._await_request()
         if self._inner is not None:
             self._inner.data_received(data)
+            return
+        self._early += data
+        if len(self._early) > _MOST_EARLY:
+            self._abort()
 
     def eof_received(self) -> bool | None:
         """The client sends no more."""
@@ -140,11 +160,53 @@ class Guard(asyncio.Protocol):
         self._busy = False
 
     def _await_request(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._abort)
 
     def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+class Door(asyncio.Protocol):
+    """Counts a connection before its TLS handshake, which takes memory, and then lets it in.
+
+    Args:
+        guard: The protocol of the connection.
+        context: Settings of TLS.
+        seconds: Time for the handshake.
+    """
+
+    def __init__(self, guard: Guard, context: ssl.SSLContext, seconds: float) -> None:
+        self._guard = guard
+        self._context = context
+        self._seconds = seconds
+        self._shaking: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
+        plain = cast(asyncio.Transport, transport)
+        plain.pause_reading()  # the first bytes are the handshake's
+        if self._guard.admit(plain):
+            self._shaking = asyncio.get_running_loop().create_task(self._shake(plain))
+
+    async def _shake(self, plain: asyncio.Transport) -> None:
+        try:
+            secure = await asyncio.get_running_loop().start_tls(
+                plain,
+                self._guard,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=self._seconds,
+            )
+        except OSError:  # also ssl.SSLError and TimeoutError
+            secure = None
+        if secure is None:
+            plain.abort()
+            self._guard.connection_lost(None)
+        else:
+            self._guard.connection_made(secure)
 
 
 def guard_of(request: web.Request) -> Guard | None:

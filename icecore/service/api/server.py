@@ -23,7 +23,7 @@ from icecore.events import Event, Sink
 from icecore.host.kernel.libc import return_free_memory
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.private import private_state, require_own
-from icecore.service.api.connections import Connections, Guard
+from icecore.service.api.connections import Connections, Door, Guard
 from icecore.service.api.service import Service
 from icecore.service.api.tokens import FOLDER
 
@@ -93,11 +93,7 @@ async def _serve_on(
         tls = context if one.family != socket.AF_UNIX else None
         servers.append(
             await loop.create_server(
-                make,
-                sock=one,
-                ssl=tls,
-                backlog=_BACKLOG,
-                ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls is not None else None,
+                make if tls is None else behind_tls(make, tls), sock=one, backlog=_BACKLOG
             )
         )
         emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
@@ -136,11 +132,14 @@ def _raise_priority() -> int | None:
     return before
 
 
-def guarded(
-    make: Callable[[], asyncio.Protocol], connections: Connections
-) -> Callable[[], asyncio.Protocol]:
+def guarded(make: Callable[[], asyncio.Protocol], connections: Connections) -> Callable[[], Guard]:
     """Return a factory of protocols that counts connections and ends slow ones."""
     return lambda: Guard(make, connections)
+
+
+def behind_tls(make: Callable[[], Guard], context: ssl.SSLContext) -> Callable[[], Door]:
+    """Return a factory of protocols that counts connections before their TLS handshakes."""
+    return lambda: Door(make(), context, _HANDSHAKE_SECONDS)
 
 
 def _lock(state: Path) -> int:

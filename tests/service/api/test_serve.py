@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -498,6 +499,19 @@ def test_tcp(node: Node) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
         plain.sendall(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200 OK" not in plain.recv(1000)
+    # Connections count before the handshake. Those of one address are bounded, and leave others room.
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(200)]
+    began = time.monotonic()
+    refused = len(select.select(idle, [], [], 5)[0])
+    until(
+        lambda: len(select.select(idle, [], [], 0)[0]) >= 200 - 512 // 4, "the others are refused"
+    )
+    assert refused and time.monotonic() - began < 8
+    assert node.client.get("/v1/self")["role"] == "admin"
+    until(lambda: len(select.select(idle, [], [], 0)[0]) == 200, "no handshake in time")
+    for one in idle:
+        one.close()
+    assert get("/v1/self", Authorization=f"Bearer {token}")[0] == 200
     subprocess.run(
         [sys.executable, "-P", "-m", "icecore", "token", "remove", "ci"],
         env=node.environment(), check=True, timeout=30, capture_output=True,
