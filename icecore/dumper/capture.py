@@ -311,7 +311,10 @@ class Capture:
                     capture.known, capture.seen = copied.known, copied.seen
                 done = early.shared.get(about.path) if early else None
             captured.spaces.append(capture)
-            extents = source.extents()
+            if done is not None and one is not None and one.size == about.size:
+                extents = done[0]  # the tree stood still since
+            else:
+                extents = source.extents()
             read = capture.scan(source, extents, self._context, done[1] if done else None)
             if os.fstat(descriptor).st_size < about.size:
                 raise DumpFailed(
