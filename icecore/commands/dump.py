@@ -10,7 +10,7 @@ from icecore import units
 from icecore.commands.context import Context
 from icecore.commands.parsing import PIN, TAG, Commands, add_setting, overridden
 from icecore.config import DumpSettings
-from icecore.config.kinds import LABEL
+from icecore.config.kinds import TAG_KIND
 
 if TYPE_CHECKING:
     pass
@@ -44,7 +44,9 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="with --stop: leave resident device memory on its GPUs, for 'restore --from-resident'",
     )
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TAG", help=TAG)
+    parser.add_argument(
+        "--tag", type=TAG_KIND, action="append", default=[], metavar="TAG", help=TAG
+    )
     parser.add_argument("--pin", action="store_true", help=PIN)
 
     def setting(key: str, what: str, *flags: str, default: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from icecore import units
 from icecore.commands.context import Context
 from icecore.commands.parsing import READ_ONLY_ALL, SNAPSHOT, TAG, Commands
-from icecore.config.kinds import LABEL, SIZE, THREADS
+from icecore.config.kinds import SIZE, TAG_KIND, THREADS
 from icecore.errors import Damaged
 from icecore.events import Value
 
@@ -46,7 +46,9 @@ def add(commands: Commands) -> None:
         metavar="SNAPSHOT",
         help="snapshot to build on (default: the job's newest)",
     )
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TAG", help=TAG)
+    parser.add_argument(
+        "--tag", type=TAG_KIND, action="append", default=[], metavar="TAG", help=TAG
+    )
     parser.add_argument(
         "--threads",
         type=THREADS,

@@ -10,7 +10,7 @@ from icecore import units
 from icecore.commands.context import Context
 from icecore.commands.parsing import DRY_RUN, PIN, SNAPSHOT, Commands, add_setting, overridden
 from icecore.config import ForgetSettings, GcSettings
-from icecore.config.kinds import LABEL, TEXT
+from icecore.config.kinds import TAG_KIND, TEXT
 from icecore.errors import UsageError
 from icecore.events import Value
 
@@ -48,7 +48,7 @@ def add_forget(commands: Commands) -> None:
         add_setting(parser, ForgetSettings, f"keep_{rule}", f"of each job, keep {what}")
     parser.add_argument(
         "--keep-tag",
-        type=LABEL,
+        type=TAG_KIND,
         action="append",
         default=[],
         metavar="TAG",
@@ -73,7 +73,7 @@ def add_mark(commands: Commands) -> None:
     )
     parser.add_argument(
         "--tag",
-        type=LABEL,
+        type=TAG_KIND,
         action="append",
         default=[],
         metavar="TAG",

@@ -9,7 +9,7 @@ from icecore import units
 from icecore.commands import diff, dump, restore
 from icecore.commands.context import Context
 from icecore.commands.parsing import ROWS, SNAPSHOT, Commands
-from icecore.config.kinds import LABEL
+from icecore.config.kinds import TAG_KIND
 from icecore.events import Value
 from icecore.text import printable, printable_command
 
@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--tag",
-        type=LABEL,
+        type=TAG_KIND,
         action="append",
         default=[],
         metavar="TAG",

@@ -196,8 +196,8 @@ URL: Kind[str] = replace(TEXT, short="URL")
 PLACE: Kind[str] = replace(TEXT, short="PLACE")
 GROUP: Kind[str] = replace(TEXT, short="GROUP")
 ADDRESS: Kind[str] = replace(TEXT, short="HOST:PORT")
-LABEL: Kind[str] = Kind(
-    "a label: a text that is not empty, without control characters",
+TAG_KIND: Kind[str] = Kind(
+    "a tag: a text that is not empty, without control characters",
     lambda value: _label(value) if isinstance(value, str) else _refuse(value),
     _label,
     "LABEL",
