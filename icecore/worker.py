@@ -176,8 +176,8 @@ def main() -> int:
     writer.close()
     failed = recorder.failure
     if wanted.supervised and attempt > 1 and failed and failed["exit_code"] not in _FINAL:
-        # It worked before: perhaps the repository cannot be reached. Without a result, the service
-        # starts the next attempt.
+        # An earlier attempt began, so the failure may pass, such as an unreachable repository.
+        # Write no result, so that the service starts the next attempt.
         return status
     result = Result(
         exit_status=status,
@@ -236,7 +236,7 @@ def _supervised_before(wanted: Stored, directory: Path) -> Job | None:
 
 def _ended_for_good(wanted: Stored, job: Job) -> int | None:
     """Return the exit status of a job that ended while it had no supervisor, and is not to be
-    restored; None: it runs, or is to be restored, as one that was killed is.
+    restored; None: it runs, or is to be restored, for example because it was killed.
     """
     status = job.status()
     if status is None:

@@ -54,7 +54,8 @@ def add(commands: Commands) -> None:
         "Send a signal to a job.",
         "icecore kill -s KILL train",
         more="The signal goes to the job's command; KILL ends all processes of the job."
-        " A supervised job that TERM or KILL ends is not restored, whatever --restart says.",
+        " A supervised job that this command ends with TERM or KILL is not restored,"
+        " whatever --restart says.",
     )
     parser.add_argument("job", metavar="JOB", help=JOB)
     parser.add_argument(

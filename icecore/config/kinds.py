@@ -197,7 +197,7 @@ PLACE: Kind[str] = replace(TEXT, short="PLACE")
 GROUP: Kind[str] = replace(TEXT, short="GROUP")
 ADDRESS: Kind[str] = replace(TEXT, short="HOST:PORT")
 TAG_KIND: Kind[str] = Kind(
-    "a tag: a text that is not empty, without control characters",
+    "a tag: a non-empty text without control characters",
     lambda value: _label(value) if isinstance(value, str) else _refuse(value),
     _label,
     "LABEL",

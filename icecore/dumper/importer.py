@@ -91,7 +91,7 @@ def import_images(
             of the root process.
         parent: Snapshot to build on; empty: the job's newest, if any.
         threads: Number of threads that read and encode; 0: one per core, up to four.
-        tags: Free labels of the snapshot.
+        tags: Free tags of the snapshot.
         objective: What to save, bytes or time; None: the default.
         emit: Gets ``import.*`` and ``store.*`` events.
 

@@ -39,7 +39,7 @@ class DumpOptions:
             established) or ``close`` (closed at restore). Connections of unix sockets that leave it
             are always closed at restore: their other end cannot be found again.
         tcp: Old name of ``connections``; empty: not given.
-        tags: Free labels of the snapshot.
+        tags: Free tags of the snapshot.
         pinned: Never forget this snapshot by policy.
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
             (eight, if scanning needs the interpreter) and four.

@@ -61,8 +61,9 @@ class RepositoryEngine:
         )
 
     def snapshots(self, job: str) -> list[SnapshotRecord]:
-        """Return the snapshots of a job in order of their commits. One whose owner cannot be read
-        is among them, as no snapshot must be taken for absent; restoring it fails.
+        """Return the snapshots of a job in order of their commits. Include those whose
+        owner cannot be read, so that the job is not started anew as if it had no snapshot. Such a
+        snapshot cannot be restored.
 
         Raises:
             StoreError: The repository cannot be reached.

@@ -63,7 +63,7 @@ class Snapshots(Opened):
         pinned: bool | None = None,
         tags: Sequence[str] | None = None,
     ) -> SnapshotRecord:
-        """Pin or unpin a snapshot, or replace its labels; None leaves either unchanged.
+        """Pin or unpin a snapshot, or replace its tags; None leaves either unchanged.
 
         Raises:
             NotFound: There is no such snapshot.

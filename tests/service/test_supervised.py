@@ -201,7 +201,7 @@ def test_a_signal_while_a_job_waits_to_be_restored(cli: Cli) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_what_the_user_ends_is_not_brought_back(number: signal.Signals, cli: Cli) -> None:
-    """Unless the signal does not ask for an end."""
+    """TERM and KILL keep the job from being restored; HUP does not."""
     counter = Counter(cli, lines=60)
     process = counter.start("--restart", "on-failure", "--every", "0.5s")
     until(lambda: counter.snapshots() > 0, "a periodic snapshot", SECONDS)

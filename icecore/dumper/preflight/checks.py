@@ -263,7 +263,7 @@ def file_budget(found: Inspection) -> list[Refusal]:
 def workdir(found: Inspection) -> list[Refusal]:
     need = found.copied_bytes + sum(f.about.size for f in ghosts(found.files)) + _WORKDIR_SLACK
     if need > found.workdir_free and found.options.memory != "streamed" and hides(found.criu):
-        with ExitStack() as stack:  # what is read in place, CRIU does not write
+        with ExitStack() as stack:  # CRIU does not write what icecore reads in place
             need -= open_shared(found.processes, stack).used
     if need <= found.workdir_free:
         return []

@@ -43,8 +43,8 @@ _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
 def note_end(directory: Path, snapshot: str = "") -> None:
-    """Note in an instance's directory that its end is wanted, so that a supervisor does not take it
-    for a failure. Do nothing if that fails (a full disk): the end is worth more than the note.
+    """Record in an instance's directory that its end is requested, so that a supervisor does not
+    count it as a failure. Ignore errors, such as a full disk: the end matters more than the record.
 
     Args:
         snapshot: The snapshot with which it ends; empty: none.
@@ -475,8 +475,8 @@ class Job:
             os.close(fd)
 
     def end(self, number: int) -> None:
-        """Send a signal as ``kill`` does. One that asks a process to end (TERM, KILL) is also noted,
-        so that a supervisor of the job does not bring it back.
+        """Send a signal as ``kill`` does. For TERM and KILL, first record that the end is
+        requested, so that a supervisor does not restore the job.
 
         Raises:
             NotFound: It has ended.
@@ -495,7 +495,7 @@ class Job:
         return self._end_note()[1]
 
     def _end_note(self) -> tuple[float, str]:
-        """Return when an end was asked for, in seconds since boot, and the snapshot with which."""
+        """Return when the end was requested, in seconds since boot, and the snapshot, if any."""
         with suppress(OSError, ValueError):
             at, _, snapshot = (self.directory / _END_REQUESTED).read_text().strip().partition(" ")
             return float(at), snapshot

@@ -40,9 +40,9 @@ _GIVEN_UP = "the restore was given up"
 #: Exit status of the allocating process if it may not join the group.
 _NOT_JOINED = 3
 #: Arguments: the group's file, the exit status, the objects' descriptors. Standard input: for each
-#: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes; the last page of
-#: an object may end behind it, and must not make it longer). If a cgroup runs
-#: out of memory, the kernel is to kill this process: the memory is not its own, so it looks small.
+#: object the number of its ranges (u64), then the ranges (u64 pairs: offset, bytes). The last
+#: range may reach past the end of the object, but must not extend the object. If a cgroup runs out
+#: of memory, the kernel must kill this process, which looks small: the memory is not its own.
 _ALLOCATE = """
 import array, os, sys
 with open("/proc/self/oom_score_adj", "w") as adjustment:

@@ -25,8 +25,8 @@ class Connections:
     """The open connections of a service.
 
     Args:
-        most: Maximum number; one peer may have a quarter of it, and all that come by TCP three
-            quarters, so that root gets in by the unix socket.
+        most: Maximum number of connections. One peer may have a quarter of them, and all TCP
+            clients together three quarters, so that root can still use the unix socket.
     """
 
     def __init__(self, most: int) -> None:
@@ -72,13 +72,13 @@ class Guard(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._busy = False
-        #: What came right behind a TLS handshake.
+        #: Data that arrived after the TLS handshake and before the inner protocol existed.
         self._early = bytearray()
         self.peer: Peer | None = None
         self.who = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected; with TLS, the handshake is over."""
+        """Start the inner protocol if the connection is admitted; with TLS, after the handshake."""
         if self._transport is None and not self.admit(transport):
             return
         self._transport = cast(asyncio.Transport, transport)
@@ -170,12 +170,13 @@ class Guard(asyncio.Protocol):
 
 
 class Door(asyncio.Protocol):
-    """Counts a connection before its TLS handshake, which takes memory, and then lets it in.
+    """The first protocol of a TLS connection. It counts the connection before the handshake, which
+    takes memory, and passes it to the guard after the handshake.
 
     Args:
         guard: The protocol of the connection.
         context: Settings of TLS.
-        seconds: Time for the handshake.
+        seconds: Maximum duration of the handshake.
     """
 
     def __init__(self, guard: Guard, context: ssl.SSLContext, seconds: float) -> None:

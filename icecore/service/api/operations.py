@@ -33,12 +33,12 @@ from icecore.service.api.operation_table import Bounds, Entry, Table
 from icecore.service.api.tokens import FOLDER
 
 _POLL_SECONDS = 0.1
-#: Seconds until a supervisor is replaced. With the time that it takes to start, less than until a
-#: watchdog ends the job that it left.
+#: Shortest and longest delay before a supervisor is replaced. The longest delay and the start of
+#: the supervisor together take less time than a watchdog waits before it ends an abandoned job.
 _BACK_OFF = (1.0, 30.0)
-#: A supervisor that lasted so many seconds did not end because it could not work.
+#: After a supervisor that ran for longer than this, the delay starts again at the shortest.
 _LONG_SECONDS = 600.0
-#: So many supervisors may be killed while they stop the job before its operation is given up.
+#: Supervisors that may be killed while they stop the job before the operation is given up.
 _TRIES = 5
 _WRITE_AGAIN_SECONDS = 10.0
 
@@ -301,7 +301,7 @@ class Operations:
             self._lost(entry)
 
     async def _again(self, entry: Entry) -> None:
-        """Restart the supervisor of a job, after a delay that grows while supervisors end soon."""
+        """Restart the supervisor of a job, after a delay that grows while supervisors end early."""
         entry.state = "queued"
         least, most = _BACK_OFF
         ran = time.monotonic() - entry.began

@@ -1,4 +1,4 @@
-"""How long Slurm or systemd waits from its signal until it kills a job, as these say themselves."""
+"""Ask Slurm or systemd how much time passes between its signal to a job and the kill."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Grace:
 def find_grace(
     environment: Mapping[str, str], groups: Path = Path("/proc/self/cgroup")
 ) -> Grace | None:
-    """Return the time that this process has from a signal to its end; None: nothing tells it.
+    """Return the time from a signal to the kill of this process; None: unknown.
 
     Args:
-        environment: Of this process; says who started it.
-        groups: Names the unit of systemd.
+        environment: This process's environment, which shows whether Slurm or systemd started it.
+        groups: The file that names this process's cgroup, and so its systemd unit.
     """
     if environment.get("SLURM_JOB_ID"):
         return _of_slurm(environment)
@@ -48,8 +48,8 @@ def find_grace(
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Grace | None:
-    """A partition whose jobs may be preempted gives them its GraceTime; at the time limit it is
-    KillWait.
+    """Return the partition's GraceTime if its jobs may be preempted, else KillWait, which applies
+    at the time limit; None: neither is known.
     """
     partition = environment.get("SLURM_JOB_PARTITION", "")
     if partition:

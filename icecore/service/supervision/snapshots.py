@@ -19,7 +19,7 @@ from icecore.service.supervision.messages import Dumped, Messages
 from icecore.service.supervision.plan import Engine, Plan
 
 _POLL_SECONDS = 0.1
-#: A snapshot that waits for those of other jobs waits no longer.
+#: Maximum time that a snapshot waits for those of other jobs.
 _MOST_WAIT_SECONDS = 300.0
 
 
@@ -88,14 +88,15 @@ class Snapshots:
 
     @contextmanager
     def _turn(self, stop: bool) -> Iterator[bool]:
-        """Let the jobs of a node take their periodic snapshots one after the other; False: there is
-        no need any more. One that waited for long begins all the same: another one may hang.
+        """Wait for this job's turn, since the jobs of a node take periodic snapshots one after the
+        other. Yield False if the snapshot is no longer needed. After `_MOST_WAIT_SECONDS`, go
+        ahead anyway, because another job may hang.
         """
         folder = self._engine.registry.state / FOLDER
         give_up = time.monotonic() + _MOST_WAIT_SECONDS
         with ExitStack() as held:
-            # Who is next waits with the first lock, so that a job that has just had its turn does
-            # not have it again before the others.
+            # The job that is next holds the first lock while it waits for the second, so that a
+            # job that has just had its turn cannot overtake it.
             with ExitStack() as next_one:
                 for name, stack in ((".next", next_one), (".turn", held)):
                     if stop:
@@ -139,7 +140,7 @@ class _Stopwatch:
         self._phases: dict[str, float] = {}
 
     def start(self) -> None:
-        """Start to count: what came before was a wait for other jobs."""
+        """Start again from zero, to leave out the wait for other jobs."""
         self._began = time.monotonic()
 
     def hear(self, event: Event) -> None:

@@ -50,16 +50,17 @@ OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
 _BACK_OFF_SECONDS = (1.0, 60.0)
 _MOST_DOUBLINGS = 10
-#: How often the interval doubles while windows are too long.
+#: Maximum number of times that the interval doubles while windows are too long.
 _MOST_WIDENINGS = 6
-#: A job that has to leave does not wait longer until it tries to take its snapshot again.
+#: Maximum delay before a failed snapshot is repeated while the job is being stopped.
 _STOP_RETRY_SECONDS = 2.0
 #: A job that fails twice without a new snapshot in between is brought back from an older one.
 _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
-#: A job that ends this soon after 'icecore kill', or a signal passed on, ended because of it.
+#: A job that ends within this time after 'icecore kill', or after a signal that was passed on,
+#: counts as ended by it.
 _ASKED_SECONDS = 600.0
 #: Signals that ask a job to end.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -275,7 +276,7 @@ class Supervisor:
 
     @property
     def _is_to_stop(self) -> bool:
-        """Whether the job is to be stopped with a snapshot, and nothing is being done for it."""
+        """Return whether the job must still be stopped with a snapshot and no dump is under way."""
         over = self._stopped is not None or self._ended is not None
         return bool(self._stopping) and not (self._dumping or over)
 
@@ -456,8 +457,8 @@ class Supervisor:
             return None
 
     def _wait(self, seconds: float) -> int:
-        """Wait, and until nobody else can have the lease; return the signal that came meanwhile.
-        Return early if 'icecore kill' asked the job to end.
+        """Wait for ``seconds``, and until no other process can hold the lease. Return the signal
+        that arrived meanwhile; 0: none. Return early if 'icecore kill' asked the job to end.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until or not self._hold.lease.certain:

@@ -53,8 +53,8 @@ _RESERVE = ".reserve"
 _PIECES = [str(number) for number in range(RESERVE_PIECES)]
 #: Bytes that must be free before any are reserved.
 _PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
-#: Prefix of objects that are opened for each read: whether one exists decides what a writer may do,
-#: and NFS does not tell that an open file was deleted.
+#: Prefix of objects that are opened for each read: a writer acts on whether such an object exists,
+#: and NFS does not report that an open file was deleted.
 _FRESH = "log/"
 _VECTORS = 512
 _THREADS = 8

@@ -38,7 +38,7 @@ from icecore.store.log.watermark import Seen, Watermark
 
 _TRIES = 5
 BACKOFF_SECONDS = 0.005
-#: A reader that asks again within this time of a listing does without another one.
+#: Time after a listing during which `LogReader.again` does not list again.
 _LISTED_SECONDS = 5.0
 
 

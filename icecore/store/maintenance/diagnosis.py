@@ -232,7 +232,7 @@ class Diagnosis:
                 # exist counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
                     found[manifest.snapshot] = record
-        how = f"rebuilt from {len(found)} manifests; labels are as they were when the snapshots were taken"
+        how = f"rebuilt from {len(found)} manifests; tags and pins are those of the dump"
         return sorted(found.values(), key=lambda record: record.snapshot), how
 
     async def _complete(self, manifest: Manifest) -> bool:

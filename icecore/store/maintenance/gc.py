@@ -424,8 +424,8 @@ class Collector:
         """Delete objects while the session is open.
 
         Raises:
-            SessionFenced: It was ended, by a collector whose clock says that this one is dead, and
-                the names may be in use again.
+            SessionFenced: Another collector took this one for dead and ended the session, so the
+                names may be in use again.
         """
 
         async def delete(name: Name) -> None:

@@ -89,8 +89,8 @@ class Reach:
             manifest = await self._repository.manifest(record)
             spaces = space_refs(manifest, record.manifest)
         except (Damaged, ObjectMissing):
-            # A repair has recorded that it is lost: what it reached is unknown by now. Otherwise, a
-            # store that does not find it for a moment would cost what it reaches.
+            # Pass over only a manifest that a repair recorded as lost. If a manifest is missing
+            # for a moment only, the collector must not delete what the manifest reaches.
             if record.manifest not in record.quarantined:
                 raise
             self.names.add(parsed)
