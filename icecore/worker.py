@@ -24,11 +24,18 @@ from icecore.cli import main as run_command
 from icecore.commands.context import Origin
 from icecore.commands.output import Output
 from icecore.config.loading import load
-from icecore.errors import IcecoreError, JobHeld, PreflightRefused, ResumeFailed
+from icecore.errors import (
+    IcecoreError,
+    JobHeld,
+    PreflightRefused,
+    ResumeFailed,
+    StoreDenied,
+    StoreError,
+)
 from icecore.events import Event, Value
 from icecore.host.jobs.description import boot_id
 from icecore.host.jobs.identity import Identity
-from icecore.host.jobs.job import Job
+from icecore.host.jobs.job import Job, stopped_with
 from icecore.host.kernel import procfs
 from icecore.service.api import operation_files as files
 from icecore.service.api.journal import Writer
@@ -39,6 +46,10 @@ from icecore.text import jsonable
 _RESULTS = frozenset({"run.started", "run.resumed", "dump.done", "restore.running"})
 #: Events that name the instance that is supervised from then on.
 _BEGUN = frozenset({"run.started", "run.resumed", "run.adopted"})
+#: Failures in a row, other than of the repository, after which a supervisor is not replaced.
+_MOST_FAILURES = 10
+#: A supervisor that ran for so many seconds could do its work.
+_LONG_SECONDS = 600.0
 #: Errors after which a supervisor is not replaced: the job runs elsewhere, or cannot be restored.
 _FINAL = (JobHeld.exit_code, ResumeFailed.exit_code)
 #: An instance that ended this soon after 'icecore kill' ended because of it.
@@ -157,10 +168,11 @@ def main() -> int:
         return 1
     asked = files.cancelled_by(directory)
     before = _supervised_before(wanted, directory) if attempt > 1 else None
-    over = None
+    over, stopped = None, ""
     if before is not None:
         over = _ended_for_good(wanted, before)
-    if asked and (before is None or not before.alive):
+        stopped = stopped_with(before)
+    if over is None and not stopped and asked and (before is None or not before.alive):
         over = 128 + asked
     if over is not None:
         files.write(directory, "result.json", Result(exit_status=over, ended=time.time()))
@@ -168,17 +180,19 @@ def main() -> int:
     writer = Writer(directory)
     recorder = Recorder(writer, directory, brief=wanted.supervised)
     lineage = "" if before is None else Job.load(before.directory).description.lineage
+    began = time.monotonic()
     status = run_command(
         _words(wanted, resume=bool(lineage)),
         output=recorder,
-        origin=_origin(wanted, lineage, asked),
+        origin=_origin(wanted, lineage, asked, stopped),
     )
     writer.close()
-    failed = recorder.failure
-    if wanted.supervised and attempt > 1 and failed and failed["exit_code"] not in _FINAL:
-        # An earlier attempt began, so the failure may pass, such as an unreachable repository.
-        # Write no result, so that the service starts the next attempt.
-        return status
+    if wanted.supervised and attempt > 1:
+        lasted = time.monotonic() - began > _LONG_SECONDS
+        if _is_to_try_again(directory, recorder.failure, lasted=lasted):
+            return status  # without a result: the service starts the next attempt
+        if recorder.failure is None and before is not None and before.alive:
+            return status  # a signal came before it had taken the job over
     result = Result(
         exit_status=status,
         ended=time.time(),
@@ -205,13 +219,13 @@ def _words(wanted: Stored, *, resume: bool) -> list[str]:
     return [*words, "--", *wanted.command] if wanted.command else words
 
 
-def _origin(wanted: Stored, lineage: str, stop: int) -> Origin:
+def _origin(wanted: Stored, lineage: str, stop: int, stopped: str) -> Origin:
     identity = (
         None
         if wanted.identity is None
         else msgspec.convert(wanted.identity, Identity, strict=False)
     )
-    return Origin(identity, wanted.environment or {}, wanted.supervised, lineage, stop)
+    return Origin(identity, wanted.environment or {}, wanted.supervised, lineage, stop, stopped)
 
 
 def _supervised_before(wanted: Stored, directory: Path) -> Job | None:
@@ -223,15 +237,39 @@ def _supervised_before(wanted: Stored, directory: Path) -> Job | None:
     if not wanted.supervised:
         return None
     known = registry(load(_option(wanted, "config")))
-    with suppress(IcecoreError):
-        named = files.read_instance(directory)
-        job = known.find(named or wanted.job)
-        # A worker of an earlier version has not written which it is.
-        if job.description.user == wanted.owner and (
-            job.instance == named or job.description.created >= wanted.created
-        ):
-            return job
-    return None
+
+    def find(which: str) -> Job | None:
+        with suppress(IcecoreError):
+            job = known.find(which)
+            return job if job.description.user == wanted.owner else None
+        return None
+
+    noted = files.read_instance(directory)
+    named = find(noted) if noted else None
+    newest = find(wanted.job)
+    if newest is None or newest.alive:
+        return newest or named
+    # A worker may have been killed before it noted what it restored, and one of an earlier version
+    # notes nothing.
+    since = wanted.created if named is None else named.description.created
+    return newest if newest.description.created >= since else named
+
+
+def _is_to_try_again(directory: Path, failure: dict[str, Any] | None, *, lasted: bool) -> bool:
+    """Return whether a supervisor that failed is to be replaced: the repository may be reachable
+    later. Other failures are tried a few times.
+
+    Args:
+        lasted: It worked for long before it failed.
+    """
+    if failure is None or failure["exit_code"] in _FINAL:
+        return False
+    if failure["exit_code"] == StoreError.exit_code and failure["class"] != StoreDenied.__name__:
+        return True
+    count = 1 if lasted else files.read_failures(directory) + 1
+    with suppress(OSError):
+        files.write_failures(directory, count)
+    return count < _MOST_FAILURES
 
 
 def _ended_for_good(wanted: Stored, job: Job) -> int | None:
@@ -239,11 +277,8 @@ def _ended_for_good(wanted: Stored, job: Job) -> int | None:
     restored; None: it runs, or is to be restored, for example because it was killed.
     """
     status = job.status()
-    if status is None:
+    if status is None or stopped_with(job):
         return None
-    if job.stopped_with():
-        chosen = _option(wanted, "preempted-exit")
-        return int(chosen) if chosen else load(_option(wanted, "config")).schedule.preempted_exit
     if job.end_requested(_ASKED_SECONDS) or status.code == 0:
         return status.exit_code
     if status.code is None or _option(wanted, "restart"):

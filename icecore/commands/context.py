@@ -51,6 +51,8 @@ class Origin:
         supervised: The command supervises a job, and takes signals once it does.
         lineage: The lineage that it resumes, if it replaces a supervisor; empty: that of the newest
             snapshot of the name.
+        stopped: A snapshot with which the job has been stopped already, although nobody has drawn
+            the conclusions; empty: none.
         stop: A signal that the supervisor before it did not act on any more; 0: none.
     """
 
@@ -59,6 +61,7 @@ class Origin:
     supervised: bool = False
     lineage: str = ""
     stop: int = 0
+    stopped: str = ""
 
 
 @dataclass

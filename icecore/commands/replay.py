@@ -63,7 +63,7 @@ def follow(
     try:
         for record in service.events(operation["id"]):
             if record["do"] == "end":
-                return _checked(record["operation"], last)
+                return _checked(record["operation"], last, context)
             if record["do"] == "error":
                 if last is not None:
                     context.output.error(last)  # the command raises the last one only
@@ -84,12 +84,16 @@ def cancel(service: Service, id: str, number: int) -> None:
     service.post(at("operations", id, "cancel"), {"signal": _NAMES.get(number, "INT")})
 
 
-def _checked(operation: Record, last: IcecoreError | None) -> Record:
-    """Return an operation; raise its error."""
-    if last is None and operation["error"]:
-        last = error_of(operation["error"])
-    if last is not None and operation["exit_status"]:
-        raise last
+def _checked(operation: Record, last: IcecoreError | None, context: Context) -> Record:
+    """Return an operation; raise its error.
+
+    Args:
+        last: The last error that was recorded, maybe by a supervisor that has been replaced.
+    """
+    if operation["error"] and operation["exit_status"]:
+        raise last or error_of(operation["error"])
+    if last is not None:
+        context.output.error(last)
     return operation
 
 

@@ -175,6 +175,7 @@ def run(
         resume=arguments.resume,
         lineage=origin.lineage,
         stop=origin.stop,
+        stopped=origin.stopped,
         or_start=arguments.or_start,
         fall_back=arguments.fall_back,
         every=arguments.every,

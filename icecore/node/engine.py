@@ -61,17 +61,18 @@ class RepositoryEngine:
         )
 
     def snapshots(self, job: str) -> list[SnapshotRecord]:
-        """Return the snapshots of a job in order of their commits. Include those whose
-        owner cannot be read, so that the job is not started anew as if it had no snapshot. Such a
-        snapshot cannot be restored.
+        """Return the snapshots of a job in order of their commits. If there are only some whose
+        owner cannot be read, return these, so that the job is not started anew as if it had no
+        snapshot. They cannot be restored.
 
         Raises:
             StoreError: The repository cannot be reached.
         """
-        found = self._repository.snapshots(job=job)
         if self._identity is None:
-            return found
-        return [one for one in found if self._owner(one) in (None, self._identity.user)]
+            return self._repository.snapshots(job=job)
+        found = [(one, self._owner(one)) for one in self._repository.snapshots(job=job)]
+        own = [one for one, owner in found if owner == self._identity.user]
+        return own or [one for one, owner in found if owner is None]
 
     def _owner(self, record: SnapshotRecord) -> int | None:
         """Return the uid of a snapshot's job; None: it cannot be read."""
@@ -110,7 +111,11 @@ class RepositoryEngine:
         A policy goes by the times of snapshots, which are wrong after the wall clock was set. So
         the newest commits stay whatever their times, as many as the policy's ``last`` and at least one.
         """
-        known = self.snapshots(job)
+        known = [
+            one
+            for one in self.snapshots(job)
+            if self._identity is None or self._owner(one) == self._identity.user
+        ]
         newest = {one.snapshot for one in known[-max(1, policy.last) :]}
         gone = [
             one.record

@@ -53,6 +53,18 @@ def note_end(directory: Path, snapshot: str = "") -> None:
         file.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME)} {snapshot}\n")
 
 
+def stopped_with(job: Job) -> str:
+    """Return the snapshot with which a dump ended an instance; empty: none did, or it still runs.
+
+    A dump notes it before it kills the tree, which stands still. If that dump was killed in between,
+    the job ran on, and ended in another way later.
+    """
+    status = job.status()
+    if status is None or status.signal != signal.SIGKILL:
+        return ""
+    return job._end_note()[1]
+
+
 class Inits:
     """The processes that hold a status file, as an init does. The first query searches /proc; later
     ones search it again only if a process that was found no longer holds its file.
@@ -488,11 +500,11 @@ class Job:
     def end_requested(self, within: float) -> bool:
         """Return whether ``end`` asked this instance to end in the last ``within`` seconds."""
         at, snapshot = self._end_note()
-        return not snapshot and 0 <= time.clock_gettime(time.CLOCK_BOOTTIME) - at <= within
-
-    def stopped_with(self) -> str:
-        """Return the snapshot with which a dump ended this instance; empty: none did."""
-        return self._end_note()[1]
+        return (
+            not snapshot
+            and self.description.boot == boot_id()
+            and 0 <= time.clock_gettime(time.CLOCK_BOOTTIME) - at <= within
+        )
 
     def _end_note(self) -> tuple[float, str]:
         """Return when the end was requested, in seconds since boot, and the snapshot, if any."""

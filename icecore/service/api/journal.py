@@ -62,9 +62,10 @@ class Writer:
                 rest = rest[os.write(self._file, rest) :]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; records that come later fail with EBADF."""
         with self._lock:
             os.close(self._file)
+            self._file = -1
 
     def _open(self) -> int:
         return os.open(

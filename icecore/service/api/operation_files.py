@@ -2,7 +2,7 @@
 
 ``STATE/service/operations/ID/`` holds ``request.json`` (`Stored`), ``process.json`` (`Process`, which
 the worker writes first), ``cancel`` (after a cancel request), ``instance`` (of the job that it
-supervises), ``result.json`` (`Result`, which the worker writes last), the records (`journal`),
+supervises), ``failures`` (of supervisors in a row), ``result.json`` (`Result`, which the worker writes last), the records (`journal`),
 ``output.log`` (other output of the worker) and ``lock``, which the worker locks for as long as it
 lives.
 """
@@ -102,21 +102,44 @@ def read_result(directory: Path) -> Result | None:
 
 
 def write_instance(directory: Path, instance: str) -> None:
-    """Note which instance the operation supervises.
+    """Record which instance the operation supervises.
 
     Raises:
         OSError: The disk is full, perhaps.
     """
-    new = directory / "instance.new"
-    with open(create_private(new), "w") as file:
-        file.write(f"{instance}\n")
-    os.replace(new, directory / "instance")
+    _write_text(directory, "instance", instance)
 
 
 def read_instance(directory: Path) -> str:
     """Return the instance that the operation supervised last; empty: none is known."""
+    return _read_text(directory, "instance")
+
+
+def write_failures(directory: Path, count: int) -> None:
+    """Record how many supervisors in a row have failed.
+
+    Raises:
+        OSError: The disk is full, perhaps.
+    """
+    _write_text(directory, "failures", str(count))
+
+
+def read_failures(directory: Path) -> int:
+    """Return how many supervisors in a row have failed."""
+    text = _read_text(directory, "failures")
+    return int(text) if text.isdecimal() else 0
+
+
+def _write_text(directory: Path, name: str, text: str) -> None:
+    new = directory / f"{name}.new"
+    with open(create_private(new), "w") as file:
+        file.write(f"{text}\n")
+    os.replace(new, directory / name)
+
+
+def _read_text(directory: Path, name: str) -> str:
     try:
-        return (directory / "instance").read_text().strip()
+        return (directory / name).read_text().strip()
     except OSError:
         return ""
 

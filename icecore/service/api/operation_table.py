@@ -45,6 +45,7 @@ class Entry:
     attempt: int = 0
     began: float = 0.0  # the attempt, on the monotonic clock
     quick: int = 0  # supervisors in a row that did not last
+    not_before: float = 0.0  # when the next attempt may start, on the monotonic clock
     stops: int = 0  # supervisors that were started to stop the job
     asked: int = (
         0  # by which signal to end; the file "cancel" says it to the worker and the next service

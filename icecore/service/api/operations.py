@@ -240,7 +240,10 @@ class Operations:
             return
         self._held = True  # one that cannot start ends at once, and would begin the others here
         try:
-            for entry in [one for one in self._table if one.state == "queued"]:
+            now = time.monotonic()
+            for entry in [
+                one for one in self._table if one.state == "queued" and one.not_before <= now
+            ]:
                 if entry.stored.supervised or self._table.has_turn(entry.stored.caller_key):
                     self._start(entry)
         finally:
@@ -307,7 +310,9 @@ class Operations:
         ran = time.monotonic() - entry.began
         entry.quick = 1 if ran > _LONG_SECONDS else entry.quick + 1
         entry.stops += bool(entry.cancelled)
-        await asyncio.sleep(min(most, least * 2 ** min(entry.quick - 1, 10)))
+        pause = min(most, least * 2 ** min(entry.quick - 1, 10))
+        entry.not_before = time.monotonic() + pause
+        await asyncio.sleep(pause)
         if entry.state == "queued":
             self._start(entry)
 

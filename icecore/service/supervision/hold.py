@@ -114,6 +114,8 @@ class Hold:
         self.release()
 
     def release(self) -> None:
-        """Release the lease; if that fails, it ends by itself in time."""
+        """Release the lease, if it was taken; if that fails, it ends by itself in time."""
+        if self._lease is None:
+            return
         with suppress(IcecoreError):
             self._engine.loop.run(self.lease.release())

@@ -113,6 +113,7 @@ class Instances:
             except HookFailed as error:
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
                 job = self._engine.find(self._plan.name)  # it runs
+                self._tell_resumed(job, record)
                 return job, job.log_sizes()
             except _NOT_THIS_ONE as error:
                 last = error
@@ -120,14 +121,17 @@ class Instances:
                 continue
             job = restored.job
             resume_all(job)  # it may have been paused when it was taken
-            self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
-            self._tell_ignored(job)
+            self._tell_resumed(job, record)
             return job, restored.log_sizes
         raise ResumeFailed(
             f"none of {len(candidates)} snapshots of job {self._plan.name} can be restored: {last}",
             cure=f"'icecore restore -n {self._plan.name}' says what stands in the way;"
             " --fall-back N tries older ones, --or-start starts it anew",
         )
+
+    def _tell_resumed(self, job: Job, record: SnapshotRecord) -> None:
+        self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
+        self._tell_ignored(job)
 
     def _tell_ignored(self, job: Job) -> None:
         """Report the requested data directories that the job was not started with."""

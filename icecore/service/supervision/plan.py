@@ -29,6 +29,7 @@ class Plan:
         resume: Bring it back from its newest snapshot if there is one.
         lineage: The lineage to resume; empty: that of the newest snapshot of the name.
         stop: A signal that came before: stop the job that runs. 0: none.
+        stopped: A snapshot with which the job was stopped before: only leave. Empty: none.
         or_start: Start anew if no snapshot can be restored.
         fall_back: So many older snapshots are tried if the newest cannot be restored.
         every: Interval between snapshots; None: none; ``auto``: `icecore.service.interval`.
@@ -50,6 +51,7 @@ class Plan:
     resume: bool = True
     lineage: str = ""
     stop: int = 0
+    stopped: str = ""
     or_start: bool = False
     fall_back: int = 0
     every: float | Literal["auto"] | None = None

@@ -24,7 +24,7 @@ from icecore.errors import (
     WindowExceeded,
 )
 from icecore.events import Event, Sink, Value
-from icecore.host.jobs.job import ExitStatus, Job, LogPiece
+from icecore.host.jobs.job import ExitStatus, Job, LogPiece, stopped_with
 from icecore.host.jobs.shell import run_shell
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
@@ -119,7 +119,7 @@ class Supervisor:
         self._stopped_with = ""
         self._paused = False
         self._began = 0.0
-        self._retries = 0
+        self._retries = self._too_long = 0
         self._since_snapshot = 0
 
     def run(self) -> int:
@@ -136,6 +136,9 @@ class Supervisor:
                 cure=f"'icecore attach {self._plan.name}' follows it",
             )
         try:
+            if self._plan.stopped:
+                self._tell("run.preempted", snapshot=self._plan.stopped, seconds=0.0)
+                return self._leave(self._plan.stopped)
             with signals(self._messages), self._holding():
                 self._begin(self._instances.first())
                 if self._plan.stop:
@@ -242,7 +245,7 @@ class Supervisor:
                 case Ended(instance, ended) if self._job and instance == self._job.instance:
                     self._ended = ended
                     self._unwanted = self._job.end_requested(_ASKED_SECONDS)
-                    self._stopped_with = self._job.stopped_with()
+                    self._stopped_with = stopped_with(self._job)
                 case Dumped():
                     self._on_dumped(message)
             if status is None and self._ended is not None and not self._dumping:
@@ -321,7 +324,7 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        self._since_snapshot = self._retries = 0
+        self._since_snapshot = self._retries = self._too_long = 0
         self._record.save(self._record.measured.after(taken))
         if done.stop:
             self._stopped = taken
@@ -350,8 +353,10 @@ class Supervisor:
             return  # it ended meanwhile
         if isinstance(done.error, WindowExceeded):
             # The job stood still for nothing, and would again.
-            times = 2.0 ** min(self._retries - 1, _MOST_WIDENINGS)
-            pause = max(pause, self._timetable.delay() * times)
+            pause = max(pause, self._timetable.delay() * 2.0**self._too_long)
+            self._too_long = min(self._too_long + 1, _MOST_WIDENINGS)
+        elif done.error is not None:
+            self._too_long = 0
         if self._stopping:
             pause = min(pause, _STOP_RETRY_SECONDS) if done.error is not None else 0.0
         if done.error is not None:

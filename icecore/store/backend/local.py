@@ -81,6 +81,14 @@ class _OpenFile:
         self.close = weakref.finalize(self, os.close, descriptor)
 
 
+def _is_deleted(descriptor: int) -> bool:
+    """Return whether an open file was deleted, or can no longer be reached (NFS: ESTALE)."""
+    try:
+        return not os.fstat(descriptor).st_nlink
+    except OSError:
+        return True
+
+
 class LocalBackend(Backend):
     """Objects as files under ``root``.
 
@@ -254,7 +262,7 @@ class LocalBackend(Backend):
     def _acquire(self, name: str) -> _OpenFile:
         with self._lock:
             file = self._files.get(name)
-            if file is not None and not os.fstat(file.descriptor).st_nlink:
+            if file is not None and _is_deleted(file.descriptor):
                 self._evict(self._files.pop(name))  # deleted, perhaps by another process
                 file = None
             if file is not None:
