@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, NotFound, UsageError
-from icecore.host.jobs.job import Job, LogPiece, Stream
+from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import command_lines, models, requests
 from icecore.service.api.caller import Role
@@ -47,26 +47,46 @@ def as_job(
         schedule_of: Returns the schedule record of the job with a given name. Default: that of the
             service.
     """
-    known, state = job.description, job.state  # asked once: each time is a look at /proc
+    state = job.state  # asked once: each time is a look at /proc
     ended = state in ("ended", "failed")
-    status = job.status() if ended else None
+    found = call.service.ended.get(job.instance)
+    # What has ended stays as it is, and the registry returns the same object again.
+    if found is not None and ended and found[0] is job:
+        shown = found[1]
+    else:
+        shown = _instance(job, state, job.status() if ended else None)
+        if ended:
+            call.service.remember(job, shown)
     measured = (schedule_of or call.service.schedules.of)(job.name)
-    schedule = models.Schedule(
-        snapshots=len(measured.taken),
-        last_snapshot=measured.taken[-1].at if measured.taken else None,
-        window_seconds=measured.window_seconds,
-        background_seconds=measured.background_seconds,
-        commit_seconds=measured.commit_seconds,
-        stop_seconds=measured.stop_seconds,
-        failures=measured.failures,
-        ran_seconds=measured.ran_seconds,
-    )
     operation = supervising.get(job.name, "")
+    schedule = None
+    if measured.taken or operation:
+        schedule = models.Schedule(
+            snapshots=len(measured.taken),
+            last_snapshot=measured.taken[-1].at if measured.taken else None,
+            window_seconds=measured.window_seconds,
+            background_seconds=measured.background_seconds,
+            commit_seconds=measured.commit_seconds,
+            stop_seconds=measured.stop_seconds,
+            failures=measured.failures,
+            ran_seconds=measured.ran_seconds,
+        )
+    kept = call.service.registry.kept(job) if ended else 0
+    return msgspec.structs.replace(shown, kept_bytes=kept, operation=operation, schedule=schedule)
+
+
+def _instance(job: Job, state: models.JobState, status: ExitStatus | None) -> models.Job:
+    """Return what the instance's own files tell of it.
+
+    Args:
+        status: How it ended; None: it has not.
+    """
+    known = job.description
     return models.Job(
         name=job.name,
         instance=job.instance,
         owner=owner_of(job),
-        user=job.description.user_name,
+        user=known.user_name,
         state=state,
         pid=job.pid,
         created=known.created,
@@ -86,10 +106,10 @@ def as_job(
         signal=None if status is None else status.signal,
         exit_status=None if status is None else status.exit_code,
         data=jsonable(known.data),
-        kept_bytes=call.service.registry.kept(job) if ended else 0,
+        kept_bytes=0,
         log_bytes={str(k): v for k, v in job.log_sizes().items()},
-        operation=operation,
-        schedule=schedule if measured.taken or operation else None,
+        operation="",
+        schedule=None,
     )
 
 

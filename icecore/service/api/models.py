@@ -66,6 +66,9 @@ class Schedule(Model, frozen=True, kw_only=True):
     ran_seconds: float = 0.0
 
 
+JobState = Literal["starting", "running", "ended", "failed"]
+
+
 class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
@@ -78,7 +81,7 @@ class Job(Model, frozen=True, kw_only=True):
     instance: str
     owner: int
     user: str
-    state: Literal["starting", "running", "ended", "failed"]
+    state: JobState
     pid: int
     created: float
     command: list[str]

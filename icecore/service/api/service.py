@@ -33,6 +33,7 @@ from icecore.service.record import Records
 
 T = TypeVar("T")
 _THREADS = 16
+_MOST_ENDED = 4096
 _STORAGE_THREADS = 64
 _STORED_PER_CALLER = 4
 _STORED_SECONDS = 30.0
@@ -100,6 +101,8 @@ class Service:
     stopping: bool = False
     admin_gid: int | None = None
     schedules: Records = field(init=False)
+    #: Instance → its object and resource, of those that have ended. Threads share it.
+    ended: dict[str, tuple[Job, models.Job]] = field(default_factory=dict)
     _local: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
     _storage: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_STORAGE_THREADS)
@@ -243,6 +246,12 @@ class Service:
                 if one.owner in owners and caller.may_touch(one.job, caller.uid)
             ]
         return [one for one in found if caller.may_touch(one.job, one.owner)]
+
+    def remember(self, job: Job, shown: models.Job) -> None:
+        """Cache the resource of an instance that has ended."""
+        if len(self.ended) >= _MOST_ENDED:
+            self.ended.clear()
+        self.ended[job.instance] = job, shown
 
     def own_repository(self, caller: Caller) -> Where:
         """Return the repository that the caller may manage as a whole.
