@@ -9,9 +9,8 @@ import shlex
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -43,7 +42,6 @@ from icecore.text import jsonable
 _KEPT_SECONDS = 300.0
 _STATISTICS_SECONDS = 30.0
 _MOST_OWNERS = 100_000
-_MOST_SNAPSHOTS = 10_000
 
 
 class Repositories:
@@ -78,10 +76,7 @@ class Repositories:
     def snapshots(self, where: Where) -> list[models.Snapshot]:
         """Return the snapshots in commit order, with their owners."""
         with self._opened(where) as opened:
-            return [
-                as_snapshot(record, self._owner(opened.repository, record))
-                for record in opened.repository.snapshots()
-            ]
+            return opened.shown(lambda record: self._owner(opened.repository, record))
 
     def find(self, snapshots: Sequence[models.Snapshot], name: str) -> models.Snapshot:
         """Return the snapshot that a name refers to."""
@@ -224,6 +219,7 @@ class _Opened:
         self._counted: tuple[float, models.Repository] | None = None
         self._reading_lock = threading.Lock()
         self._reading: Reading | None = None
+        self._shown: dict[bytes, models.Snapshot] = {}
 
     @property
     def repository(self) -> Repository:
@@ -236,6 +232,17 @@ class _Opened:
             if self._reading is None or time.time() - self._reading.at > LIST_SECONDS:
                 self._reading = self.repository.loop.run(read_repository(self.repository.core))
             return self._reading
+
+    def shown(self, owner: Callable[[SnapshotRecord], int | None]) -> list[models.Snapshot]:
+        """Return the snapshots as resources. Those that the last list had are not made again, and
+        those that are gone are dropped.
+        """
+        before, now = self._shown, dict[bytes, models.Snapshot]()
+        for record in self.repository.snapshots():
+            key = msgspec.msgpack.encode((record, owner(record)))
+            now[key] = before.get(key) or as_snapshot(record, owner(record))
+        self._shown = now
+        return list(now.values())
 
     def statistics(self) -> models.Repository:
         """Return the statistics; one count at a time."""
@@ -308,13 +315,7 @@ def _group(found: Group) -> models.Group:
 
 def as_snapshot(record: SnapshotRecord, owner: int | None) -> models.Snapshot:
     """Return a snapshot's record as a resource."""
-    return _as_snapshot(msgspec.msgpack.encode(record), owner)
-
-
-@lru_cache(_MOST_SNAPSHOTS)  # a list has mostly records that the last one had
-def _as_snapshot(record: bytes, owner: int | None) -> models.Snapshot:
-    found = msgspec.msgpack.decode(record, type=SnapshotRecord)
-    fields = jsonable(contents.snapshot_fields(found))
+    fields = jsonable(contents.snapshot_fields(record))
     return models.Snapshot(owner=owner, **{key: fields[key] for key in _FIELDS})
 
 

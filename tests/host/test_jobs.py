@@ -15,7 +15,7 @@ import pytest
 
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.host.jobs import registry as registry_module
-from icecore.host.jobs.job import ExitStatus, Inits, Job
+from icecore.host.jobs.job import ExitStatus, Inits, Job, note_end, stopped_with
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.private import state_directory
@@ -336,6 +336,37 @@ def test_notes_on_snapshots(registry: Registry) -> None:
         "lineage",
     )
     assert job.description.restored_from == ""
+
+
+def test_an_end_that_was_requested(registry: Registry) -> None:
+    """Only what `Job.end` sent counts, for a time, and not after a restart of the machine."""
+    first = sleeper(registry)
+    first.kill(signal.SIGTERM)
+    first.wait(10)
+    assert not first.end_requested(60)
+    second = registry.start(["sh", "-c", "trap : HUP; while :; do sleep 0.1; done"])
+    second.end(signal.SIGHUP)
+    assert not second.end_requested(60)
+    second.end(signal.SIGTERM)
+    second.wait(10)
+    assert second.end_requested(60)
+    time.sleep(0.1)
+    assert not second.end_requested(0.05)
+    elsewhere = Job(second.directory, replace(second.description, boot="another"))
+    assert not elsewhere.end_requested(60)
+
+
+def test_a_stop_that_was_given_up_is_forgotten(registry: Registry) -> None:
+    """A dump notes the snapshot, and was killed before it killed the job, which ran on."""
+    killed, gone = sleeper(registry), registry.start(["sh", "-c", "sleep 0.5; exit 3"])
+    for job in (killed, gone):
+        note_end(job.directory, "1" * 32)
+        assert not stopped_with(job) and not job.end_requested(60)
+    gone.wait(10)
+    assert not stopped_with(gone)
+    killed.kill(signal.SIGKILL)
+    killed.wait(10)
+    assert stopped_with(killed) == "1" * 32
 
 
 def test_what_is_known_is_read_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
