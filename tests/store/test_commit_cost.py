@@ -147,3 +147,22 @@ def test_a_snapshot_is_listed_once() -> None:
         assert await listed(repository) == [snapshot] and await read(repository, snapshot) == {1: 1}
 
     asyncio.run(body())
+
+
+def test_pages_that_were_replaced_are_not_kept() -> None:
+    """A supervisor or the service has a repository open for weeks."""
+
+    async def body() -> None:
+        repository = await StoredRepository.create(MemoryBackend())
+        taken: list[str] = []
+        for value in range(200):
+            taken.append(await take(repository, {1: value % 8}))
+            await repository.forget(taken[:-70])
+            del taken[:-70]
+            assert len(await repository.snapshots()) == len(taken)
+        pages = repository.log.pages
+        live = {ref.digest for ref in (await repository.log.newest()).state.pages}
+        assert pages._parsed.keys() <= live
+        assert len(pages._cache) <= len(live) + 4  # and those of the last change
+
+    asyncio.run(body())

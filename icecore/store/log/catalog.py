@@ -78,6 +78,17 @@ class Pages:
         while len(self._cache) > _REMEMBERED:
             self._cache.popitem(last=False)
 
+    def keep(self, state: LogState) -> None:
+        """Drop from the cache what a state, the newest, does not refer to: forgetting and merging
+        replace pages all the time.
+        """
+        live = {ref.digest for ref in state.pages}
+        live |= {batch.ref.digest for batch in state.condemned if batch.ref is not None}
+        for digest in self._cache.keys() - live:
+            del self._cache[digest]
+        for digest in self._parsed.keys() - live:
+            del self._parsed[digest]
+
     async def _store(self, identity: bytes, sealed: Sealed) -> None:
         await self._backend.create(object_name("page", identity), [sealed.data])
         self._remember(sealed.digest, sealed.data)

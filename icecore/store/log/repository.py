@@ -354,6 +354,7 @@ class StoredRepository:
             again: Find the newest state with `Log.again`.
         """
         entry = await (self.log.again() if again else self.log.newest(prove=prove))
+        self.log.pages.keep(entry.state)
         while True:
             try:
                 return await read(entry.state)

@@ -135,6 +135,7 @@ class Session:
         condemned = await catalog.condemned_names(self.state, self._log.pages)
         self._condemned = frozenset(identity for kind, identity in condemned if kind == "shard")
         self._recent.keep(self.state.segments)
+        self._log.pages.keep(self.state)
         self.index = Index(
             self._backend,
             self.state.segments,
