@@ -66,6 +66,7 @@ class Phase:
         self._name, self._about = name, about
         self._lock = threading.Lock()
         self._told, self._furthest = time.monotonic(), 0
+        self._over = False
 
     def progress(self, done: int, total: int) -> None:
         """Report that ``done`` of ``total`` bytes are done.
@@ -75,7 +76,7 @@ class Phase:
         """
         now = time.monotonic()
         with self._lock:
-            if now - self._told < _PROGRESS_SECONDS or done < self._furthest:
+            if self._over or now - self._told < _PROGRESS_SECONDS or done < self._furthest:
                 return
             self._told, self._furthest = now, done
             self._sink(
@@ -84,6 +85,11 @@ class Phase:
                     {"state": "progress", **self._about, "bytes": min(done, total), "total": total},
                 )
             )
+
+    def close(self) -> None:
+        """Report no more progress: the event of the end is the last one."""
+        with self._lock:
+            self._over = True
 
     def counter(self, total: int) -> Advance:
         """Return a callback that adds bytes and reports progress towards ``total``."""
@@ -110,6 +116,7 @@ def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
     try:
         yield running
     except BaseException as error:
+        running.close()
         seconds = time.perf_counter() - started
         sink(
             Event(
@@ -124,6 +131,7 @@ def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
             )
         )
         raise
+    running.close()
     seconds = time.perf_counter() - started
     rate = running.bytes / seconds / 1e9 if seconds else 0.0
     done: dict[str, Value] = {"state": "end", "seconds": seconds}

@@ -97,7 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group,  # type: ignore[arg-type]
             ForgetSettings,
             about.name,
-            f"after each snapshot, forget the job's older ones by this rule ('icecore forget --keep-{rule}')",
+            f"after each snapshot, forget the job's older ones by this rule of forget: keep {rule}",
         )
 
 

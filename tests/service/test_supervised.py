@@ -664,7 +664,7 @@ def test_data_comes_back_with_a_job_that_is_resumed(cli: Cli) -> None:
     top.mkdir()
     cli.run("init")
     words = ["run", "--name", "filed", "--resume", "--every", "0.5s", "--data", str(top), "--"]
-    words += [sys.executable, str(program), "60", str(top)]
+    words += [sys.executable, str(program), "120", str(top)]
     first = cli.start(*words)
     until(lambda: len(cli.run("ls").stdout.splitlines()) > 2, "two snapshots")
     taken = len(list(top.glob("segment-*")))
@@ -681,8 +681,8 @@ def test_data_comes_back_with_a_job_that_is_resumed(cli: Cli) -> None:
     status, after, said = ended(cli.start(*words))
     assert status == 0 and "was restored from" in said, said
     assert "not among them: /srv" in said and str(top) not in said.partition("not among")[2]
-    assert after[-1] == "line 59" and after[0] != "line 0"
+    assert after[-1] == "line 119" and after[0] != "line 0"
     assert {path.name: path.read_text() for path in top.iterdir()} == {
-        "count": "60",
-        **{f"segment-{number}": f"{number}\n" * 1000 for number in range(60)},
+        "count": "120",
+        **{f"segment-{number}": f"{number}\n" * 1000 for number in range(120)},
     }
