@@ -21,7 +21,7 @@ from icecore.store.maintenance.gc import Collector, Options
 from icecore.store.maintenance.reach import Reach, space_refs
 from icecore.store.maintenance.repair import Repairer
 from tests.store.miniature import collect, listed, put, read, reopened, sound, state_of, take
-from tests.store.test_check import flip
+from tests.store.test_repair import spoil
 
 A = {cell: cell for cell in range(20)}
 B = {**A, **{cell: 100 + cell for cell in range(18)}}
@@ -78,7 +78,7 @@ def test_what_a_snapshot_in_quarantine_still_has_survives_a_failing_read() -> No
         await take(repository, {1: 1})
         (lost,) = [name for name in backend.objects if name.startswith("shards/")]
         whole = await take(repository, {1: 1, 2: 2, 3: 3, 4: 4})
-        flip(backend.objects, lost)
+        spoil(backend, lost)
         assert whole in (await Repairer(repository).apply()).quarantine
         before = dict(backend.objects)
         backend.missing = (await repository.find(whole)).manifest
