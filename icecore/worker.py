@@ -52,8 +52,6 @@ _MOST_FAILURES = 10
 _LONG_SECONDS = 600.0
 #: Errors after which a supervisor is not replaced: the job runs elsewhere, or cannot be restored.
 _FINAL = (JobHeld.exit_code, ResumeFailed.exit_code)
-#: An instance that ended this soon after 'icecore kill' ended because of it.
-_ASKED_SECONDS = 600.0
 
 
 class Recorder(Output):
@@ -279,7 +277,7 @@ def _ended_for_good(wanted: Stored, job: Job) -> int | None:
     status = job.status()
     if status is None or stopped_with(job):
         return None
-    if job.end_requested(_ASKED_SECONDS) or status.code == 0:
+    if job.end_requested() or status.code == 0:
         return status.exit_code
     if status.code is None or _option(wanted, "restart"):
         return None

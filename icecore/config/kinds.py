@@ -200,7 +200,7 @@ TAG_KIND: Kind[str] = Kind(
     "a tag: a non-empty text without control characters",
     lambda value: _label(value) if isinstance(value, str) else _refuse(value),
     _label,
-    "LABEL",
+    "TAG",
 )
 KEEP: Kind[int] = Kind(
     "a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N"

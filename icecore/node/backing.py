@@ -239,8 +239,9 @@ class _Opened:
         """
         before, now = self._shown, dict[bytes, models.Snapshot]()
         for record in self.repository.snapshots():
-            key = msgspec.msgpack.encode((record, owner(record)))
-            now[key] = before.get(key) or as_snapshot(record, owner(record))
+            user = owner(record)
+            key = msgspec.msgpack.encode((record, user))
+            now[key] = before.get(key) or as_snapshot(record, user)
         self._shown = now
         return list(now.values())
 

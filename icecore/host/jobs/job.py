@@ -39,6 +39,8 @@ _UNKNOWN = -1  # a start time that no process has
 _MOST_STATUS = 64  # bytes
 _END_REQUESTED = "end-requested"
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
+#: A job that ends within so many seconds after it was asked to counts as ended by that.
+ASKED_SECONDS = 600.0
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
@@ -497,7 +499,7 @@ class Job:
             note_end(self.directory)
         self.kill(number)
 
-    def end_requested(self, within: float) -> bool:
+    def end_requested(self, within: float = ASKED_SECONDS) -> bool:
         """Return whether ``end`` asked this instance to end in the last ``within`` seconds."""
         at, snapshot = self._end_note()
         return (

@@ -63,9 +63,12 @@ def _of_slurm(environment: Mapping[str, str]) -> Grace | None:
 
 def _of_systemd(environment: Mapping[str, str], groups: Path) -> Grace | None:
     try:
-        found = re.findall(r"([^/\n]+\.service)$", groups.read_text(), re.MULTILINE)
+        lines = groups.read_text().splitlines()
     except OSError:
         return None
+    # Of a unit that it does not know, such as a user's, systemctl shows the default.
+    own = [line for line in lines if "/user@" not in line]
+    found = [unit for line in own for unit in re.findall(r"/([^/]+\.service)(?=/|$)", line)]
     if not found:
         return None
     words = ("systemctl", "show", "--property=TimeoutStopUSec", "--value", found[-1])

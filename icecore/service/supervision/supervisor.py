@@ -24,7 +24,7 @@ from icecore.errors import (
     WindowExceeded,
 )
 from icecore.events import Event, Sink, Value
-from icecore.host.jobs.job import ExitStatus, Job, LogPiece, stopped_with
+from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, LogPiece, stopped_with
 from icecore.host.jobs.shell import run_shell
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
@@ -59,9 +59,6 @@ _SAME_SNAPSHOT = 2
 _REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
-#: A job that ends within this time after 'icecore kill', or after a signal that was passed on,
-#: counts as ended by it.
-_ASKED_SECONDS = 600.0
 #: Signals that ask a job to end.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 #: Signals by which service managers and schedulers end processes. Some also send them to the job.
@@ -244,7 +241,7 @@ class Supervisor:
                     self._stop(why)
                 case Ended(instance, ended) if self._job and instance == self._job.instance:
                     self._ended = ended
-                    self._unwanted = self._job.end_requested(_ASKED_SECONDS)
+                    self._unwanted = self._job.end_requested()
                     self._stopped_with = stopped_with(self._job)
                 case Dumped():
                     self._on_dumped(message)
@@ -372,7 +369,7 @@ class Supervisor:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain()
         passed = self._passed is not None and (
-            status == self._passed or time.monotonic() - self._passed_at < _ASKED_SECONDS
+            status == self._passed or time.monotonic() - self._passed_at < ASKED_SECONDS
         )
         stopped = self._stopped is not None or bool(self._stopped_with)
         over = stopped or self._stopping or passed or self._unwanted
@@ -440,7 +437,7 @@ class Supervisor:
                 if self._plan.on_term == "pass":
                     return 128 + asked
                 return self._leave_early(status)
-            if self._job.end_requested(_ASKED_SECONDS):
+            if self._job.end_requested():
                 self._tell("run.ended_on_request", how=str(status))
                 return status.exit_code
             try:
@@ -468,7 +465,7 @@ class Supervisor:
         until = time.monotonic() + seconds
         while time.monotonic() < until or not self._hold.lease.certain:
             self._require_lease()
-            if self._job is not None and self._job.end_requested(_ASKED_SECONDS):
+            if self._job is not None and self._job.end_requested():
                 return 0
             with suppress(queue.Empty):
                 message = self._messages.get(timeout=_TICK_SECONDS / 4)

@@ -133,7 +133,9 @@ class LogReader:
             return await self.newest()
         seen = self.watermark.load()
         last = await self._end(entry)
-        if last is None or last.generation < seen.generation or await self._follows(last, seen):
+        if last is None or last.generation < seen.generation:
+            return await self.newest()
+        if seen.generation and await self._follows(last, seen) is not None:
             return await self.newest()
         self._keep(last)
         return last
