@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -171,3 +173,60 @@ def test_a_process_whose_first_thread_has_ended_is_parked(resident: Target) -> N
     assert resident.agent.park() == 1
     resident.agent.go()
     assert resident("1 + 1") == 2
+
+
+SLEEPER = """
+#include <poll.h>
+#include <time.h>
+static volatile int here;
+static double now(void)
+{
+	struct timespec at;
+	clock_gettime(CLOCK_MONOTONIC, &at);
+	return at.tv_sec + at.tv_nsec / 1e9;
+}
+static __attribute__((noinline)) void deeper(int milliseconds)
+{
+	volatile char room[256];
+	room[here] = 0;
+	poll(0, 0, milliseconds);
+	here = room[here];
+}
+void sleep_below(void *old, int moves, double seconds)
+{
+	void *volatile words[8];
+	for (int i = 0; i < 8; i++)
+		words[i] = old;
+	for (double end = now() + seconds; now() < end;) {
+		poll(0, 0, moves ? 1 : 60000); /* also ends for a signal */
+		if (moves)
+			deeper(1);
+	}
+	words[0] = words[1];
+}
+"""
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_only_threads_that_move_are_waited_for_to_leave_the_driver(
+    machine: Machine, resident: Target, moves: bool
+) -> None:
+    """One that sleeps below an old address of the driver seems to be within for ever."""
+    source, library = machine.root / "sleeper.c", machine.root / "sleeper.so"
+    source.write_text(SLEEPER)
+    subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
+    )
+    words = f"ctypes.cast(cuda.cuMemsetD8_v2, ctypes.c_void_p), {int(moves)}, ctypes.c_double(30)"
+    resident(
+        f"threading.Thread(target=lambda: ctypes.CDLL({str(library)!r}).sleep_below({words}), daemon=True).start()"
+    )
+    time.sleep(0.1)
+    taken = []
+    for _ in range(5):  # on a busy machine it may not run for a while
+        began = time.monotonic()
+        assert resident.agent.park(10.0, patience=0.3) == 1
+        taken.append(time.monotonic() - began)
+        assert resident.agent.park(10.0) == 2
+        resident.agent.go()
+    assert max(taken) >= 0.3 if moves else min(taken) < 0.1, taken

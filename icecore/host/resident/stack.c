@@ -62,22 +62,28 @@ static bool is_code(uintptr_t address)
 	return false;
 }
 
-bool stack_in_driver(const ucontext_t *interrupted)
+struct place stack_place(const ucontext_t *interrupted)
 {
 #ifdef __x86_64__
-	uintptr_t at = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RIP],
-		  stack = (uintptr_t)interrupted->uc_mcontext.gregs[REG_RSP];
+	return (struct place){(uintptr_t)interrupted->uc_mcontext.gregs[REG_RIP],
+	    (uintptr_t)interrupted->uc_mcontext.gregs[REG_RSP]};
 #else
-	uintptr_t at = interrupted->uc_mcontext.pc, stack = interrupted->uc_mcontext.sp;
+	return (struct place){interrupted->uc_mcontext.pc, interrupted->uc_mcontext.sp};
+#endif
+}
 
+bool stack_in_driver(const ucontext_t *interrupted)
+{
+	static uintptr_t words[4096 / sizeof(uintptr_t)];
+	const struct place place = stack_place(interrupted);
+	uintptr_t stack = place.stack & ~(uintptr_t)7;
+
+	if (is_code(place.code))
+		return true;
+#ifndef __x86_64__
 	if (is_code(interrupted->uc_mcontext.regs[30])) /* not on the stack yet */
 		return true;
 #endif
-	static uintptr_t words[4096 / sizeof(uintptr_t)];
-
-	if (is_code(at))
-		return true;
-	stack &= ~(uintptr_t)7;
 	for (int page = 0; page < DEPTH; page++) {
 		/* Through the kernel, because the stack's start is unknown: beyond it nothing may
 		 * be mapped. */

@@ -3,9 +3,15 @@
 #define ICECORE_RESIDENT_STACK_H
 
 #include <stdbool.h>
+#include <stdint.h>
 #include <ucontext.h>
 
+struct place {
+	uintptr_t code, stack; /* the instruction's address, and the stack's end */
+};
+
 void stack_find_driver(void); /* once */
+struct place stack_place(const ucontext_t *interrupted);
 /* whether a thread that was stopped there may be within one of the driver's calls */
 bool stack_in_driver(const ucontext_t *interrupted);
 

@@ -7,7 +7,8 @@
  * moment later, when they may be outside; since parked threads submit nothing more, the work of the
  * others comes to its end. A thread that is not met outside in time (or that seems inside, because
  * words on the stack may be old) runs on until the driver's lock is taken, which then has few
- * threads to wait for.
+ * threads to wait for. So it goes, too, where all that are left have not moved for a while: they
+ * sleep, mostly below old words, and the rest of the time would bring nothing.
  *
  * The signal is the one with which the C library makes every thread change its user id.
  * Applications can neither block it nor wait for it, because the library removes it from their
@@ -60,6 +61,8 @@
 #define PASS_NANOSECONDS 2000000ll
 #define PROBE_NANOSECONDS 300000000ll
 #define SETTLE_NANOSECONDS 50000000ll
+#define STILL_NANOSECONDS 3000000ll
+#define STILL_LOOKS 16 /* on a busy machine few fit into that time */
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
 #define ASK_AGAIN_NANOSECONDS 20000000ll
 #define AGAIN_NANOSECONDS \
@@ -77,7 +80,10 @@ static struct seat {
 	atomic_uint state;
 	atomic_int thread;
 	_Atomic(const ucontext_t *) interrupted; /* where it was, while that is of interest */
-	int64_t asked, blocked_since; /* the agent's own */
+	/* the agent's own: */
+	int64_t asked, blocked_since, still_since;
+	unsigned still_looks; /* since `still_since` it was met as often, always at `place` */
+	struct place place;
 } seats[SEATS];
 
 static atomic_uint gate; /* the round; odd: closed */
@@ -161,6 +167,7 @@ static void clear_seats(void)
 		atomic_store(&seat->state, 0);
 		atomic_store(&seat->interrupted, NULL);
 		seat->asked = seat->blocked_since = 0;
+		seat->still_looks = 0;
 	}
 	inherited = false;
 	seated = 0;
@@ -480,11 +487,27 @@ void threads_park_end(void)
 	}
 }
 
-/* Let threads go that were parked in the middle of a driver's call; return their number. Those
- * outside are not examined again. */
-static unsigned let_busy_go(void)
+static bool stands_still(struct seat *seat, const ucontext_t *interrupted)
+{
+	const struct place place = stack_place(interrupted);
+	const int64_t at = clock_now();
+
+	if (place.code != seat->place.code || place.stack != seat->place.stack)
+		seat->still_looks = 0;
+	if (!seat->still_looks++) {
+		seat->place = place;
+		seat->still_since = at;
+	}
+	return seat->still_looks >= STILL_LOOKS && at - seat->still_since > STILL_NANOSECONDS;
+}
+
+/* Let threads go that were parked in the middle of a driver's call; return their number, and how
+ * many of them move. Those outside are not examined again. */
+static unsigned let_busy_go(unsigned *moving)
 {
 	unsigned busy = 0;
+
+	*moving = 0;
 
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
@@ -496,6 +519,7 @@ static unsigned let_busy_go(void)
 			continue;
 		}
 		busy++;
+		*moving += !stands_still(seat, interrupted);
 		atomic_store(&seat->interrupted, NULL);
 		change(seat, PARKED, LEAVING);
 		wake(&seat->state);
@@ -583,7 +607,9 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 		if (answer->text[0])
 			return EAGAIN; /* whoever asked can help them, and goes on */
 		if (patience_for_busy) {
-			unsigned busy = let_busy_go();
+			unsigned moving, busy = let_busy_go(&moving);
+			if (busy && !moving)
+				brake_until = 0;
 			if (!asking && !busy && !on_their_way()) {
 				answer->flags = (uint32_t)waiting;
 				answer->count = park_count();

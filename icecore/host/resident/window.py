@@ -31,8 +31,8 @@ class Try:
     """The limits of one attempt, in seconds.
 
     Attributes:
-        patience: For threads to come out of the driver before its lock is asked for; 0: it is asked
-            for while all run.
+        patience: For threads to come out of the driver before its lock is asked for, as long as
+            they move; 0: it is asked for while all run.
         lock: For the driver's lock.
         left: For all else.
     """
