@@ -24,7 +24,7 @@ from icecore.errors import NotFound
 from icecore.events import Event
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.kernel import procfs
-from icecore.host.resident.client import Keeper
+from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.keeper import environment, start_keeper
 
 HERE = Path(__file__).resolve().parent
@@ -98,6 +98,11 @@ class Lab:
             self._place.mkdir(parents=True)
             self.keeper = start_keeper(self._place)
         return environment(str(self._place), {})
+
+    def resident_bytes(self, pid: int) -> int:
+        """What a process of this machine, or one of its children, has in resident memory."""
+        agents = (Agent(self._place, one) for one in (pid, *procfs.children(pid)))
+        return sum(one.report().counts.resident_bytes for one in agents if one.exists)
 
     def plain(
         self,

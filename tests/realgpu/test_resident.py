@@ -64,9 +64,7 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
     without, unmarked = start("without", {}), start("with", lab.resident())
     pid, out = start("lines", lab.resident())
     wait_lines(out, 20, lab.logs)
-    assert lab.keeper is not None
-    [sizes] = [one.size for one in lab.keeper.processes() if one.pid in (pid, *_children(pid))]
-    assert sizes >= resident << 20
+    assert lab.resident_bytes(pid) >= resident << 20
     snapshots = []
     for _ in range(2):
         print(f"{len(lines(out))} lines before the dump", flush=True)
@@ -86,12 +84,6 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
     for other, about in (without, unmarked):
         same(found, wait_lines(about, len(found), lab.logs))
         lab.kill(other)
-
-
-def _children(pid: int) -> list[int]:
-    from icecore.host.kernel import procfs
-
-    return procfs.children(pid)
 
 
 def test_memory_that_stayed(tmp_path: Path) -> None:
