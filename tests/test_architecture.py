@@ -20,7 +20,7 @@ PACKAGE = ROOT / "icecore"
 FLOORS = ("store", "host", "dumper", "restorer", "service")
 #: What a program that uses icecore calls, and what people and the service call.
 LIBRARY = {"access", "api", "repository", "snapshots"}
-FACE = {"__main__", "cli", "commands", "node", "remote", "worker"}
+FACE = {"__main__", "cli", "commands", "node", "remote", "worker", "zygote"}
 
 GROUND = {
     "icecore.errors",
@@ -421,13 +421,13 @@ def test_the_top_level_holds_the_ground_floor_and_the_ways_in() -> None:
     """Everything else has a package, so that the listing of the package is its architecture."""
     entries = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     ground = {name.split(".")[1] for name in GROUND} - {"config"}
-    assert entries == ground | {"__main__", "api", "cli", "worker"}
+    assert entries == ground | {"__main__", "api", "cli", "worker", "zygote"}
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert packages == {
         "config",
         *FLOORS,
         *LIBRARY - {"api"},
-        *FACE - {"__main__", "cli", "worker"},
+        *FACE - {"__main__", "cli", "worker", "zygote"},
     }
 
 

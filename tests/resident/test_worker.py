@@ -169,3 +169,11 @@ def test_its_death(worker: Worker, joined: Machine) -> None:
         worker.finish(waiting)
     with pytest.raises(WorkerFailed, match="ended"):
         worker.begin([GPU])
+
+
+def test_it_sees_only_the_gpus_that_it_is_for(joined: Machine) -> None:
+    """CUDA takes long to initialise each that it sees."""
+    with Worker("test", gpus=[GPU]) as worker:
+        assert worker.begin([GPU])
+        with pytest.raises(WorkerFailed, match="there is no GPU"):
+            worker.begin([uuid_of(1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 #: Names the back end where it is not the driver's: ``fake:DIRECTORY``, for tests
 #: (`icecore.host.cuda.fake`).
 VARIABLE = "ICECORE_CUDA"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,18 @@ class Backend:
         """Return N of a GPU's device file; None for the others ("nvidiactl", "nvidia-uvm")."""
         found = re.fullmatch(re.escape(self.devices) + r"(\d+)", path)
         return int(found[1]) if found else None
+
+
+def see_gpus(words: Sequence[str]) -> None:
+    """Have CUDA see all GPUs in this process, whatever its starter sees, or only some of them. To
+    be called before CUDA is initialised.
+
+    Args:
+        words: Empty, or one that names them (`icecore.host.gpu.client.program`).
+    """
+    os.environ.pop(_VISIBLE, None)
+    if words:
+        os.environ[_VISIBLE] = words[0]
 
 
 def find_backend() -> Backend:

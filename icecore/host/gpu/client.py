@@ -37,9 +37,16 @@ _START_SECONDS = 60.0
 Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None"]
 
 
-def program(module: str, word: str) -> list[str]:
-    """Return the argument vector of a module of this package; ``word`` shows in its command line."""
-    return [sys.executable, "-P", "-m", f"icecore.host.gpu.{module}", "{control}", "{life}", word]
+def program(module: str, word: str, gpus: Collection[str] = ()) -> list[str]:
+    """Return the argument vector of a module of this package.
+
+    Args:
+        word: Shows in its command line.
+        gpus: UUIDs of those that it uses; empty: any. CUDA takes some 0.2 s to initialise each that
+            it sees.
+    """
+    words = [sys.executable, "-P", "-m", f"icecore.host.gpu.{module}", "{control}", "{life}", word]
+    return [*words, ",".join(sorted(gpus))] if gpus else words
 
 
 def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Popen[bytes]:
@@ -65,13 +72,13 @@ class Helper(Client):
 
     Args:
         start: How it is started.
-        word: Shows in its command line.
+        word, gpus: See `program`.
     """
 
     _patience = 60.0
 
-    def __init__(self, start: Start, word: str) -> None:
-        super().__init__(partial(start, program("helper", word)), "cuda")
+    def __init__(self, start: Start, word: str, gpus: Collection[str] = ()) -> None:
+        super().__init__(partial(start, program("helper", word, gpus)), "cuda")
 
     def wait_ready(self) -> int:
         """Wait until it has initialised CUDA, and return its pid.

@@ -8,7 +8,8 @@ CRIU lets it, or has let go of the processes that it locked and has not unlocked
 to running, and ends.
 
 Arguments: the number of the socket's descriptor, that of a pipe which it only holds (whoever has
-the other end learns of its end), and a word that stands in its command line.
+the other end learns of its end), a word that stands in its command line, and the GPUs that it uses
+(absent: any).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from icecore.errors import IcecoreError, NotFound
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, device_error
 from icecore.host.cuda.holder import Holder
 from icecore.host.cuda.populate import Populating
-from icecore.host.gpu.backend import find_backend
+from icecore.host.gpu import backend
 from icecore.host.gpu.undo import Undo
 from icecore.host.kernel import oom, procfs
 from icecore.host.resident.client import Agent
@@ -167,14 +168,13 @@ class _Server:
 
 
 def main() -> None:
-    """Run the helper: ``helper CONTROL_FD LIFE_FD WORD``."""
+    """Run the helper: ``helper CONTROL_FD LIFE_FD WORD [GPUS]``."""
     peer.ignore_signals()
     control = peer.take_over(*map(int, sys.argv[1:3]))
     oom.protect()
-    # Its processes may use any GPU, whatever its starter sees.
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    backend.see_gpus(sys.argv[4:])
     try:
-        api = find_backend().connect()
+        api = backend.find_backend().connect()
     except IcecoreError as error:
         begun(control).refuse(Refusal(error.message, cure=error.cure))
         return

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from icecore.host.gpu.backend import find_backend
+from icecore.host.gpu import backend
 from icecore.host.resident.gpu import Gpu
 from icecore.host.resident.gpu_thread import GpuThread
 from icecore.host.rpc import packets, peer
@@ -59,7 +59,7 @@ def _decoded(data: bytes) -> Any:
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._backend = find_backend()
+        self._backend = backend.find_backend()
         self._threads: dict[str, tuple[GpuThread, queue.SimpleQueue[Request]]] = {}
         self._host: mmap.mmap | None = None
         self._host_address = 0
@@ -173,11 +173,10 @@ def from_memory(descriptor: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def main() -> None:
-    """Run the worker: ``worker CONTROL_FD LIFE_FD WORD``."""
+    """Run the worker: ``worker CONTROL_FD LIFE_FD WORD [GPUS]``."""
     peer.ignore_signals()
     control = peer.take_over(int(sys.argv[1]))
-    # Its client may use any GPU, whatever its starter sees.
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    backend.see_gpus(sys.argv[4:])
     # It is not to be the one that keeps a job from its memory.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -84,14 +84,14 @@ class Worker(Client):
     """A worker process (a context manager: on exit it ends).
 
     Args:
-        word: Shows in its command line.
+        word, gpus: See `icecore.host.gpu.client.program`.
         start: How it is started.
     """
 
     _patience = 300.0
 
-    def __init__(self, word: str, start: Start = start_here) -> None:
-        super().__init__(partial(start, program("worker", word)), "worker")
+    def __init__(self, word: str, start: Start = start_here, gpus: Collection[str] = ()) -> None:
+        super().__init__(partial(start, program("worker", word, gpus)), "worker")
         self._handles = 0
         self._lingers = False
 

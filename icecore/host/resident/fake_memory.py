@@ -33,7 +33,8 @@ class FakeMemory:
     def __init__(self, world: Path, device: str) -> None:
         known = json.loads((world / "inventory.json").read_text())
         minors = [gpu["minor"] for gpu in known["gpus"] if gpu["uuid"] == device]
-        if not minors:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", device).split(",")
+        if not minors or device not in visible:
             raise MemoryFailed(f"there is no GPU {device}")
         self._world = world
         self._folder = world / f"gpu{minors[0]}"

@@ -44,7 +44,7 @@ class Devices:
     def __init__(self, plan: GpuPlan, word: str, emit: Sink) -> None:
         self._plan = plan
         self._emit = emit
-        self._helper = Helper(start_here, word)
+        self._helper = Helper(start_here, word, plan.used)
         self.pids: dict[int, int] = {}
 
     def close(self) -> None:

@@ -23,9 +23,11 @@ class GpuPlan:
 
     Attributes:
         processes: Image id → pairs of UUIDs, old → new; empty: the same GPUs as before.
+        used: The UUIDs of the GPUs, new ones, on which they have contexts.
     """
 
     processes: Mapping[int, Mapping[str, str]]
+    used: frozenset[str] = frozenset()
 
 
 def assign(old: Sequence[Device], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +134,8 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
         image: {uuid: chosen[uuid] for uuid in process.gpus if uuid in chosen} if moved else {}
         for image, process in recorded.processes.items()
     }
-    return GpuPlan(pairs)
+    used = (uuid for process in recorded.processes.values() for uuid in process.contexts)
+    return GpuPlan(pairs, frozenset(chosen.get(uuid, uuid) for uuid in used))
 
 
 def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:

@@ -113,7 +113,7 @@ class Resident:
         self._targets = Targets(self._processes, gpus)
         try:
             self._have_keeper()
-            self._worker = Worker(word)
+            self._worker = Worker(word, gpus=self._targets.by_device())
         except BaseException:
             self._targets.close()
             raise

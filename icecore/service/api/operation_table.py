@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -40,7 +39,6 @@ class Entry:
     directory: Path
     process: Process | None = None
     result: Result | None = None
-    child: subprocess.Popen[bytes] | None = None
     state: State = "queued"
     attempt: int = 0
     began: float = 0.0  # the attempt, on the monotonic clock

@@ -14,9 +14,9 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from icecore.service.api.operation_table import Bounds, Entry, Table
 from icecore.service.api.tokens import FOLDER
 
 _POLL_SECONDS = 0.1
+#: Until the zygote is started, if no operation needs it earlier.
+_WARM_SECONDS = 1.0
 #: Shortest and longest delay before a supervisor is replaced. The longest delay and the start of
 #: the supervisor together take less time than a watchdog waits before it ends an abandoned job.
 _BACK_OFF = (1.0, 30.0)
@@ -48,7 +50,7 @@ class Operations:
 
     Args:
         state: icecore's state directory.
-        worker: The command line of a worker, without the operation's directory.
+        worker: The module, or the file, whose ``main`` an operation's process runs.
         bounds: How many run at a time.
 
     Attributes:
@@ -57,11 +59,11 @@ class Operations:
         priority: The nice value of workers and their jobs; None: inherit this thread's.
     """
 
-    def __init__(
-        self, state: Path, worker: Sequence[str] = (), bounds: Bounds | None = None
-    ) -> None:
+    def __init__(self, state: Path, worker: str = "", bounds: Bounds | None = None) -> None:
         self._folder = private_state(state, FOLDER, files.FOLDER)
-        self._worker = list(worker) or [sys.executable, "-P", "-m", "icecore.worker"]
+        self._starter = workers.Starter(worker or "icecore.worker")
+        #: A thread of its own: the zygote answers one request after the other.
+        self._starting = ThreadPoolExecutor(1, "zygote")
         self._table = Table(bounds or Bounds())
         self.descriptors: tuple[int, int] | None = None
         self.priority: int | None = None
@@ -70,6 +72,7 @@ class Operations:
         self._unwritten: dict[str, Entry] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._held = False  # nothing is started or forgotten now
+        self._warming: asyncio.TimerHandle | None = None
 
     # -- the service starts and ends
 
@@ -93,6 +96,17 @@ class Operations:
             self._held = False
         self._forget_old()
         self._pump()
+        loop = asyncio.get_running_loop()
+        self._warming = loop.call_later(_WARM_SECONDS, self._warm)
+
+    def _warm(self) -> None:
+        """Have the first operation find everything imported."""
+
+        def warm() -> None:
+            with suppress(OSError):  # who starts an operation hears of it
+                self._starter.warm()
+
+        self._starting.submit(warm)
 
     def _recover(self, entry: Entry) -> None:
         entry.process = files.read_process(entry.directory)
@@ -110,10 +124,14 @@ class Operations:
     async def close(self) -> None:
         """Stop watching; all operations continue."""
         self._closing = True
+        if self._warming is not None:
+            self._warming.cancel()
         self._write()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(self._starting, self._starter.close)
+        self._starting.shutdown()
 
     # -- what a client does
 
@@ -201,7 +219,7 @@ class Operations:
             if entry.state == "queued":
                 self._lost(entry)
             elif entry.state == "running":
-                workers.send(entry.directory, entry.child, number)
+                workers.send(entry.directory, number)
         return entry.as_model()
 
     async def wait(self, id: str, seconds: float) -> Operation:
@@ -260,40 +278,45 @@ class Operations:
             return
         entry.attempt += 1
         entry.began = time.monotonic()
-        entry.state = "running"
-        try:
-            entry.child = workers.spawn(
-                self._worker,
-                entry.directory,
-                descriptor,
-                entry.attempt,
-                self.descriptors,
-                self.priority,
-            )
-        except OSError as error:
-            self._fail(entry, f"cannot start a process: {error.strerror}")
-            return
-        finally:
-            os.close(descriptor)
-        self._watch(entry)
+        # Not within the task: once it was asked for, a worker is started, whatever becomes of this
+        # service.
+        starting = self._starting.submit(self._begin, entry.directory, descriptor, entry.attempt)
+        self._watch(entry, starting)
 
-    def _watch(self, entry: Entry) -> None:
+    def _begin(self, directory: Path, lock: int, attempt: int) -> int:
+        """Start a worker; return its pidfd, or -1 if the lock says whether it runs."""
+        try:
+            return self._starter.start(directory, lock, attempt, self.descriptors, self.priority)
+        except workers.WorkerLost:
+            return -1
+        finally:
+            os.close(lock)
+
+    def _watch(self, entry: Entry, starting: Future[int] | None = None) -> None:
         entry.state = "running"
-        task = asyncio.get_running_loop().create_task(self._until_end(entry))
+        task = asyncio.get_running_loop().create_task(self._until_end(entry, starting))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _until_end(self, entry: Entry) -> None:
+    async def _until_end(self, entry: Entry, starting: Future[int] | None) -> None:
         """Wait until the worker has ended; record the result."""
-        pidfd = await workers.open_worker(entry.directory, entry.child)
+        pidfd = -1
+        if starting is not None:
+            try:
+                pidfd = await asyncio.shield(asyncio.wrap_future(starting))
+            except asyncio.CancelledError:
+                starting.add_done_callback(_close)
+                raise
+            except OSError as error:
+                self._fail(entry, f"cannot start a process: {error.strerror}")
+                return
+        if pidfd < 0:
+            pidfd = await workers.open_worker(entry.directory)
         if pidfd >= 0:
             try:
                 await workers.readable(pidfd)
             finally:
                 os.close(pidfd)
-        if entry.child is not None:
-            entry.child.wait()  # at once: the pidfd says that it has ended
-            entry.child = None
         entry.process = files.read_process(entry.directory)
         result = files.read_result(entry.directory)
         if result is not None:
@@ -378,6 +401,12 @@ class Operations:
         if self._unwritten and not self._closing:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_WRITE_AGAIN_SECONDS, self._write)
+
+
+def _close(started: Future[int]) -> None:
+    """Close the pidfd of a worker that is not watched any more."""
+    if started.exception() is None and started.result() >= 0:
+        os.close(started.result())
 
 
 def new_id() -> str:

@@ -121,7 +121,7 @@ class Service:
         *,
         version: str,
         words: Sequence[str] = (),
-        worker: Sequence[str] = (),
+        worker: str = "",
     ) -> Service:
         """Make a service.
 

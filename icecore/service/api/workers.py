@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
+import socket
 import subprocess
-from collections.abc import Sequence
+import sys
 from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import NotFound
 from icecore.host.jobs.description import boot_id
 from icecore.host.kernel import procfs
+from icecore.host.rpc import packets
 from icecore.service.api import operation_files as files
 from icecore.service.api.operation_files import Process
 
@@ -25,6 +28,10 @@ SIGNALS = {
     "USR1": signal.SIGUSR1,
 }
 _POLL_SECONDS = 0.05
+#: The zygote may have to import everything first, on a busy machine.
+_START_SECONDS = 120.0
+_END_SECONDS = 2.0
+_ZYGOTE = "icecore.zygote"
 #: Variables by which a service manager speaks to the service alone.
 _NOT_INHERITED = (
     "NOTIFY_SOCKET",
@@ -36,63 +43,137 @@ _NOT_INHERITED = (
 )
 
 
-def spawn(
-    command: Sequence[str],
-    directory: Path,
-    lock: int,
-    attempt: int,
-    descriptors: tuple[int, int] | None = None,
-    priority: int | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start the worker of an operation in its own session.
+class Request(msgspec.Struct):
+    """One process to be forked.
+
+    Attributes:
+        directory: Of the operation.
+        attempt: Which of its processes this one is, from 1.
+        descriptors: Its soft and hard limit on descriptors; None: the zygote's.
+        priority: Its nice value; None: the zygote's.
+    """
+
+    directory: str
+    attempt: int
+    descriptors: tuple[int, int] | None = None
+    priority: int | None = None
+
+
+class Answer(msgspec.Struct):
+    """What became of a request.
+
+    Attributes:
+        error: The error number; 0: the process runs, and its pidfd comes with this.
+    """
+
+    error: int = 0
+
+
+class WorkerLost(Exception):
+    """The zygote ended before it had said whether it has started a worker."""
+
+
+class Starter:
+    """Starts the processes of operations, each in its own session, by a zygote
+    (`icecore.zygote`), which is started when it is first needed, or again if it was killed.
+    Used by one thread at a time.
 
     Args:
-        command: Its command line, without its arguments.
-        lock: A descriptor that holds the operation's lock; the worker inherits it.
-        descriptors: Its soft and hard limit on descriptors; None: this process's.
-        priority: The worker's nice value; None: inherit this thread's.
-
-    Raises:
-        OSError: It cannot be started.
+        worker: The module, or the file, whose ``main`` each process runs.
     """
-    log = os.open(
-        directory / "output.log",
-        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-        0o600,
-    )
-    environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-    # Signals stay blocked until the command has installed its handlers.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
-    try:
-        child = subprocess.Popen(
-            [*command, str(directory), str(lock), str(attempt)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=(lock,),
-            env=environment,
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def warm(self) -> None:
+        """Start the zygote unless it runs.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._control is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_START_SECONDS)
+        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # Signals stay blocked until the command has installed its handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), self._worker],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                    env=environment,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._control = ours
+
+    def start(
+        self,
+        directory: Path,
+        lock: int,
+        attempt: int,
+        descriptors: tuple[int, int] | None = None,
+        priority: int | None = None,
+    ) -> int:
+        """Start the worker of an operation; return a pidfd of it, which the caller closes.
+
+        Args:
+            lock: A descriptor that holds the operation's lock; the worker inherits it.
+            descriptors: Its soft and hard limit on descriptors; None: this process's.
+            priority: The worker's nice value; None: inherit this thread's.
+
+        Raises:
+            WorkerLost: The zygote was killed; the worker may run.
+            OSError: It cannot be started.
+        """
+        self.warm()
+        assert self._control is not None
+        log = os.open(
+            directory / "output.log",
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
         )
-        if descriptors is not None:  # before it starts a job: its interpreter only begins
-            with suppress(ProcessLookupError):
-                resource.prlimit(child.pid, resource.RLIMIT_NOFILE, descriptors)
-        if priority is not None:
-            with suppress(OSError):  # it has ended, or a security module forbids it
-                os.setpriority(os.PRIO_PROCESS, child.pid, priority)
-        return child
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(log)
+        wanted = Request(str(directory), attempt, descriptors, priority)
+        try:
+            packets.send(self._control, msgspec.json.encode(wanted), [lock, log])
+            data, sent = packets.receive(self._control)
+        except (packets.PeerDied, TimeoutError) as error:
+            self.close()
+            raise WorkerLost from error
+        finally:
+            os.close(log)
+        answer = msgspec.json.decode(data, type=Answer)
+        if answer.error:
+            raise OSError(answer.error, os.strerror(answer.error))
+        return sent[0]
+
+    def close(self) -> None:
+        """End the zygote. The processes that it has started continue."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # it imports still
+                self._process.kill()
+                self._process.wait()
+            self._process = None
 
 
-async def open_worker(directory: Path, child: subprocess.Popen[bytes] | None) -> int:
-    """Return a pidfd of an operation's worker; -1: it has ended.
-
-    Args:
-        child: The worker, if it is this process's child.
-    """
-    if child is not None:
-        return os.pidfd_open(child.pid)  # nobody else collects it
+async def open_worker(directory: Path) -> int:
+    """Return a pidfd of an operation's worker; -1: it has ended."""
     while True:
         # Until a slow worker has written it, the file is absent, or that of an attempt before.
         process = files.read_process(directory)
@@ -102,16 +183,8 @@ async def open_worker(directory: Path, child: subprocess.Popen[bytes] | None) ->
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def send(directory: Path, child: subprocess.Popen[bytes] | None, number: int) -> None:
-    """Send a signal to an operation's worker, and to no process that reuses its pid.
-
-    Args:
-        child: The worker, if it is this process's child.
-    """
-    if child is not None:
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, number)  # its pid is not free before it is collected
-        return
+def send(directory: Path, number: int) -> None:
+    """Send a signal to an operation's worker, and to no process that reuses its pid."""
     process = files.read_process(directory)
     if process is None:
         return  # it checks for a cancel request when it begins

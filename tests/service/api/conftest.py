@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,7 +28,7 @@ from icecore.service.api.service import Service, Where
 from icecore.snapshots import addressing
 
 ALICE, BOB = 4242, 4343
-WORKER = [sys.executable, "-P", str(Path(__file__).with_name("stub_worker.py"))]
+WORKER = str(Path(__file__).with_name("stub_worker.py"))
 
 
 def snapshot_of(number: int, job: str, owner: int | None, **more: Any) -> models.Snapshot:

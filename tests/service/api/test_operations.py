@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.description import boot_id
+from icecore.host.kernel import procfs
 from icecore.service.api import operation_files as files
 from icecore.service.api import operation_table, operations
 from icecore.service.api.journal import Reader, Writer
@@ -97,6 +99,61 @@ def test_a_killed_worker_is_a_failed_operation(state: Path) -> None:
         done = await own.wait(made.id, 30)
         assert done.state == "failed" and done.error is not None
         assert "was killed" in done.error.detail
+
+    running(state, test)
+
+
+def test_a_worker_has_nothing_that_was_the_zygotes(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as a program that the service has started, and so are those that it starts."""
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/none")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    found = []
+
+    async def test(own: Operations) -> None:
+        own.descriptors, own.priority = (200, 300), 3
+        for _ in range(2):
+            made, _ = own.create(wanted("show"))
+            assert (await own.wait(made.id, 30)).state == "succeeded"
+            found.append(json.loads((own.directory(made.id) / "about.json").read_text()))
+            folder = str(own.directory(made.id))
+            log = f"{folder}/output.log"
+            assert found[-1].pop("standard") == ["/dev/null", log, log]
+            assert all(path.startswith(folder) for path in found[-1].pop("others"))
+
+    running(state, test)
+    assert found[0].pop("random") != found[1].pop("random")
+    assert found == 2 * [
+        {
+            "session": True,
+            "threads": 1,
+            "limit": [200, 300],
+            "nice": 3,
+            "blocked": sorted({signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}),
+            "child": True,
+            "environment": [],
+        }
+    ]
+
+
+def test_a_killed_zygote_is_replaced_and_its_workers_go_on(state: Path) -> None:
+    async def test(own: Operations) -> None:
+        first, _ = own.create(wanted("wait"))
+        pid = await asyncio.to_thread(pid_of, state, first.id)
+        [zygote] = [one for one in procfs.children(os.getpid()) if one != pid]
+        assert procfs.status(pid).parent == zygote
+        os.kill(zygote, signal.SIGKILL)
+        second, _ = own.create(wanted())
+        done = await own.wait(second.id, 30)
+        if done.state == "failed":  # it was asked before its end was known
+            assert done.error is not None and "was killed" in done.error.detail
+            second, _ = own.create(wanted())
+            done = await own.wait(second.id, 30)
+        assert done.state == "succeeded"
+        assert own.get(first.id).state == "running"
+        (state / "go").touch()
+        assert (await own.wait(first.id, 30)).state == "succeeded"
 
     running(state, test)
 

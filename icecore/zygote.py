@@ -1,0 +1,131 @@
+"""The zygote: a process that has imported all that operations need, and forks their processes.
+``python -m icecore.zygote FD WORKER``.
+
+A new interpreter takes half a second to import the dumper and the restorer, and each one has its
+own copy of them in memory. A forked one begins at once and shares the copy.
+
+It has one thread, and ends with its socket; the processes that it forked go on. A request is a JSON
+object (`icecore.service.api.workers.Request`) with two descriptors: the operation's lock, and the log for standard output and
+error. The answer is a pidfd, or the reason why the process could not be forked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from icecore.commands.context import load_numpy
+from icecore.host.rpc import packets
+from icecore.service.api.workers import Answer, Request
+
+#: Imported before the first fork: what dumps, restores and supervisors use.
+_MODULES = (
+    "icecore.commands.jobs",
+    "icecore.commands.snapshots",
+    "icecore.commands.supervise",
+    "icecore.dumper.dump",
+    "icecore.repository",
+    "icecore.restorer.restore",
+    "icecore.service.supervision.supervisor",
+)
+_ENDED = signal.SIGCHLD
+
+
+def main() -> int:
+    """Serve until the socket ends. In a forked process this returns the worker's status."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    load_numpy()
+    worker = _main_of(sys.argv[2])
+    for name in _MODULES:
+        importlib.import_module(name)
+    # Without it each fork would copy most pages, because collections write to all objects.
+    gc.collect()
+    gc.freeze()
+    signal.signal(_ENDED, signal.SIG_IGN)  # nobody waits for the processes
+    while True:
+        try:
+            data, descriptors = packets.receive(control)
+        except packets.PeerDied:
+            return 0
+        wanted = msgspec.json.decode(data, type=Request)
+        if not _fork(control, descriptors):
+            return _become(wanted, control, worker, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _main_of(worker: str) -> Callable[[], int]:
+    """Return the main function of a module, or of a file."""
+    if not worker.endswith(".py"):
+        module = importlib.import_module(worker)
+    else:
+        spec = importlib.util.spec_from_file_location(Path(worker).stem, worker)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    found: Callable[[], int] = module.main
+    return found
+
+
+def _fork(control: socket.socket, descriptors: list[int]) -> bool:
+    """Fork, and answer. Return whether this is still the zygote."""
+    begin, told = os.pipe()
+    pidfd = -1
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.close(told)
+            told = -1
+            # Not before its pidfd is open: its number could be another process's by then. If the
+            # zygote is killed first, nobody has been told of this process.
+            if not os.read(begin, 1):
+                os._exit(1)
+            return False
+        pidfd = os.pidfd_open(pid)
+        packets.send(control, msgspec.json.encode(Answer()), [pidfd])
+        os.write(told, b"\0")
+    except OSError as error:  # also where the service has ended
+        with suppress(OSError):
+            packets.send(control, msgspec.json.encode(Answer(error.errno or -1)))
+    finally:
+        for descriptor in (begin, told, pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+    return True
+
+
+def _become(
+    wanted: Request, control: socket.socket, worker: Callable[[], int], lock: int, log: int
+) -> int:
+    """Be the worker of an operation, with nothing that was the zygote's."""
+    signal.signal(_ENDED, signal.SIG_DFL)
+    control.close()
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for descriptor, number in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, number)
+    os.close(null)
+    os.close(log)
+    if wanted.descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, wanted.descriptors)
+    if wanted.priority is not None:
+        with suppress(OSError):  # a security module forbids it
+            os.setpriority(os.PRIO_PROCESS, 0, wanted.priority)
+    sys.argv[1:] = [wanted.directory, str(lock), str(wanted.attempt)]
+    return worker()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
