@@ -25,6 +25,8 @@ _libc.ioctl.restype = ctypes.c_int
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_libc.fallocate.restype = ctypes.c_int
 _libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
 _libc.statfs.restype = ctypes.c_int
 
@@ -32,6 +34,7 @@ _libc.statfs.restype = ctypes.c_int
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 _M_ARENA_MAX = -8  # malloc.h
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
 #: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as
 #: integers; bytes read, or -1.
@@ -65,6 +68,16 @@ def last_error(what: str) -> OSError:
     """Return the OSError of the call that just failed on this thread."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def reserve(descriptor: int, offset: int, length: int) -> None:
+    """Reserve space of a file for later writes, beyond its end, too; the file's size stays.
+
+    Raises:
+        OSError: There is no space, or the file system cannot reserve any.
+    """
+    if _libc.fallocate(descriptor, _KEEP_SIZE, offset, length):
+        raise last_error("fallocate")
 
 
 def in_memory(path: str) -> bool:

@@ -11,6 +11,7 @@ oldest is removed.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import os
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from icecore.host.kernel.libc import reserve
 from icecore.private import private_state
 from icecore.service.api.tokens import FOLDER
 from icecore.text import jsonable
@@ -37,6 +39,8 @@ _SHARE = 1 / 8
 _REFUSALS = 60
 _REFUSALS_OF_UNKNOWN = 1
 _SPAN = 60.0
+#: Bytes that each log has in reserve on its file system: some hundred entries.
+_RESERVE = 128 << 10
 
 
 class _Log:
@@ -53,6 +57,7 @@ class _Log:
         self._limit = limit
         self._kept = kept
         self._file = -1
+        self._reserved = 0  # where the reserve ends
         self._used: Counter[str] = Counter()
 
     def has_room(self, who: str, line: bytes) -> bool:
@@ -70,7 +75,13 @@ class _Log:
         size = os.fstat(self._file).st_size
         if size and size + len(line) > self._limit:
             self._rotate()
-        os.write(self._file, line)
+            size = 0
+        self._reserve(size + len(line))
+        written = os.write(self._file, line)
+        if written < len(line):
+            os.ftruncate(self._file, size)
+            self._reserved = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._used[who] += len(line)
 
     def newest_first(self) -> Iterator[dict[str, Any]]:
@@ -96,12 +107,24 @@ class _Log:
             0o600,
         )
         self._used.clear()
+        self._reserved = 0
+        self._reserve(os.fstat(self._file).st_size)
         with open(os.dup(self._file), "rb") as file:  # a restart gives nobody a new share
             for line in file:
                 with suppress(msgspec.DecodeError, msgspec.ValidationError):
                     self._used[msgspec.json.decode(line, type=_Entry).who] += len(line)
 
+    def _reserve(self, end: int) -> None:
+        """Keep space for further entries in reserve, so that what ends jobs and frees space can be
+        recorded on a full disk.
+        """
+        if end + _RESERVE // 2 > self._reserved:
+            with suppress(OSError):
+                reserve(self._file, end, _RESERVE)
+                self._reserved = end + _RESERVE
+
     def _rotate(self) -> None:
+        os.ftruncate(self._file, os.fstat(self._file).st_size)  # gives the reserve up
         self.close()
         for number in range(self._kept - 1, -1, -1):
             with suppress(FileNotFoundError):

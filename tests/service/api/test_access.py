@@ -209,6 +209,32 @@ def test_the_audit_log_is_rotated(tmp_path: Path) -> None:
     assert [next(newest)["number"] for _ in range(60)] == list(range(999, 939, -1))
 
 
+def test_changes_are_recorded_on_a_full_disk_for_a_while(tmp_path: Path) -> None:
+    """Jobs can be ended, and space be freed."""
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], check=True, timeout=9
+    )
+    try:
+        audit = Audit(tmp_path, limit=1 << 20)
+        audit.write(who="root", number=0)
+        with open(tmp_path / "filled", "wb", 0) as rest, pytest.raises(OSError, match="No space"):
+            while True:
+                rest.write(bytes(4096))
+        done = 0
+        with pytest.raises(OSError, match="No space"):
+            while done < 10_000:
+                audit.write(who=f"uid {done % 50}", number=done + 1, subject={"job": "train"})
+                done += 1
+        assert done > 300
+        (tmp_path / "filled").unlink()
+        audit.write(who="root", number=done + 1)
+        audit.close()
+        # Nothing was cut off in the middle.
+        assert [one["number"] for one in entries_of(audit)] == list(range(done + 2))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True, timeout=9)
+
+
 def test_one_caller_rotates_no_change_of_another_out(tmp_path: Path) -> None:
     audit = Audit(tmp_path, limit=1 << 14)
     audit.write(who="token admin", what="gc")
