@@ -313,11 +313,18 @@ def schedule(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.api import registry
     from icecore.host.jobs.registry import require_name
     from icecore.service.interval import Bounds, choose, curve
-    from icecore.service.record import read
+    from icecore.service.record import Basis, read
 
-    own = context.config.schedule
+    settings = context.config.schedule
     require_name(arguments.job)
     known = read(registry(context.config).state, arguments.job)
+    own = known.basis or Basis(
+        every=0.0,
+        max_overhead=settings.max_overhead,
+        max_loss=settings.max_loss,
+        slow_down=settings.slow_down,
+        failure_seconds=settings.failure_seconds,
+    )
     cost = known.cost(own.slow_down)
     if cost is None:
         raise NotFound(
@@ -329,7 +336,8 @@ def schedule(arguments: argparse.Namespace, context: Context) -> int:
     output = context.output
     fields_: dict[str, Value] = {
         "job": arguments.job,
-        "interval_seconds": chosen.seconds,
+        "interval_seconds": own.every or chosen.seconds,
+        "auto_seconds": chosen.seconds,
         "optimum_seconds": chosen.optimum_seconds,
         "bound": chosen.bound,
         "overhead": chosen.overhead,
@@ -350,8 +358,10 @@ def schedule(arguments: argparse.Namespace, context: Context) -> int:
         "commit": "a snapshot takes so long",
         "loss": f"a failure may cost {units.seconds(own.max_loss)}",
     }[chosen.bound]
+    auto = f"every {units.seconds(chosen.seconds)} ({why})"
+    given = f"every {units.seconds(own.every)}, as its supervisor was told; 'auto' would choose "
     for line in (
-        f"{arguments.job}: a snapshot every {units.seconds(chosen.seconds)} ({why})",
+        f"{arguments.job}: a snapshot {given if own.every else ''}{auto}",
         f"  a snapshot costs {units.seconds(cost.seconds)}: the job stands still"
         f" {units.seconds(cost.window_seconds)}, and is slower for"
         f" {units.seconds(cost.background_seconds)}",

@@ -43,6 +43,21 @@ class Taken(msgspec.Struct, frozen=True):
     phases: dict[str, float] = {}
 
 
+class Basis(msgspec.Struct, frozen=True):
+    """What the interval between a job's snapshots is computed from, besides what was measured.
+
+    Attributes:
+        every: The interval that its supervisor was given, in seconds; 0: it computes it.
+        max_overhead, max_loss, slow_down, failure_seconds: See the configuration's ``schedule``.
+    """
+
+    every: float
+    max_overhead: float
+    max_loss: float
+    slow_down: float
+    failure_seconds: float
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What is known of a job.
 
@@ -55,6 +70,8 @@ class Measured(msgspec.Struct, frozen=True):
         interval_seconds: From one periodic snapshot to the next; 0: none are taken.
         due: Unix time of the next periodic snapshot; 0: none is.
         notice_seconds: Time that the job has from a notice until it must be gone; 0: not known.
+        basis: Of the interval; None: no periodic snapshots are taken, or an older version recorded
+            this.
     """
 
     taken: list[Taken] = []
@@ -67,6 +84,7 @@ class Measured(msgspec.Struct, frozen=True):
     interval_seconds: float = 0.0
     due: float = 0.0
     notice_seconds: float = 0.0
+    basis: Basis | None = None
 
     def after(self, done: Taken) -> Measured:
         """Return what is known once a snapshot was taken."""

@@ -492,8 +492,12 @@ def test_names_that_are_no_names(cli: Cli) -> None:
 def test_a_notice_that_a_command_gives(cli: Cli) -> None:
     counter = Counter(cli, lines=1000)
     asks = f"test -e {cli.folder}/notice"
-    process = counter.start("--notice-command", asks, "--every", "1s", "--notice", "0.01s")
+    bounds = ("--max-overhead", "90%", "--max-loss", "7s")
+    process = counter.start("--notice-command", asks, "--every", "1s", "--notice", "0.01s", *bounds)
     until(lambda: counter.snapshots() > 0, "a snapshot")
+    # Its own bounds, not those of the configuration.
+    explained = cli.one("schedule", "schedule", "explain", "counter")
+    assert explained["interval_seconds"] == 1.0 and 0 < explained["auto_seconds"] <= 7.0
     (cli.folder / "notice").touch()
     status, lines, said = ended(process)
     assert status == 85 and "ended with status 0; stopping it" in said

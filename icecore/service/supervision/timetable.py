@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from icecore.service.interval import choose
-from icecore.service.record import Record
+from icecore.service.record import Basis, Record
 from icecore.service.supervision.plan import Plan
 
 #: The first snapshot of a job whose cost is not known comes soon, so that it is.
@@ -32,16 +32,25 @@ class Timetable:
     def schedule(self, delay: float) -> None:
         """Take the next periodic snapshot in ``delay`` seconds, and let the record say so."""
         self._due = time.monotonic() + delay
+        basis = None
         if self._plan.every is None:
             interval = due = 0.0
         else:
             interval, due = self._interval(), time.time() + delay
+            basis = Basis(
+                every=0.0 if self._plan.every == "auto" else self._plan.every,
+                max_overhead=self._plan.bounds.max_overhead,
+                max_loss=self._plan.bounds.max_loss_seconds,
+                slow_down=self._plan.slow_down,
+                failure_seconds=self._plan.failure_seconds,
+            )
         self._record.save(
             msgspec.structs.replace(
                 self._record.measured,
                 interval_seconds=interval,
                 due=due,
                 notice_seconds=self._plan.notice,
+                basis=basis,
             )
         )
 
