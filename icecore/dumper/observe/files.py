@@ -32,7 +32,8 @@ class FoundFile:
         about: The manifest's entry.
         reach: A path under /proc through which the file can be opened, whatever mount namespace it
             lies in.
-        mapped_writable: Mapped shared and writable: its mtime does not tell whether it changed.
+        mapped_writable: Mapped shared and writable, or can become so: its mtime does not tell whether
+            it changed.
         deleted: It has no name left (CRIU keeps it as a ghost file), or lost this one (``links`` >
             0).
         links: Hard links left.
@@ -72,21 +73,36 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
         for mapping in mappings:
             if not mapping.path.startswith("/"):
                 continue
-            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(
-                mapping.protection & procfs.PROT_WRITE
+            reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
+                bool(mapping.protection & procfs.PROT_WRITE) or _may_become_writable(reach)
             )
             key = (os.makedev(*mapping.device), mapping.inode)
             if key in found and not shared_writable:
                 continue
             _add(
                 found,
-                f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}",
+                reach,
                 mapping.path,
                 shared_writable,
                 shared_writable,
                 options,
             )
     return sorted(found.values(), key=lambda f: f.about.path)
+
+
+def _may_become_writable(reach: str) -> bool:
+    """Return whether the file of a shared mapping was opened for writing, so that mprotect(2) may
+    make the mapping writable. Stores to pages that are dirty already leave the file's times as they
+    are.
+
+    Args:
+        reach: The link in /proc/PID/map_files, whose mode says it.
+    """
+    try:
+        return bool(os.lstat(reach).st_mode & stat.S_IWUSR)
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # unmapped since, which happens only before the window
 
 
 def _add(
