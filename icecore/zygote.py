@@ -4,13 +4,15 @@
 A new interpreter takes half a second to import the dumper and the restorer, and each one has its
 own copy of them in memory. A forked one begins at once and shares the copy.
 
-It has one thread, and ends with its socket; the processes that it forked go on. A request is a JSON
-object (`icecore.service.api.workers.Request`) with two descriptors: the operation's lock, and the log for standard output and
-error. The answer is a pidfd, or the reason why the process could not be forked.
+It has one thread, and ends with its socket; the processes that it forked go on. It says once that
+it is ready (`icecore.service.api.workers.Answer`). Each request (`Request` there) comes with two
+descriptors: the operation's lock, and the log for standard output and error. The answer is a pidfd,
+or the reason why the process could not be forked.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import importlib.util
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from icecore.commands.context import load_numpy
+from icecore.commands.context import BLAS_THREADS, load_numpy
 from icecore.host.rpc import packets
 from icecore.service.api.workers import Answer, Request
 
@@ -46,24 +48,50 @@ def main() -> int:
     """Serve until the socket ends. In a forked process this returns the worker's status."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    load_numpy()
+    _have_streams()
+    _load(*_MODULES)
     worker = _main_of(sys.argv[2])
-    for name in _MODULES:
-        importlib.import_module(name)
     # Without it each fork would copy most pages, because collections write to all objects.
     gc.collect()
     gc.freeze()
     signal.signal(_ENDED, signal.SIG_IGN)  # nobody waits for the processes
+    try:
+        wanted, descriptors = _serve(control)
+    except packets.PeerDied:
+        return 0
+    return _become(wanted, control, worker, *descriptors)
+
+
+def _serve(control: socket.socket) -> tuple[Request, list[int]]:
+    """Fork for each request. Return in a forked process, with its request.
+
+    Raises:
+        PeerDied: The service has ended.
+    """
+    packets.send(control, msgspec.msgpack.encode(Answer()))
     while True:
-        try:
-            data, descriptors = packets.receive(control)
-        except packets.PeerDied:
-            return 0
-        wanted = msgspec.json.decode(data, type=Request)
-        if not _fork(control, descriptors):
-            return _become(wanted, control, worker, *descriptors)
+        data, descriptors = packets.receive(control)
+        if not _fork(control):
+            return msgspec.msgpack.decode(data, type=Request), descriptors
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _have_streams() -> None:
+    """Open what is missing of the standard streams, so that no other descriptor takes its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _load(*names: str) -> None:
+    """Import modules, without threads of numpy's: a fork would not have them."""
+    before = os.environ.pop(BLAS_THREADS, None)
+    load_numpy()
+    if before is not None:
+        os.environ[BLAS_THREADS] = before
+    for name in names:
+        importlib.import_module(name)
 
 
 def _main_of(worker: str) -> Callable[[], int]:
@@ -79,7 +107,7 @@ def _main_of(worker: str) -> Callable[[], int]:
     return found
 
 
-def _fork(control: socket.socket, descriptors: list[int]) -> bool:
+def _fork(control: socket.socket) -> bool:
     """Fork, and answer. Return whether this is still the zygote."""
     begin, told = os.pipe()
     pidfd = -1
@@ -94,11 +122,11 @@ def _fork(control: socket.socket, descriptors: list[int]) -> bool:
                 os._exit(1)
             return False
         pidfd = os.pidfd_open(pid)
-        packets.send(control, msgspec.json.encode(Answer()), [pidfd])
+        packets.send(control, msgspec.msgpack.encode(Answer()), [pidfd])
         os.write(told, b"\0")
     except OSError as error:  # also where the service has ended
         with suppress(OSError):
-            packets.send(control, msgspec.json.encode(Answer(error.errno or -1)))
+            packets.send(control, msgspec.msgpack.encode(Answer(error.errno or errno.EIO)))
     finally:
         for descriptor in (begin, told, pidfd):
             if descriptor >= 0:
@@ -123,7 +151,7 @@ def _become(
     if wanted.priority is not None:
         with suppress(OSError):  # a security module forbids it
             os.setpriority(os.PRIO_PROCESS, 0, wanted.priority)
-    sys.argv[1:] = [wanted.directory, str(lock), str(wanted.attempt)]
+    sys.argv[1:] = [os.fsdecode(wanted.directory), str(lock), str(wanted.attempt)]
     return worker()
 
 

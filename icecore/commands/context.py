@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from icecore.service.metrics.tally import Tally
     from icecore.store.format.state import SnapshotRecord
 
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+#: Names the number of threads of numpy's linear algebra library.
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def load_numpy() -> None:
@@ -32,13 +33,13 @@ def load_numpy() -> None:
     Nothing here uses that library, and starting one thread per core takes a third of a command's
     start-up time.
     """
-    if _BLAS_THREADS in os.environ:
+    if BLAS_THREADS in os.environ:
         return
-    os.environ[_BLAS_THREADS] = "1"
+    os.environ[BLAS_THREADS] = "1"
     try:
         import numpy  # noqa: F401
     finally:
-        del os.environ[_BLAS_THREADS]  # else jobs and hooks inherit it
+        del os.environ[BLAS_THREADS]  # else jobs and hooks inherit it
 
 
 @dataclass(frozen=True)

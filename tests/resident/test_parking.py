@@ -207,9 +207,9 @@ void sleep_below(void *old, int moves, double seconds)
 """
 
 
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("moving", [[False], [True], [False, True]])
 def test_only_threads_that_move_are_waited_for_to_leave_the_driver(
-    machine: Machine, resident: Target, moves: bool
+    machine: Machine, resident: Target, moving: list[bool]
 ) -> None:
     """One that sleeps below an old address of the driver seems to be within for ever."""
     source, library = machine.root / "sleeper.c", machine.root / "sleeper.so"
@@ -217,16 +217,22 @@ def test_only_threads_that_move_are_waited_for_to_leave_the_driver(
     subprocess.run(
         ["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
     )
-    words = f"ctypes.cast(cuda.cuMemsetD8_v2, ctypes.c_void_p), {int(moves)}, ctypes.c_double(30)"
-    resident(
-        f"threading.Thread(target=lambda: ctypes.CDLL({str(library)!r}).sleep_below({words}), daemon=True).start()"
-    )
+    for moves in moving:
+        words = (
+            f"ctypes.cast(cuda.cuMemsetD8_v2, ctypes.c_void_p), {int(moves)}, ctypes.c_double(30)"
+        )
+        resident(
+            f"threading.Thread(target=lambda: ctypes.CDLL({str(library)!r}).sleep_below({words}), daemon=True).start()"
+        )
     time.sleep(0.1)
     taken = []
     for _ in range(5):  # on a busy machine it may not run for a while
         began = time.monotonic()
         assert resident.agent.park(10.0, patience=0.3) == 1
         taken.append(time.monotonic() - began)
-        assert resident.agent.park(10.0) == 2
+        assert resident.agent.park(10.0) == 1 + len(moving)
         resident.agent.go()
-    assert max(taken) >= 0.3 if moves else min(taken) < 0.1, taken
+    if any(moving):
+        assert sorted(taken)[2] >= 0.3, taken
+    else:
+        assert min(taken) < 0.1, taken

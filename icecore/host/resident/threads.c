@@ -7,8 +7,8 @@
  * moment later, when they may be outside; since parked threads submit nothing more, the work of the
  * others comes to its end. A thread that is not met outside in time (or that seems inside, because
  * words on the stack may be old) runs on until the driver's lock is taken, which then has few
- * threads to wait for. So it goes, too, where all that are left have not moved for a while: they
- * sleep, mostly below old words, and the rest of the time would bring nothing.
+ * threads to wait for. The same holds once none of those that are left has moved for a while: they
+ * sleep, mostly below old words, and to wait longer would gain nothing.
  *
  * The signal is the one with which the C library makes every thread change its user id.
  * Applications can neither block it nor wait for it, because the library removes it from their
@@ -61,7 +61,7 @@
 #define PASS_NANOSECONDS 2000000ll
 #define PROBE_NANOSECONDS 300000000ll
 #define SETTLE_NANOSECONDS 50000000ll
-#define STILL_NANOSECONDS 3000000ll
+#define STILL_SHARE 8 /* of the patience: for so long a thread that sleeps was at one place */
 #define STILL_LOOKS 16 /* on a busy machine few fit into that time */
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
 #define ASK_AGAIN_NANOSECONDS 20000000ll
@@ -82,8 +82,9 @@ static struct seat {
 	_Atomic(const ucontext_t *) interrupted; /* where it was, while that is of interest */
 	/* the agent's own: */
 	int64_t asked, blocked_since, still_since;
-	unsigned still_looks; /* since `still_since` it was met as often, always at `place` */
+	unsigned still_looks; /* since `still_since` it was met so often, always at `place` */
 	struct place place;
+	bool still;
 } seats[SEATS];
 
 static atomic_uint gate; /* the round; odd: closed */
@@ -168,6 +169,7 @@ static void clear_seats(void)
 		atomic_store(&seat->interrupted, NULL);
 		seat->asked = seat->blocked_since = 0;
 		seat->still_looks = 0;
+		seat->still = false;
 	}
 	inherited = false;
 	seated = 0;
@@ -487,7 +489,8 @@ void threads_park_end(void)
 	}
 }
 
-static bool stands_still(struct seat *seat, const ucontext_t *interrupted)
+/* Note where a thread was met, and whether it has been there for a while. */
+static void note_place(struct seat *seat, const ucontext_t *interrupted, int64_t while_)
 {
 	const struct place place = stack_place(interrupted);
 	const int64_t at = clock_now();
@@ -498,16 +501,15 @@ static bool stands_still(struct seat *seat, const ucontext_t *interrupted)
 		seat->place = place;
 		seat->still_since = at;
 	}
-	return seat->still_looks >= STILL_LOOKS && at - seat->still_since > STILL_NANOSECONDS;
+	seat->still = seat->still_looks >= STILL_LOOKS && at - seat->still_since > while_;
 }
 
-/* Let threads go that were parked in the middle of a driver's call; return their number, and how
- * many of them move. Those outside are not examined again. */
-static unsigned let_busy_go(unsigned *moving)
+/* Let threads go that were parked in the middle of a driver's call; return their number. Those
+ * outside are not examined again. `while_`: of a thread that stands still, in nanoseconds. */
+static unsigned let_busy_go(int64_t while_)
 {
 	unsigned busy = 0;
 
-	*moving = 0;
 
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
@@ -519,7 +521,7 @@ static unsigned let_busy_go(unsigned *moving)
 			continue;
 		}
 		busy++;
-		*moving += !stands_still(seat, interrupted);
+		note_place(seat, interrupted, while_);
 		atomic_store(&seat->interrupted, NULL);
 		change(seat, PARKED, LEAVING);
 		wake(&seat->state);
@@ -534,6 +536,18 @@ static bool counts_still(struct seat *seat)
 	int what = look_at(atomic_load(&seat->thread), &pending);
 
 	return what != GONE && what != NOT_OURS;
+}
+
+/* Whether any thread may come out of the driver soon: it is not parked, and did not stand still
+ * when it was met last. */
+static bool anyone_moves(void)
+{
+	for (unsigned at = 0; at < seated; at++) {
+		struct seat *seat = &seats[taken[at]];
+		if (state_of(seat) != PARKED && !seat->still && counts_still(seat))
+			return true;
+	}
+	return false;
 }
 
 static bool all_here_or_inside(void)
@@ -607,8 +621,8 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 		if (answer->text[0])
 			return EAGAIN; /* whoever asked can help them, and goes on */
 		if (patience_for_busy) {
-			unsigned moving, busy = let_busy_go(&moving);
-			if (busy && !moving)
+			unsigned busy = let_busy_go(patience_for_busy / STILL_SHARE);
+			if (busy && !anyone_moves())
 				brake_until = 0;
 			if (!asking && !busy && !on_their_way()) {
 				answer->flags = (uint32_t)waiting;

@@ -23,7 +23,8 @@ class GpuPlan:
 
     Attributes:
         processes: Image id → pairs of UUIDs, old → new; empty: the same GPUs as before.
-        used: The UUIDs of the GPUs, new ones, on which they have contexts.
+        used: The UUIDs of the GPUs, new ones, that the driver is concerned with: on which they have
+            contexts, or which take the place of others.
     """
 
     processes: Mapping[int, Mapping[str, str]]
@@ -134,8 +135,13 @@ def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuP
         image: {uuid: chosen[uuid] for uuid in process.gpus if uuid in chosen} if moved else {}
         for image, process in recorded.processes.items()
     }
-    used = (uuid for process in recorded.processes.values() for uuid in process.contexts)
-    return GpuPlan(pairs, frozenset(chosen.get(uuid, uuid) for uuid in used))
+    used = {
+        chosen.get(uuid, uuid)
+        for process in recorded.processes.values()
+        for uuid in process.contexts
+    }
+    named = {uuid for own in pairs.values() for uuid in own.values()}
+    return GpuPlan(pairs, frozenset(used | named))
 
 
 def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:

@@ -92,6 +92,11 @@ class _Log:
                     with suppress(msgspec.DecodeError):  # the service was killed while it wrote
                         yield msgspec.json.decode(line, type=dict[str, Any])
 
+    def prepare(self) -> None:
+        """Have the file, with its reserve, if there is room."""
+        with suppress(OSError):
+            self._open()
+
     def close(self) -> None:
         """Close the file."""
         if self._file >= 0:
@@ -124,11 +129,23 @@ class _Log:
                 self._reserved = end + _RESERVE
 
     def _rotate(self) -> None:
-        os.ftruncate(self._file, os.fstat(self._file).st_size)  # gives the reserve up
+        # The new file first, or others might take the space that the old one gives up.
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        made = os.open(
+            fresh,
+            os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
+        with suppress(OSError):
+            reserve(made, 0, _RESERVE)
+        with suppress(OSError):
+            os.ftruncate(self._file, os.fstat(self._file).st_size)
+        os.close(made)
         self.close()
         for number in range(self._kept - 1, -1, -1):
             with suppress(FileNotFoundError):
                 os.replace(_older(self.path, number), _older(self.path, number + 1))
+        os.replace(fresh, self.path)
         self._open()
 
 
@@ -163,6 +180,8 @@ class Audit:
         self._changes = _Log(self.path, limit, _KEPT)
         self._more = _Log(folder / "audit-more.jsonl", limit, _KEPT_OF_OTHERS)
         self._refused = _Log(folder / "audit-refused.jsonl", limit, _KEPT_OF_OTHERS)
+        for log in (self._changes, self._more, self._refused):
+            log.prepare()
         self._lock = threading.Lock()
         self._clock = clock
         self._began = clock()

@@ -35,6 +35,8 @@ from icecore.service.api.tokens import FOLDER
 _POLL_SECONDS = 0.1
 #: Until the zygote is started, if no operation needs it earlier.
 _WARM_SECONDS = 1.0
+#: For what is being started when the service ends.
+_CLOSE_SECONDS = 5.0
 #: Shortest and longest delay before a supervisor is replaced. The longest delay and the start of
 #: the supervisor together take less time than a watchdog waits before it ends an abandoned job.
 _BACK_OFF = (1.0, 30.0)
@@ -103,7 +105,7 @@ class Operations:
         """Have the first operation find everything imported."""
 
         def warm() -> None:
-            with suppress(OSError):  # who starts an operation hears of it
+            with suppress(workers.StartFailed):  # who starts an operation hears of it
                 self._starter.warm()
 
         self._starting.submit(warm)
@@ -130,7 +132,15 @@ class Operations:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(self._starting, self._starter.close)
+        # Behind what is being started. An operation that has no process then is started by the next
+        # service.
+        closed = self._starting.submit(self._starter.close)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.shield(asyncio.wrap_future(closed))
+        if not closed.done():
+            self._starter.kill()
+            await asyncio.wrap_future(closed)
         self._starting.shutdown()
 
     # -- what a client does
@@ -284,11 +294,9 @@ class Operations:
         self._watch(entry, starting)
 
     def _begin(self, directory: Path, lock: int, attempt: int) -> int:
-        """Start a worker; return its pidfd, or -1 if the lock says whether it runs."""
+        """Start a worker; return its pidfd, or -1."""
         try:
             return self._starter.start(directory, lock, attempt, self.descriptors, self.priority)
-        except workers.WorkerLost:
-            return -1
         finally:
             os.close(lock)
 
@@ -307,8 +315,8 @@ class Operations:
             except asyncio.CancelledError:
                 starting.add_done_callback(_close)
                 raise
-            except OSError as error:
-                self._fail(entry, f"cannot start a process: {error.strerror}")
+            except (workers.StartFailed, OSError, ValueError) as error:
+                await self._not_started(entry, str(error))
                 return
         if pidfd < 0:
             pidfd = await workers.open_worker(entry.directory)
@@ -325,6 +333,14 @@ class Operations:
             await self._again(entry)
         else:
             self._lost(entry)
+            self._pump()
+
+    async def _not_started(self, entry: Entry, why: str) -> None:
+        """Handle a worker that could not be started."""
+        if entry.stored.supervised and entry.attempt > 1:  # its job may run
+            await self._again(entry)
+        else:
+            self._fail(entry, why)
 
     async def _again(self, entry: Entry) -> None:
         """Restart the supervisor of a job, after a delay that grows while supervisors end early."""
@@ -348,6 +364,11 @@ class Operations:
             self._finish(entry, Result(exit_status=128 + number, ended=time.time()))
             return
         if entry.stored.supervised:
+            entry.state = "queued"
+            return
+        if entry.process is None and entry.attempt < _TRIES:
+            # It did nothing: a worker first writes who it is. The service before this one was killed
+            # while it started it.
             entry.state = "queued"
             return
         self._fail(

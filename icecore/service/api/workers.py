@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+import icecore
 from icecore.errors import NotFound
 from icecore.host.jobs.description import boot_id
 from icecore.host.kernel import procfs
@@ -28,9 +29,11 @@ SIGNALS = {
     "USR1": signal.SIGUSR1,
 }
 _POLL_SECONDS = 0.05
-#: The zygote may have to import everything first, on a busy machine.
-_START_SECONDS = 120.0
+#: The zygote imports everything first, perhaps on a busy machine; then it only forks.
+_READY_SECONDS, _ANSWER_SECONDS = 120.0, 10.0
 _END_SECONDS = 2.0
+_TRIES = 3
+_NOT_THERE = (0, 0)
 _ZYGOTE = "icecore.zygote"
 #: Variables by which a service manager speaks to the service alone.
 _NOT_INHERITED = (
@@ -43,8 +46,9 @@ _NOT_INHERITED = (
 )
 
 
-class Request(msgspec.Struct):
-    """One process to be forked.
+class Request(msgspec.Struct, array_like=True):
+    """Asks the zygote for a process. A zygote may be newer than the service that asks it, so fields
+    are only added, with defaults.
 
     Attributes:
         directory: Of the operation.
@@ -53,14 +57,14 @@ class Request(msgspec.Struct):
         priority: Its nice value; None: the zygote's.
     """
 
-    directory: str
+    directory: bytes
     attempt: int
     descriptors: tuple[int, int] | None = None
     priority: int | None = None
 
 
-class Answer(msgspec.Struct):
-    """What became of a request.
+class Answer(msgspec.Struct, array_like=True):
+    """What the zygote says: once that it is ready, and then what became of each request.
 
     Attributes:
         error: The error number; 0: the process runs, and its pidfd comes with this.
@@ -69,14 +73,14 @@ class Answer(msgspec.Struct):
     error: int = 0
 
 
-class WorkerLost(Exception):
-    """The zygote ended before it had said whether it has started a worker."""
+class StartFailed(Exception):
+    """A worker could not be started, and does not run."""
 
 
 class Starter:
     """Starts the processes of operations, each in its own session, by a zygote
-    (`icecore.zygote`), which is started when it is first needed, or again if it was killed.
-    Used by one thread at a time.
+    (`icecore.zygote`). That is started when it is first needed, and again if it was killed or if
+    icecore was installed anew. One thread at a time uses this, but for `kill`.
 
     Args:
         worker: The module, or the file, whose ``main`` each process runs.
@@ -86,19 +90,43 @@ class Starter:
         self._worker = worker
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._installed = _installed()
+        self._ready = False
+        self._over = False
 
     def warm(self) -> None:
-        """Start the zygote unless it runs.
+        """Start the zygote unless it runs, and wait until it is ready.
 
         Raises:
-            OSError: It cannot be started.
+            StartFailed: It does not come up.
         """
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and (
+            self._process.poll() is not None or _installed() not in (self._installed, _NOT_THERE)
+        ):
             self.close()
-        if self._control is not None:
+        if self._over:
+            raise StartFailed("the service ends")
+        if self._process is None:
+            self._begin()
+        if self._ready:
             return
+        try:
+            self._hear(_READY_SECONDS)
+        except (packets.PeerDied, TimeoutError):
+            assert self._process is not None
+            self._process.kill()
+            status = self._process.wait()
+            self.close()
+            raise StartFailed(
+                f"the process that starts operations ended with status {status};"
+                " the service's log says more"
+            ) from None
+        self._ready = True
+
+    def _begin(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_START_SECONDS)
+        ours.settimeout(_ANSWER_SECONDS)
+        self._installed = _installed()
         environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Signals stay blocked until the command has installed its handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS.values())
@@ -107,16 +135,18 @@ class Starter:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", _ZYGOTE, str(theirs.fileno()), self._worker],
                     stdin=subprocess.DEVNULL,
+                    stdout=_own_or_none(1),
+                    stderr=_own_or_none(2),
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
                     env=environment,
                 )
-        except BaseException:
+        except OSError as error:
             ours.close()
-            raise
+            raise StartFailed(f"cannot start a process: {error.strerror}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._control = ours
+        self._control, self._ready = ours, False
 
     def start(
         self,
@@ -126,7 +156,8 @@ class Starter:
         descriptors: tuple[int, int] | None = None,
         priority: int | None = None,
     ) -> int:
-        """Start the worker of an operation; return a pidfd of it, which the caller closes.
+        """Start the worker of an operation; return a pidfd of it, which the caller closes. -1: it
+        runs, but this process had no descriptor left for its pidfd.
 
         Args:
             lock: A descriptor that holds the operation's lock; the worker inherits it.
@@ -134,29 +165,63 @@ class Starter:
             priority: The worker's nice value; None: inherit this thread's.
 
         Raises:
-            WorkerLost: The zygote was killed; the worker may run.
-            OSError: It cannot be started.
+            StartFailed: It does not run.
         """
-        self.warm()
-        assert self._control is not None
-        log = os.open(
-            directory / "output.log",
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
-        wanted = Request(str(directory), attempt, descriptors, priority)
         try:
-            packets.send(self._control, msgspec.json.encode(wanted), [lock, log])
-            data, sent = packets.receive(self._control)
-        except (packets.PeerDied, TimeoutError) as error:
-            self.close()
-            raise WorkerLost from error
+            log = os.open(
+                directory / "output.log",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
+        except OSError as error:
+            raise StartFailed(f"cannot start a process: {error.strerror}") from error
+        wanted = Request(os.fsencode(directory), attempt, descriptors, priority)
+        data = msgspec.msgpack.encode(wanted)
+        try:
+            for _ in range(_TRIES):
+                self.warm()
+                try:
+                    return self._ask(data, [lock, log])
+                except packets.PeerDied:
+                    self.close()
         finally:
             os.close(log)
-        answer = msgspec.json.decode(data, type=Answer)
+        raise StartFailed("the process that starts operations is killed again and again")
+
+    def _ask(self, data: bytes, descriptors: list[int]) -> int:
+        """Send a request; return the pidfd, or -1.
+
+        Raises:
+            PeerDied: The zygote was killed, and the worker does not run: a zygote lets it begin
+                only after it has answered.
+            StartFailed: It could not be forked.
+        """
+        assert self._control is not None and self._process is not None
+        try:
+            packets.send(self._control, data, descriptors)
+            return self._hear(_ANSWER_SECONDS)
+        except TimeoutError:
+            # It hangs. It may have answered before it dies.
+            self._process.kill()
+            return self._hear(_ANSWER_SECONDS)
+
+    def _hear(self, seconds: float) -> int:
+        assert self._control is not None
+        try:
+            data, sent = packets.receive(self._control, seconds)
+        except packets.DescriptorsLost:
+            return -1
+        answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.error:
-            raise OSError(answer.error, os.strerror(answer.error))
-        return sent[0]
+            raise StartFailed(f"cannot start a process: {os.strerror(answer.error)}")
+        return sent[0] if sent else -1
+
+    def kill(self) -> None:
+        """Have every call in another thread end soon, this one and later ones."""
+        self._over = True
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """End the zygote. The processes that it has started continue."""
@@ -166,10 +231,28 @@ class Starter:
         if self._process is not None:
             try:
                 self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:  # it imports still
+            except subprocess.TimeoutExpired:  # it still imports, or hangs
                 self._process.kill()
                 self._process.wait()
             self._process = None
+
+
+def _own_or_none(descriptor: int) -> int:
+    """Return a standard stream of this process for a child; DEVNULL if it is closed."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return subprocess.DEVNULL
+    return descriptor
+
+
+def _installed() -> tuple[int, int]:
+    """Return what differs once icecore was installed anew: an upgrade writes a new file."""
+    try:
+        about = os.stat(icecore.__file__)
+    except OSError:  # in the middle of it
+        return _NOT_THERE
+    return about.st_ino, about.st_mtime_ns
 
 
 async def open_worker(directory: Path) -> int:

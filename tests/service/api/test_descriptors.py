@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from icecore.service.api import server, workers
+from icecore.service.api import server
 from icecore.service.api.caller import Caller, Role
 from icecore.service.api.routing import Call
 from icecore.service.api.starting import identity_of
@@ -25,19 +24,6 @@ def test_jobs_of_tokens_do_not_get_what_was_raised(node: Node) -> None:
         call = Call(node.service, None, caller)  # type: ignore[arg-type]
         identity = asyncio.run(identity_of(call))
         assert (identity.limits[resource.RLIMIT_NOFILE], identity.nice) == ((300, 400), 7)
-
-
-def test_workers_do_not_inherit_the_raised_limit(tmp_path: Path) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    command = ["sh", "-c", "sleep 0.3; ulimit -Sn; nice"]
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    try:
-        child = workers.spawn(command, tmp_path, lock, 1, (300, hard), own + 3)
-        assert child.wait(10) == 0
-    finally:
-        os.close(lock)
-    assert (tmp_path / "output.log").read_text() == f"300\n{own + 3}\n"
 
 
 def test_the_service_raises_its_limit_and_its_priority(

@@ -19,8 +19,9 @@ import pytest
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs.description import boot_id
 from icecore.host.kernel import procfs
+from icecore.host.rpc import packets
 from icecore.service.api import operation_files as files
-from icecore.service.api import operation_table, operations
+from icecore.service.api import operation_table, operations, workers
 from icecore.service.api.journal import Reader, Writer
 from icecore.service.api.models import Operation
 from icecore.service.api.operation_files import Process, Result, Stored
@@ -137,23 +138,122 @@ def test_a_worker_has_nothing_that_was_the_zygotes(
     ]
 
 
+def zygote_of() -> int:
+    """The zygote of the only service of this process."""
+    [zygote] = [
+        pid for pid in procfs.children(os.getpid()) if "icecore.zygote" in procfs.command_line(pid)
+    ]
+    return zygote
+
+
 def test_a_killed_zygote_is_replaced_and_its_workers_go_on(state: Path) -> None:
     async def test(own: Operations) -> None:
         first, _ = own.create(wanted("wait"))
         pid = await asyncio.to_thread(pid_of, state, first.id)
-        [zygote] = [one for one in procfs.children(os.getpid()) if one != pid]
+        zygote = zygote_of()
         assert procfs.status(pid).parent == zygote
+        assert procfs.status(zygote).threads == 1
         os.kill(zygote, signal.SIGKILL)
         second, _ = own.create(wanted())
-        done = await own.wait(second.id, 30)
-        if done.state == "failed":  # it was asked before its end was known
-            assert done.error is not None and "was killed" in done.error.detail
-            second, _ = own.create(wanted())
-            done = await own.wait(second.id, 30)
-        assert done.state == "succeeded"
+        assert (await own.wait(second.id, 30)).state == "succeeded"
+        assert zygote_of() != zygote
         assert own.get(first.id).state == "running"
         (state / "go").touch()
         assert (await own.wait(first.id, 30)).state == "succeeded"
+
+    running(state, test)
+
+
+def test_a_zygote_that_hangs_is_replaced(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_ANSWER_SECONDS", 0.5)
+
+    async def test(own: Operations) -> None:
+        first, _ = own.create(wanted())
+        assert (await own.wait(first.id, 30)).state == "succeeded"
+        zygote = zygote_of()
+        os.kill(zygote, signal.SIGSTOP)
+        second, _ = own.create(wanted())
+        assert (await own.wait(second.id, 30)).state == "succeeded"
+        assert zygote_of() != zygote
+        os.kill(zygote_of(), signal.SIGSTOP)  # the service ends all the same
+
+    began = time.monotonic()
+    running(state, test)
+    assert time.monotonic() - began < 20
+
+
+def test_an_installation_is_noticed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(own: Operations) -> None:
+        seen = []
+        for installed in ((1, 1), (1, 1), (0, 0), (1, 2)):
+            monkeypatch.setattr(workers, "_installed", lambda found=installed: found)
+            made, _ = own.create(wanted())
+            assert (await own.wait(made.id, 30)).state == "succeeded"
+            seen.append(zygote_of())
+        assert seen[0] == seen[1] == seen[2] != seen[3]
+
+    running(state, test)
+
+
+def test_a_zygote_that_does_not_come_up_is_a_failed_operation(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_ZYGOTE", "icecore.nothing")
+
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted())
+        done = await own.wait(made.id, 30)
+        assert done.state == "failed" and done.error is not None
+        assert "ended with status 1" in done.error.detail
+
+    running(state, test)
+
+
+def test_a_worker_runs_although_the_service_has_no_descriptor_left(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its pidfd."""
+
+    async def test(own: Operations) -> None:
+        first, _ = own.create(wanted())
+        assert (await own.wait(first.id, 30)).state == "succeeded"
+        real = packets.receive
+
+        def lost(*words: Any) -> Any:
+            data, descriptors = real(*words)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise packets.DescriptorsLost(data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(packets, "receive", lost)
+            made, _ = own.create(wanted("wait"))
+            await asyncio.to_thread(pid_of, state, made.id)
+        assert own.get(made.id).state == "running"
+        own.cancel(made.id)
+        assert (await own.wait(made.id, 30)).state == "cancelled"
+
+    running(state, test)
+
+
+def test_what_never_began_is_started_again(state: Path) -> None:
+    """The service before was killed in the middle of it: the lock was on its way."""
+
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted())
+        assert (await own.wait(made.id, 30)).state == "succeeded"
+        directory = own.directory(made.id)
+        for name in ("result.json", "process.json"):
+            (directory / name).unlink()
+        lock = files.lock(directory)
+        again = Operations(state, WORKER)
+        await again.recover()
+        try:
+            assert again.get(made.id).state == "running"
+            os.close(lock)
+            assert (await again.wait(made.id, 30)).state == "succeeded"
+        finally:
+            await again.close()
 
     running(state, test)
 
