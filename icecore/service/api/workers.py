@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-import icecore
 from icecore.errors import NotFound
 from icecore.host.jobs.description import boot_id
 from icecore.host.kernel import procfs
@@ -249,7 +248,7 @@ def _own_or_none(descriptor: int) -> int:
 def _installed() -> tuple[int, int]:
     """Return what differs once icecore was installed anew: an upgrade writes a new file."""
     try:
-        about = os.stat(icecore.__file__)
+        about = os.stat(__file__)
     except OSError:  # in the middle of it
         return _NOT_THERE
     return about.st_ino, about.st_mtime_ns
