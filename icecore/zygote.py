@@ -51,7 +51,7 @@ def main() -> int:
     _have_streams()
     _load(*_MODULES)
     worker = _main_of(sys.argv[2])
-    # Without it each fork would copy most pages, because collections write to all objects.
+    # Collections write to all objects, so without the freeze each fork would copy most pages.
     gc.collect()
     gc.freeze()
     signal.signal(_ENDED, signal.SIG_IGN)  # nobody waits for the processes
@@ -116,8 +116,8 @@ def _fork(control: socket.socket) -> bool:
         if pid == 0:
             os.close(told)
             told = -1
-            # Not before its pidfd is open: its number could be another process's by then. If the
-            # zygote is killed first, nobody has been told of this process.
+            # Wait until the pidfd is open: if this process ended earlier, its pid could already
+            # belong to another one. If the zygote is killed first, nobody knows of this process.
             if not os.read(begin, 1):
                 os._exit(1)
             return False

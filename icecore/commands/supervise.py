@@ -359,7 +359,7 @@ def schedule(arguments: argparse.Namespace, context: Context) -> int:
         "loss": f"a failure may cost {units.seconds(own.max_loss)}",
     }[chosen.bound]
     auto = f"every {units.seconds(chosen.seconds)} ({why})"
-    given = f"every {units.seconds(own.every)}, as its supervisor was told; 'auto' would choose "
+    given = f"every {units.seconds(own.every)}, as requested; 'auto' would choose "
     for line in (
         f"{arguments.job}: a snapshot {given if own.every else ''}{auto}",
         f"  a snapshot costs {units.seconds(cost.seconds)}: the job stands still"

@@ -211,7 +211,7 @@ void sleep_below(void *old, int moves, double seconds)
 def test_only_threads_that_move_are_waited_for_to_leave_the_driver(
     machine: Machine, resident: Target, moving: list[bool]
 ) -> None:
-    """One that sleeps below an old address of the driver seems to be within for ever."""
+    """A thread that sleeps with an old driver address on its stack seems to be inside for ever."""
     source, library = machine.root / "sleeper.c", machine.root / "sleeper.so"
     source.write_text(SLEEPER)
     subprocess.run(

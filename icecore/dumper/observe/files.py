@@ -32,8 +32,8 @@ class FoundFile:
         about: The manifest's entry.
         reach: A path under /proc through which the file can be opened, whatever mount namespace it
             lies in.
-        mapped_writable: Mapped shared and writable, or can become so: its mtime does not tell whether
-            it changed.
+        mapped_writable: Has a shared mapping that is or may become writable, so its mtime does not
+            show whether it changed.
         deleted: It has no name left (CRIU keeps it as a ghost file), or lost this one (``links`` >
             0).
         links: Hard links left.
@@ -92,12 +92,13 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
 
 
 def _may_become_writable(reach: str) -> bool:
-    """Return whether the file of a shared mapping was opened for writing, so that mprotect(2) may
-    make the mapping writable. Stores to pages that are dirty already leave the file's times as they
-    are.
+    """Return whether mprotect(2) can make a shared mapping writable.
+
+    It can if the file was opened for writing. Stores to pages that are already dirty do not change
+    the file's times.
 
     Args:
-        reach: The link in /proc/PID/map_files, whose mode says it.
+        reach: The link in /proc/PID/map_files; its mode shows how the file was opened.
     """
     try:
         return bool(os.lstat(reach).st_mode & stat.S_IWUSR)

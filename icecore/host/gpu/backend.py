@@ -113,11 +113,11 @@ class Backend:
 
 
 def see_gpus(words: Sequence[str]) -> None:
-    """Have CUDA see all GPUs in this process, whatever its starter sees, or only some of them. To
-    be called before CUDA is initialised.
+    """Make all GPUs, or only some of them, visible to CUDA in this process, whatever its parent
+    sees. Must be called before CUDA is initialised.
 
     Args:
-        words: Empty, or one that names them (`icecore.host.gpu.client.program`).
+        words: Empty for all GPUs, or one word that lists UUIDs (`icecore.host.gpu.client.program`).
     """
     os.environ.pop(_VISIBLE, None)
     if words:

@@ -174,9 +174,9 @@ class Agent(_Speaker):
 
         Args:
             seconds: After this time all run again, and the call fails.
-            patience: Seconds for threads to come out of the driver's calls, less if none of those
-                within moves any more; who does not runs on until this is called again. 0: all,
-                wherever they are.
+            patience: Seconds to wait for threads to leave the driver's calls; shorter once none of
+                those inside moves. Those that stay inside run until this is called again. 0: park
+                all threads, wherever they are.
             lease: Seconds after this or any later call, without another, after which the process
                 goes back to running by itself.
         """

@@ -7,7 +7,7 @@
 #include <ucontext.h>
 
 struct place {
-	uintptr_t code, stack; /* the instruction's address, and the stack's end */
+	uintptr_t code, stack; /* the instruction pointer and the stack pointer */
 };
 
 void stack_find_driver(void); /* once */

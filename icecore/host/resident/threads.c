@@ -7,8 +7,8 @@
  * moment later, when they may be outside; since parked threads submit nothing more, the work of the
  * others comes to its end. A thread that is not met outside in time (or that seems inside, because
  * words on the stack may be old) runs on until the driver's lock is taken, which then has few
- * threads to wait for. The same holds once none of those that are left has moved for a while: they
- * sleep, mostly below old words, and to wait longer would gain nothing.
+ * threads to wait for. The wait also ends once none of the remaining threads has moved for a
+ * while: they sleep, mostly with old words on their stacks, and waiting longer would gain nothing.
  *
  * The signal is the one with which the C library makes every thread change its user id.
  * Applications can neither block it nor wait for it, because the library removes it from their
@@ -61,8 +61,8 @@
 #define PASS_NANOSECONDS 2000000ll
 #define PROBE_NANOSECONDS 300000000ll
 #define SETTLE_NANOSECONDS 50000000ll
-#define STILL_SHARE 8 /* of the patience: for so long a thread that sleeps was at one place */
-#define STILL_LOOKS 16 /* on a busy machine few fit into that time */
+#define STILL_SHARE 8 /* a thread that stays at one place for patience / STILL_SHARE is still */
+#define STILL_LOOKS 16 /* it must be met there this often: a busy machine allows few looks */
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
 #define ASK_AGAIN_NANOSECONDS 20000000ll
 #define AGAIN_NANOSECONDS \
@@ -82,7 +82,7 @@ static struct seat {
 	_Atomic(const ucontext_t *) interrupted; /* where it was, while that is of interest */
 	/* the agent's own: */
 	int64_t asked, blocked_since, still_since;
-	unsigned still_looks; /* since `still_since` it was met so often, always at `place` */
+	unsigned still_looks; /* how often it was met at `place` since `still_since` */
 	struct place place;
 	bool still;
 } seats[SEATS];
@@ -505,11 +505,10 @@ static void note_place(struct seat *seat, const ucontext_t *interrupted, int64_t
 }
 
 /* Let threads go that were parked in the middle of a driver's call; return their number. Those
- * outside are not examined again. `while_`: of a thread that stands still, in nanoseconds. */
+ * outside are not examined again. `while_`: nanoseconds at one place that make a thread still. */
 static unsigned let_busy_go(int64_t while_)
 {
 	unsigned busy = 0;
-
 
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];

@@ -31,8 +31,8 @@ class Try:
     """The limits of one attempt, in seconds.
 
     Attributes:
-        patience: For threads to come out of the driver before its lock is asked for, as long as
-            they move; 0: it is asked for while all run.
+        patience: For threads to leave the driver before its lock is requested, while any of them
+            moves; 0: request the lock while all run.
         lock: For the driver's lock.
         left: For all else.
     """

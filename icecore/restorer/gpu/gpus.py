@@ -23,8 +23,8 @@ class GpuPlan:
 
     Attributes:
         processes: Image id → pairs of UUIDs, old → new; empty: the same GPUs as before.
-        used: The UUIDs of the GPUs, new ones, that the driver is concerned with: on which they have
-            contexts, or which take the place of others.
+        used: UUIDs of this machine's GPUs that the driver needs: those on which the processes get
+            contexts, and those that replace others.
     """
 
     processes: Mapping[int, Mapping[str, str]]

@@ -39,7 +39,7 @@ _SHARE = 1 / 8
 _REFUSALS = 60
 _REFUSALS_OF_UNKNOWN = 1
 _SPAN = 60.0
-#: Bytes that each log has in reserve on its file system: some hundred entries.
+#: Bytes of disk space reserved for each log: a few hundred entries.
 _RESERVE = 128 << 10
 
 
@@ -93,7 +93,7 @@ class _Log:
                         yield msgspec.json.decode(line, type=dict[str, Any])
 
     def prepare(self) -> None:
-        """Have the file, with its reserve, if there is room."""
+        """Open the file and reserve space for it, if the disk has room."""
         with suppress(OSError):
             self._open()
 
@@ -120,7 +120,7 @@ class _Log:
                     self._used[msgspec.json.decode(line, type=_Entry).who] += len(line)
 
     def _reserve(self, end: int) -> None:
-        """Keep space for further entries in reserve, so that what ends jobs and frees space can be
+        """Reserve space for further entries, so that requests that end jobs or free space can be
         recorded on a full disk.
         """
         if end + _RESERVE // 2 > self._reserved:

@@ -42,7 +42,8 @@ _CLOSE_SECONDS = 5.0
 _BACK_OFF = (1.0, 30.0)
 #: After a supervisor that ran for longer than this, the delay starts again at the shortest.
 _LONG_SECONDS = 600.0
-#: Supervisors that may be killed while they stop the job before the operation is given up.
+#: Attempts before an operation is given up: supervisors that are killed while they stop the job, or
+#: processes that end before they record themselves.
 _TRIES = 5
 _WRITE_AGAIN_SECONDS = 10.0
 
@@ -56,9 +57,9 @@ class Operations:
         bounds: How many run at a time.
 
     Attributes:
-        descriptors: Soft and hard limit on descriptors of workers and their jobs; None: this
-            process's.
-        priority: The nice value of workers and their jobs; None: inherit this thread's.
+        descriptors: Soft and hard limit on descriptors of workers and their jobs; None: the
+            zygote's.
+        priority: The nice value of workers and their jobs; None: the zygote's.
     """
 
     def __init__(self, state: Path, worker: str = "", bounds: Bounds | None = None) -> None:
@@ -132,8 +133,7 @@ class Operations:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Behind what is being started. An operation that has no process then is started by the next
-        # service.
+        # Queued after pending starts. The next service starts operations that have no process.
         closed = self._starting.submit(self._starter.close)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
@@ -288,8 +288,7 @@ class Operations:
             return
         entry.attempt += 1
         entry.began = time.monotonic()
-        # Not within the task: once it was asked for, a worker is started, whatever becomes of this
-        # service.
+        # Outside the task, so that cancelling the task does not cancel a requested start.
         starting = self._starting.submit(self._begin, entry.directory, descriptor, entry.attempt)
         self._watch(entry, starting)
 
@@ -367,8 +366,8 @@ class Operations:
             entry.state = "queued"
             return
         if entry.process is None and entry.attempt < _TRIES:
-            # It did nothing: a worker first writes who it is. The service before this one was killed
-            # while it started it.
+            # A worker records itself before it does anything else, so this one did nothing. The
+            # previous service may have been killed while it started the worker.
             entry.state = "queued"
             return
         self._fail(

@@ -63,10 +63,10 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What the zygote says: once that it is ready, and then what became of each request.
+    """A message of the zygote: first that it is ready, then the outcome of each request.
 
     Attributes:
-        error: The error number; 0: the process runs, and its pidfd comes with this.
+        error: The error number; 0: it is ready, or the process runs and its pidfd comes with this.
     """
 
     error: int = 0
@@ -77,9 +77,9 @@ class StartFailed(Exception):
 
 
 class Starter:
-    """Starts the processes of operations, each in its own session, by a zygote
-    (`icecore.zygote`). That is started when it is first needed, and again if it was killed or if
-    icecore was installed anew. One thread at a time uses this, but for `kill`.
+    """Starts the processes of operations, each in its own session, through a zygote
+    (`icecore.zygote`). It starts the zygote on first use, and again if the zygote was killed, hangs
+    or is older than the installed icecore. Only `kill` is safe to call from another thread.
 
     Args:
         worker: The module, or the file, whose ``main`` each process runs.
@@ -109,11 +109,16 @@ class Starter:
             self._begin()
         if self._ready:
             return
+        assert self._process is not None
         try:
             self._hear(_READY_SECONDS)
-        except (packets.PeerDied, TimeoutError):
-            assert self._process is not None
+        except TimeoutError:
             self._process.kill()
+            self.close()
+            raise StartFailed(
+                f"the process that starts operations was not ready after {_READY_SECONDS:.0f} s"
+            ) from None
+        except packets.PeerDied:
             status = self._process.wait()
             self.close()
             raise StartFailed(
@@ -160,8 +165,8 @@ class Starter:
 
         Args:
             lock: A descriptor that holds the operation's lock; the worker inherits it.
-            descriptors: Its soft and hard limit on descriptors; None: this process's.
-            priority: The worker's nice value; None: inherit this thread's.
+            descriptors: Its soft and hard limit on descriptors; None: the zygote's.
+            priority: The worker's nice value; None: the zygote's.
 
         Raises:
             StartFailed: It does not run.
@@ -185,7 +190,7 @@ class Starter:
                     self.close()
         finally:
             os.close(log)
-        raise StartFailed("the process that starts operations is killed again and again")
+        raise StartFailed(f"the process that starts operations was killed {_TRIES} times in a row")
 
     def _ask(self, data: bytes, descriptors: list[int]) -> int:
         """Send a request; return the pidfd, or -1.
@@ -216,7 +221,7 @@ class Starter:
         return sent[0] if sent else -1
 
     def kill(self) -> None:
-        """Have every call in another thread end soon, this one and later ones."""
+        """Kill the zygote, so that present and later calls in other threads end soon."""
         self._over = True
         process = self._process
         if process is not None:
