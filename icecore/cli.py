@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -73,6 +74,8 @@ _SERVED = _OF_REPOSITORY | {
     *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore"),
 }
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Options of ``run`` with any of which it supervises the job.
+_SUPERVISING = frozenset({"--resume", "--every", "--on-term", "--restart"})
 _TOP: Mapping[str, Any] = {
     "prog": "icecore",
     "usage": "icecore [options] COMMAND ...",
@@ -191,6 +194,8 @@ def main(
         origin: Whose request this is, where the node service runs the command.
     """
     own, rest = split_command(sys.argv[1:] if words is None else words)
+    if words is None and _lives_long(own):
+        _begin_again()
     _prepare_streams()
     recorder = output
     output = output or Output(as_json="--json" in own, quiet=True)
@@ -239,6 +244,25 @@ def main(
         threading.excepthook = threads_before
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _lives_long(words: Sequence[str]) -> bool:
+    """Return whether a command line is that of a service or of a supervisor."""
+    supervised = any(word.partition("=")[0] in _SUPERVISING for word in words)
+    return "serve" in words or ("run" in words and supervised)
+
+
+def _begin_again() -> None:
+    """Execute this program again, with an allocator that does not grow for hours."""
+    from icecore.host.kernel import libc
+
+    given = len(sys.orig_argv) - len(sys.argv) + 1
+    own = sys.orig_argv[max(1, given) :] == sys.argv[1:]  # not within another program
+    if libc.restore_environment() or not own or not os.path.isabs(sys.executable):
+        return
+    environment = libc.without_thread_caches(os.environ)
+    with suppress(OSError):  # it works without, too
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def _prepare_streams() -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 import msgspec
 
 from icecore.commands.context import BLAS_THREADS, load_numpy
+from icecore.host.kernel import libc
 from icecore.host.rpc import packets
 from icecore.service.api.workers import Answer, Request
 
@@ -48,6 +49,7 @@ def main() -> int:
     """Serve until the socket ends. In a forked process this returns the worker's status."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
+    libc.restore_environment()
     _have_streams()
     _load(*_MODULES)
     worker = _main_of(sys.argv[2])

@@ -482,6 +482,30 @@ def test_a_job_of_another_user_is_neither_taken_over_nor_ended(cli: Cli) -> None
     cli.run("kill", "-s", "KILL", "train")
 
 
+@pytest.mark.parametrize("before", ["", "glibc.malloc.check=0"])
+def test_a_supervisor_keeps_no_freed_memory_for_threads_and_its_job_has_the_old_environment(
+    cli: Cli, before: str
+) -> None:
+    """Else it grows for hours. The allocator is told before the program begins, so it begins twice."""
+    cli.run("init")
+    shows = (
+        "import os; own = open('/proc/' + os.environ['SUPERVISOR'] + '/environ').read();"
+        "print([v for k, v in os.environ.items() if 'TUNABLES' in k], own.count('tcache_count=0'))"
+    )
+    given = {"GLIBC_TUNABLES": before} if before else {}
+    words = ["run", "--name", "shows", "--resume", "--", sys.executable, "-c", shows]
+    script = 'export SUPERVISOR=$$; exec "$0" "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, *cli.command(*words)],
+        env={**cli.environment, **given},
+        cwd=cli.folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.stdout.strip() == f"{[before] if before else []} 1", done.stderr
+
+
 def test_names_that_are_no_names(cli: Cli) -> None:
     cli.run("init")
     for name in ("../x", "a/b", ""):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,6 +35,8 @@ _libc.statfs.restype = ctypes.c_int
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 _M_ARENA_MAX = -8  # malloc.h
+_TUNABLES = "GLIBC_TUNABLES"  # read by the loader
+_TUNABLES_BEFORE = "ICECORE_TUNABLES_BEFORE"
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
 #: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as
@@ -55,6 +58,32 @@ def keep_few_arenas() -> None:
     option = getattr(_libc, "mallopt", None)
     if option is not None and "MALLOC_ARENA_MAX" not in os.environ:
         option(_M_ARENA_MAX, 2)
+
+
+def without_thread_caches(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a new program's threads keep no freed memory of their own.
+
+    By default, glibc keeps up to seven freed pieces of each of 64 sizes for each thread, 0.23 MiB
+    in all, and a process with many threads grows for hours until all of these caches are full. The
+    new program calls `restore_environment` before it starts others.
+    """
+    before = environment.get(_TUNABLES, "")
+    both = ":".join(filter(None, (before, "glibc.malloc.tcache_count=0")))
+    return {**environment, _TUNABLES: both, _TUNABLES_BEFORE: before}
+
+
+def restore_environment() -> bool:
+    """Undo in this process's environment what `without_thread_caches` has changed; return whether it
+    had.
+    """
+    before = os.environ.pop(_TUNABLES_BEFORE, None)
+    if before is None:
+        return False
+    if before:
+        os.environ[_TUNABLES] = before
+    else:
+        os.environ.pop(_TUNABLES, None)
+    return True
 
 
 def return_free_memory() -> None:

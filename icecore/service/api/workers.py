@@ -15,7 +15,7 @@ import msgspec
 
 from icecore.errors import NotFound
 from icecore.host.jobs.description import boot_id
-from icecore.host.kernel import procfs
+from icecore.host.kernel import libc, procfs
 from icecore.host.rpc import packets
 from icecore.service.api import operation_files as files
 from icecore.service.api.operation_files import Process
@@ -143,7 +143,7 @@ class Starter:
                     stderr=_own_or_none(2),
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
-                    env=environment,
+                    env=libc.without_thread_caches(environment),
                 )
         except OSError as error:
             ours.close()
