@@ -207,7 +207,7 @@ void sleep_below(void *old, int moves, double seconds)
 """
 
 
-@pytest.mark.parametrize("moving", [[False], [True], [False, True]])
+@pytest.mark.parametrize("moving", [[False], [True], [False, True], [True, False]])
 def test_only_threads_that_move_are_waited_for_to_leave_the_driver(
     machine: Machine, resident: Target, moving: list[bool]
 ) -> None:

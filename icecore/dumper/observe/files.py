@@ -74,10 +74,13 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
             if not mapping.path.startswith("/"):
                 continue
             reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
-            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
-                bool(mapping.protection & procfs.PROT_WRITE) or _may_become_writable(reach)
-            )
             key = (os.makedev(*mapping.device), mapping.inode)
+            if key in found and found[key].mapped_writable:
+                continue
+            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
+                bool(mapping.protection & procfs.PROT_WRITE)
+                or (not _is_special(mapping.path) and _may_become_writable(reach))
+            )
             if key in found and not shared_writable:
                 continue
             _add(
@@ -89,6 +92,13 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 options,
             )
     return sorted(found.values(), key=lambda f: f.about.path)
+
+
+def _is_special(path: str) -> bool:
+    """Return whether a path is that of a device, of the kernel, or of memory without a name."""
+    return path.startswith(_MEMORY) or (
+        path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY)
+    )
 
 
 def _may_become_writable(reach: str) -> bool:
@@ -120,11 +130,7 @@ def _add(
         return  # closed or unmapped since, which happens only before the window
     deleted = target.endswith(_DELETED) and not _is_there(reach, target, about)
     path = target.removesuffix(_DELETED) if deleted else target
-    if (
-        not stat.S_ISREG(about.st_mode)
-        or (path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY))
-        or path.startswith(_MEMORY)
-    ):
+    if not stat.S_ISREG(about.st_mode) or _is_special(path):
         return
     before = found.get((about.st_dev, about.st_ino))
     if before is not None:

@@ -537,15 +537,30 @@ static bool counts_still(struct seat *seat)
 	return what != GONE && what != NOT_OURS;
 }
 
-/* Whether any thread may come out of the driver soon: it is not parked, and did not stand still
- * when it was met last. */
+/* Whether it has parked since `let_busy_go` passed: it may be in the driver. */
+static bool is_unexamined(struct seat *seat)
+{
+	return state_of(seat) == PARKED && atomic_load(&seat->interrupted);
+}
+
+/* Whether any thread may come out of the driver soon: it is not parked outside, and did not stand
+ * still when it was met last. */
 static bool anyone_moves(void)
 {
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
-		if (state_of(seat) != PARKED && !seat->still && counts_still(seat))
+		if ((state_of(seat) != PARKED || is_unexamined(seat)) && !seat->still &&
+		    counts_still(seat))
 			return true;
 	}
+	return false;
+}
+
+static bool anyone_unexamined(void)
+{
+	for (unsigned at = 0; at < seated; at++)
+		if (is_unexamined(&seats[taken[at]]))
+			return true;
 	return false;
 }
 
@@ -623,7 +638,7 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 			unsigned busy = let_busy_go(patience_for_busy / STILL_SHARE);
 			if (busy && !anyone_moves())
 				brake_until = 0;
-			if (!asking && !busy && !on_their_way()) {
+			if (!asking && !busy && !on_their_way() && !anyone_unexamined()) {
 				answer->flags = (uint32_t)waiting;
 				answer->count = park_count();
 				return 0;
@@ -642,7 +657,10 @@ int threads_park_begin(int64_t until, int64_t patience_for_busy, struct resident
 				continue;
 			}
 		}
-		calm = complete && (waiting == 0 || all_here_or_inside()) ? calm + 1 : 0;
+		calm = complete && (waiting == 0 || all_here_or_inside()) &&
+				(!patience_for_busy || !anyone_unexamined())
+		    ? calm + 1
+		    : 0;
 		if (calm == 2) {
 			answer->count = park_count();
 			return 0;

@@ -75,7 +75,7 @@ class _Log:
         size = os.fstat(self._file).st_size
         if size and size + len(line) > self._limit:
             self._rotate()
-            size = 0
+            size = os.fstat(self._file).st_size
         self._reserve(size + len(line))
         written = os.write(self._file, line)
         if written < len(line):
@@ -131,11 +131,14 @@ class _Log:
     def _rotate(self) -> None:
         # The new file first, or others might take the space that the old one gives up.
         fresh = self.path.with_name(f"{self.path.name}.new")
-        made = os.open(
-            fresh,
-            os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
+        try:
+            made = os.open(
+                fresh,
+                os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
+        except OSError:  # no room for a file: the old one becomes longer than its limit
+            return
         with suppress(OSError):
             reserve(made, 0, _RESERVE)
         with suppress(OSError):

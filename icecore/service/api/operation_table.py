@@ -54,7 +54,12 @@ class Entry:
     @property
     def cancelled(self) -> int:
         """The signal that asked it to end; 0: none did."""
-        return self.asked or files.cancelled_by(self.directory)
+        if self.asked:
+            return self.asked
+        try:
+            return files.cancelled_by(self.directory)
+        except OSError:  # no descriptor is left; its worker looks, too
+            return 0
 
     def settle(self, result: Result) -> None:
         """Note how it ended."""

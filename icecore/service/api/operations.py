@@ -15,10 +15,11 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,7 @@ from icecore.service.api.tokens import FOLDER
 _POLL_SECONDS = 0.1
 #: Until the zygote is started, if no operation needs it earlier.
 _WARM_SECONDS = 1.0
+_LOOK_AGAIN_SECONDS = 1.0
 #: For what is being started when the service ends.
 _CLOSE_SECONDS = 5.0
 #: Shortest and longest delay before a supervisor is replaced. The longest delay and the start of
@@ -281,7 +283,11 @@ class Operations:
         try:
             descriptor = files.lock(entry.directory)
         except OSError as error:
-            self._fail(entry, f"cannot start a process: {error.strerror}")
+            why = f"cannot start a process: {error.strerror}"
+            if entry.stored.supervised and entry.attempt:  # its job may run
+                self._do(self._again(entry))
+            else:
+                self._fail(entry, why)
             return
         if descriptor < 0:  # somebody else's worker has it; it writes the result
             self._watch(entry)
@@ -301,7 +307,10 @@ class Operations:
 
     def _watch(self, entry: Entry, starting: Future[int] | None = None) -> None:
         entry.state = "running"
-        task = asyncio.get_running_loop().create_task(self._until_end(entry, starting))
+        self._do(self._until_end(entry, starting))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -314,18 +323,10 @@ class Operations:
             except asyncio.CancelledError:
                 starting.add_done_callback(_close)
                 raise
-            except (workers.StartFailed, OSError, ValueError) as error:
+            except (workers.StartFailed, OSError, ValueError, msgspec.MsgspecError) as error:
                 await self._not_started(entry, str(error))
                 return
-        if pidfd < 0:
-            pidfd = await workers.open_worker(entry.directory)
-        if pidfd >= 0:
-            try:
-                await workers.readable(pidfd)
-            finally:
-                os.close(pidfd)
-        entry.process = files.read_process(entry.directory)
-        result = files.read_result(entry.directory)
+        result = await self._outcome(entry, pidfd)
         if result is not None:
             self._finish(entry, result, written=True)
         elif entry.stored.supervised and (not entry.cancelled or entry.stops < _TRIES):
@@ -333,6 +334,29 @@ class Operations:
         else:
             self._lost(entry)
             self._pump()
+
+    async def _outcome(self, entry: Entry, pidfd: int) -> Result | None:
+        """Wait until the worker has ended; return its result if it left one.
+
+        Args:
+            pidfd: Of the worker; it is closed. -1: it has to be found first.
+        """
+        while True:
+            try:
+                if pidfd < 0:
+                    pidfd = await workers.open_worker(entry.directory)
+                if pidfd >= 0:
+                    await workers.readable(pidfd)
+                entry.process = files.read_process(entry.directory)
+                if entry.process is not None:  # of a service before this one, perhaps
+                    entry.attempt = max(entry.attempt, entry.process.attempt)
+                return files.read_result(entry.directory)
+            except OSError:  # no descriptor is left, or the disk does not answer: look again later
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            finally:
+                if pidfd >= 0:
+                    os.close(pidfd)
+                    pidfd = -1
 
     async def _not_started(self, entry: Entry, why: str) -> None:
         """Handle a worker that could not be started."""

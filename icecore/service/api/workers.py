@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +33,10 @@ _POLL_SECONDS = 0.05
 _READY_SECONDS, _ANSWER_SECONDS = 120.0, 10.0
 _END_SECONDS = 2.0
 _TRIES = 3
-_NOT_THERE = (0, 0)
+_PAUSE_SECONDS = 1.0
+_PACKAGE = Path(__file__).resolve().parents[2]
+_FILES = (Path(__file__), _PACKAGE / "worker.py", _PACKAGE / "zygote.py")
+_NOT_THERE: tuple[tuple[int, int], ...] = ()
 _ZYGOTE = "icecore.zygote"
 #: Variables by which a service manager speaks to the service alone.
 _NOT_INHERITED = (
@@ -74,6 +78,10 @@ class Answer(msgspec.Struct, array_like=True):
 
 class StartFailed(Exception):
     """A worker could not be started, and does not run."""
+
+
+class _Died(StartFailed):
+    """The zygote ended before it was ready."""
 
 
 class Starter:
@@ -121,7 +129,7 @@ class Starter:
         except packets.PeerDied:
             status = self._process.wait()
             self.close()
-            raise StartFailed(
+            raise _Died(
                 f"the process that starts operations ended with status {status};"
                 " the service's log says more"
             ) from None
@@ -151,6 +159,8 @@ class Starter:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._control, self._ready = ours, False
+        if self._over:
+            self._process.kill()
 
     def start(
         self,
@@ -182,12 +192,16 @@ class Starter:
         wanted = Request(os.fsencode(directory), attempt, descriptors, priority)
         data = msgspec.msgpack.encode(wanted)
         try:
-            for _ in range(_TRIES):
-                self.warm()
+            for left in range(_TRIES, 0, -1):
                 try:
+                    self.warm()
                     return self._ask(data, [lock, log])
                 except packets.PeerDied:
                     self.close()
+                except _Died:
+                    if left == 1:
+                        raise
+                    time.sleep(_PAUSE_SECONDS)  # in the middle of an upgrade, for example
         finally:
             os.close(log)
         raise StartFailed(f"the process that starts operations was killed {_TRIES} times in a row")
@@ -207,7 +221,10 @@ class Starter:
         except TimeoutError:
             # It hangs. It may have answered before it dies.
             self._process.kill()
+        try:
             return self._hear(_ANSWER_SECONDS)
+        except TimeoutError as error:  # it is stuck in the kernel
+            raise packets.PeerDied(*error.args) from error
 
     def _hear(self, seconds: float) -> int:
         assert self._control is not None
@@ -237,7 +254,8 @@ class Starter:
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:  # it still imports, or hangs
                 self._process.kill()
-                self._process.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_SECONDS)
             self._process = None
 
 
@@ -250,13 +268,15 @@ def _own_or_none(descriptor: int) -> int:
     return descriptor
 
 
-def _installed() -> tuple[int, int]:
-    """Return what differs once icecore was installed anew: an upgrade writes a new file."""
+def _installed() -> tuple[tuple[int, int], ...]:
+    """Return what differs once icecore was installed anew: an upgrade writes new files. Empty: some
+    are missing, in the middle of it.
+    """
     try:
-        about = os.stat(__file__)
-    except OSError:  # in the middle of it
+        found = [os.stat(path) for path in _FILES]
+    except OSError:
         return _NOT_THERE
-    return about.st_ino, about.st_mtime_ns
+    return tuple((about.st_ino, about.st_mtime_ns) for about in found)
 
 
 async def open_worker(directory: Path) -> int:

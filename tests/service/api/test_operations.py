@@ -185,7 +185,7 @@ def test_a_zygote_that_hangs_is_replaced(state: Path, monkeypatch: pytest.Monkey
 def test_an_installation_is_noticed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(own: Operations) -> None:
         seen = []
-        for installed in ((1, 1), (1, 1), (0, 0), (1, 2)):
+        for installed in (((1, 1),), ((1, 1),), (), ((1, 2),)):
             monkeypatch.setattr(workers, "_installed", lambda found=installed: found)
             made, _ = own.create(wanted())
             assert (await own.wait(made.id, 30)).state == "succeeded"
@@ -232,6 +232,29 @@ def test_a_worker_runs_although_the_service_has_no_descriptor_left(
         assert own.get(made.id).state == "running"
         own.cancel(made.id)
         assert (await own.wait(made.id, 30)).state == "cancelled"
+
+    running(state, test)
+
+
+def test_an_operation_ends_although_files_cannot_be_read_for_a_while(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left, or the disk does not answer."""
+    monkeypatch.setattr(operations, "_LOOK_AGAIN_SECONDS", 0.05)
+    real, failures = files.read_process, [0]
+
+    def fail_at_first(directory: Path) -> Process | None:
+        if failures[0] < 3:
+            failures[0] += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(directory)
+
+    async def test(own: Operations) -> None:
+        made, _ = own.create(wanted())
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "read_process", fail_at_first)
+            await own._table.get(made.id).changed.wait()
+        assert own.get(made.id).state == "succeeded" and failures[0] == 3
 
     running(state, test)
 
