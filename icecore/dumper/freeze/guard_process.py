@@ -43,6 +43,8 @@ from icecore.host.rpc import packets, peer
 
 #: Nice value of CRIU and of the scan in the window.
 WINDOW_PRIORITY = -15
+#: For a CRIU that was told to end: it may have to give the memory of GPUs back first.
+LAST_SECONDS = 120.0
 
 
 class _Server:
@@ -159,11 +161,15 @@ class _Server:
 
 
 class _Watch:
-    """Waits for descriptors; hangs up on CRIU once ``limit`` seconds have passed."""
+    """Waits for descriptors; hangs up on CRIU once ``limit`` seconds have passed, and kills it if
+    that does not end it: it may wait for ever for a process that was killed meanwhile. Its parasite
+    ends by itself then, and the tree goes on.
+    """
 
     def __init__(self, waiting: WaitingCriu, limit: float | None) -> None:
         self._waiting = waiting
         self._end = None if limit is None else time.monotonic() + limit
+        self._hung_up = False
 
     def wait(self, descriptor: int) -> None:
         """Wait until ``descriptor`` can be read."""
@@ -171,8 +177,13 @@ class _Watch:
             left = None if self._end is None else max(0.0, self._end - time.monotonic())
             if readable([descriptor], left):
                 return
-            self._end = None
-            self._waiting.hang_up()
+            if self._hung_up:
+                self._end = None
+                self._waiting.criu.kill()
+            else:
+                self._hung_up = True
+                self._end = time.monotonic() + LAST_SECONDS
+                self._waiting.hang_up()
 
 
 def main() -> None:
