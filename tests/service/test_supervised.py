@@ -518,7 +518,7 @@ def test_a_notice_that_a_command_gives(cli: Cli) -> None:
     asks = f"test -e {cli.folder}/notice"
     bounds = ("--max-overhead", "90%", "--max-loss", "7s")
     process = counter.start("--notice-command", asks, "--every", "1s", "--notice", "0.01s", *bounds)
-    until(lambda: counter.snapshots() > 0, "a snapshot")
+    until(lambda: counter.snapshots() > 1, "a snapshot that is recorded, and another one")
     # Its own bounds, not those of the configuration.
     explained = cli.one("schedule", "schedule", "explain", "counter")
     assert explained["interval_seconds"] == 1.0 and 0 < explained["auto_seconds"] <= 7.0
