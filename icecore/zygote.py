@@ -50,7 +50,6 @@ def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     libc.restore_environment()
-    _have_streams()
     _load(*_MODULES)
     worker = _main_of(sys.argv[2])
     # Collections write to all objects, so without the freeze each fork would copy most pages.
@@ -77,13 +76,6 @@ def _serve(control: socket.socket) -> tuple[Request, list[int]]:
             return msgspec.msgpack.decode(data, type=Request), descriptors
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _have_streams() -> None:
-    """Open what is missing of the standard streams, so that no other descriptor takes its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
 
 
 def _load(*names: str) -> None:
