@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import shutil
 import socket
 import subprocess
@@ -38,7 +39,6 @@ from pathlib import Path
 from icecore.dumper.freeze.waiting_criu import WaitingCriu
 from icecore.host.kernel import oom
 from icecore.host.kernel.pipes import HeldPipes, make_room
-from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets, peer
 
 #: Nice value of CRIU and of the scan in the window.
@@ -144,7 +144,7 @@ class _Server:
         if waiting is None:
             self.say(event="ended", status=-1)
             return
-        watch = _Watch(waiting, limit)
+        watch = _Watch(waiting, limit, self.control)
         waiting.go()
         watch.wait(waiting.status)
         served = os.read(waiting.status, 1) == b"\0"
@@ -161,13 +161,14 @@ class _Server:
 
 
 class _Watch:
-    """Waits for descriptors; hangs up on CRIU once ``limit`` seconds have passed, and kills it if
-    that does not end it: it may wait for ever for a process that was killed meanwhile. Its parasite
-    ends by itself then, and the tree goes on.
+    """Waits for descriptors; hangs up on CRIU once ``limit`` seconds have passed or the dumper has
+    ended, and kills it if that does not end it: it may wait for ever for a process that was killed
+    meanwhile. Its parasite ends by itself then, and the tree goes on.
     """
 
-    def __init__(self, waiting: WaitingCriu, limit: float | None) -> None:
+    def __init__(self, waiting: WaitingCriu, limit: float | None, control: socket.socket) -> None:
         self._waiting = waiting
+        self._control = control
         self._end = None if limit is None else time.monotonic() + limit
         self._hung_up = False
 
@@ -175,7 +176,12 @@ class _Watch:
         """Wait until ``descriptor`` can be read."""
         while True:
             left = None if self._end is None else max(0.0, self._end - time.monotonic())
-            if readable([descriptor], left):
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if not self._hung_up:
+                poll.register(self._control, 0)  # only for its end
+            found = poll.poll(None if left is None else left * 1000)
+            if descriptor in dict(found):
                 return
             if self._hung_up:
                 self._end = None
