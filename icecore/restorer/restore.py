@@ -5,8 +5,8 @@ memory, or none of it runs and nothing of it is left.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
+from icecore.errors import RestoreFailed
 from icecore.events import Event, Sink, discard
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.registry import Registry
@@ -34,6 +34,7 @@ from icecore.restorer.phases.resources import start_resources
 from icecore.restorer.phases.undoing import Undo
 from icecore.restorer.requirements.outcome import Requirements
 from icecore.restorer.restored import Restored
+from icecore.restorer.tree import PidTaken
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
@@ -77,7 +78,7 @@ def restore(
         StoreError: The storage failed; nothing of the tree runs.
     """
     record = snapshot if isinstance(snapshot, SnapshotRecord) else None
-    first = Attempt(
+    attempt = Attempt(
         repository,
         loop,
         record.snapshot if record is not None else str(snapshot),
@@ -89,12 +90,20 @@ def restore(
         time.perf_counter(),
         device_file=kernel_version() >= _FIRST_MINOR_FAULTS and overcommits(),
     )
-    try:
-        return _run(first)
-    except FileUnusable as error:
-        message = f"{error.message}; the restore is tried again without a file for it"
-        emit(Event("restore.warning", {"name": "device-memory", "message": message}))
-    return _run(replace(first, began=time.perf_counter(), device_file=False))
+    failed: FileUnusable | PidTaken
+    while True:
+        try:
+            return _run(attempt)
+        except FileUnusable as error:
+            name, how, failed = "device-memory", " without a file for it", error
+        except PidTaken as error:
+            name, how, failed = "pid", "", error
+        following = attempt.after(failed)
+        if following is None:
+            raise RestoreFailed(failed.message, cure=failed.cure) from failed
+        message = f"{failed.message}; the restore is tried again{how}"
+        emit(Event("restore.warning", {"name": name, "message": message}))
+        attempt = following
 
 
 def _run(attempt: Attempt) -> Restored:

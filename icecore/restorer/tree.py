@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from icecore.errors import IcecoreError, RestoreFailed
+from icecore.host.criu.log import PID_TAKEN
 from icecore.host.criu.program import Criu, RestoreArguments, explain, restore_command
 from icecore.host.kernel import procfs
 from icecore.restorer.fetch.limits import Limits
@@ -44,6 +45,10 @@ while :; do
     sleep 1
 done
 """
+
+
+class PidTaken(RestoreFailed):
+    """Another process got an id of the tree's between the check and CRIU's use of it."""
 
 
 def criu_arguments(
@@ -269,11 +274,14 @@ class Tree:
 
     def _explain(self, why: str = "") -> RestoreFailed:
         """Return why CRIU failed."""
-        message, cure = explain(self._work, "restore.log").sentence(self._what)
+        found = explain(self._work, "restore.log")
+        message, cure = found.sentence(self._what)
         status = f"criu's exit status {self.daemon.criu_status}" + (
             f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
         )
-        return RestoreFailed(f"{message} ({why or status})", cure=cure)
+        taken = found.cause is not None and found.cause.name == PID_TAKEN
+        kind = PidTaken if taken else RestoreFailed
+        return kind(f"{message} ({why or status})", cure=cure)
 
     def bring_devices_back(
         self, devices: Devices, sizes: Mapping[int, int], seconds: float

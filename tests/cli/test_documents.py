@@ -142,6 +142,7 @@ def test_exit_codes_are_documented() -> None:
         "FileUnusable",
         "GuardLost",
         "NotHeld",
+        "PidTaken",
         "PlacerLost",
         "TooLarge",
         "Unauthenticated",

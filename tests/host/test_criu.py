@@ -363,6 +363,8 @@ def test_the_log_is_understood():
         "(00.2) 1: Error (criu/x.c:1): Can't open file: No such file or directory\n"
     )
     assert high.cause is not None and "ulimit -Hn" in high.cause.cure
+    taken = diagnose("pie: 7: Error (criu/pie/restorer.c:2090): Unable to create a thread: -17\n")
+    assert taken.cause is not None and taken.cause.name == "pid-taken"
     met = diagnose(
         "pie: 1: Error (criu/pie/parasite.c:634): Can't create a directory (-17)\n"
         "Error (criu/parasite-syscall.c:320): Parasite failed to dump /proc/self/cgroup\n"

@@ -37,7 +37,7 @@ from icecore.sizes import PAGE
 from icecore.store.snapshot.reader import SnapshotReader
 from tests import zygote
 from tests.host.target import eventually
-from tests.programs import driving, plain_criu
+from tests.programs import driving, kernel, plain_criu
 from tests.restorer.criu_place import Dumped, await_gone, dumped
 from tests.restorer.places import SlowBackend
 
@@ -488,6 +488,45 @@ def test_a_guard_that_is_killed_ends_the_restore_and_the_tree(tmp_path: Path, ca
         assert it.remains() == []
         last = driving.progress(tmp_path)
         assert last is None or last.errors == ()
+
+
+class Taker:
+    """Takes an id of a tree while it is being built, and gives it back once the restore says that
+    it tries again.
+    """
+
+    def __init__(self, wanted: int, times: int) -> None:
+        self.wanted, self.left = wanted, times
+        self.warnings: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "restore.criu" and event.fields["state"] == "begin" and self.left:
+            self.left -= 1
+            kernel.spawn_with_id(self.wanted, "sleep", "60")
+        elif event.name == "restore.warning":
+            self.warnings.append(event.fields["name"])
+            self.give_back()
+
+    def give_back(self) -> None:
+        os.kill(self.wanted, signal.SIGKILL)
+        os.waitpid(self.wanted, 0)
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["process", "thread"])
+def test_an_id_that_another_process_gets_meanwhile(tmp_path: Path, cache: Path, which: int) -> None:
+    with dumped("training", tmp_path, cache) as it:
+        manifest = it.place.run(it.place.repository.manifest(it.result.snapshot))
+        wanted = sorted(manifest.requirements.pids)[which]
+        assert (wanted == it.running.pid) == (which == 0)
+        stubborn = Taker(wanted, 3)
+        with pytest.raises(RestoreFailed, match="in use on this machine"):
+            it.restore(FULL, emit=stubborn)
+        assert stubborn.warnings == ["pid", "pid"] and it.remains() == []
+        stubborn.give_back()  # the restore has not killed what had the id
+        once = Taker(wanted, 1)
+        restored = it.restore(FULL, emit=once)
+        assert once.warnings == ["pid"] and restored.pid == it.running.pid
+        assert it.verdict().errors == ()
 
 
 def test_pids_in_use_are_refused_before_anything_starts(tmp_path: Path, cache: Path) -> None:

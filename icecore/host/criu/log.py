@@ -47,6 +47,9 @@ _PIPES_CURE = (
 #: Name of the cause of a dump that fails because processes or threads come and go meanwhile.
 RESTLESS = "ended"
 
+#: Name of the cause of a restore that fails because another process got an id of the tree's.
+PID_TAKEN = "pid-taken"
+
 #: Pattern in an error line, and what it means. The first match of the earliest line counts.
 KNOWN: list[tuple[re.Pattern[str], Cause]] = [
     (re.compile(pattern), Cause(name, message, cure))
@@ -157,8 +160,9 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "close it in the job before the dump",
         ),
         (
-            r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected|pid .* already in use",
-            "pid-taken",
+            r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected|pid .* already in use"
+            r"|Unable to create a thread: -17",
+            PID_TAKEN,
             "a process id of the job is in use on this machine",
             "wait until the old processes are gone; jobs of 'icecore run --pid private' have process ids of their own",
         ),

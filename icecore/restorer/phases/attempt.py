@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.events import Event, Sink
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.registry import Registry
+from icecore.restorer.fill.device_file import FileUnusable
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.tree import PidTaken
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
@@ -31,6 +34,7 @@ class Attempt:
         emit: Gets the events; an exception from it fails the restore.
         began: When the attempt began (`time.perf_counter`).
         device_file: Whether device memory may come through a file.
+        tries: How often the tree may be built, this time included.
     """
 
     repository: StoredRepository
@@ -43,6 +47,15 @@ class Attempt:
     emit: Sink
     began: float
     device_file: bool
+    tries: int = 3
+
+    def after(self, error: BaseException) -> Attempt | None:
+        """Return what to try after this attempt has failed with ``error``; None: nothing."""
+        if isinstance(error, FileUnusable) and self.device_file:
+            return replace(self, began=time.perf_counter(), device_file=False)
+        if isinstance(error, PidTaken) and self.tries > 1:
+            return replace(self, began=time.perf_counter(), tries=self.tries - 1)
+        return None
 
     @property
     def workdir(self) -> str:

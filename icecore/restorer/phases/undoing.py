@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from icecore.errors import RestoreFailed
 from icecore.events import Event
 from icecore.restorer.files.put_back import PutBack
-from icecore.restorer.fill.device_file import FileUnusable
 from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.tree import Tree
@@ -45,8 +44,7 @@ class Undo:
         """
         attempt = self._request
         released = self.tree is not None and self.tree.released
-        retried = attempt.device_file and isinstance(error, FileUnusable)
-        if not released and not retried:
+        if not released and attempt.after(error) is None:
             attempt.tell(
                 Event(
                     "restore.failed",

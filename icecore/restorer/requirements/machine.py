@@ -24,6 +24,8 @@ _INSTRUCTIONS = re.compile(
 )
 #: How long init may take to reap a process that has ended.
 _DEAD_SECONDS = 5.0
+#: How long others may take that run a command, say, and have got such a pid by chance.
+_SHORT_SECONDS = 0.5
 _LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
 
 
@@ -113,12 +115,13 @@ def check_names(manifest: Manifest, *, name: bool) -> Iterator[Requirement]:
 
 
 def _taken(pids: list[int]) -> list[int]:
-    """Return the pids that are in use. Wait a moment for processes that have ended and were not yet
-    reaped, as after a job was killed.
+    """Return the pids that are in use. Wait a moment for processes that are about to end, or have
+    ended and were not yet reaped, as after a job was killed.
     """
-    end = time.monotonic() + _DEAD_SECONDS
+    began = time.monotonic()
     while taken := [pid for pid in pids if procfs.exists(pid)]:
-        if time.monotonic() > end or not all(map(_dead, taken)):
+        patience = _DEAD_SECONDS if all(map(_dead, taken)) else _SHORT_SECONDS
+        if time.monotonic() > began + patience:
             break
         time.sleep(0.05)
     return taken
