@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from icecore.dumper.dump import DumpResult
     from icecore.dumper.options import DumpOptions
+    from icecore.dumper.stopping import StopRequest
     from icecore.host.criu.program import Criu
     from icecore.host.jobs.identity import Identity
     from icecore.repository import Repository
@@ -281,6 +282,7 @@ def dump(
     options: DumpOptions | None = None,
     *,
     config: Config | None = None,
+    stopping: StopRequest | None = None,
     emit: Sink = discard,
 ) -> DumpResult:
     """Take a snapshot of a running job or of any process tree. The job continues, unless
@@ -295,6 +297,8 @@ def dump(
         repository: The repository, open or as a location. Empty: the configured one.
         options: Default: the configured options.
         config: Default: `icecore.config.loading.load`.
+        stopping: Can still have the dump end the job while it is under way, until its window
+            begins. A streamed dump cannot.
         emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:
@@ -341,6 +345,7 @@ def dump(
             criu=criu_of(config),
             workdir=config.dump.workdir,
             committed=note,
+            stopping=stopping,
             emit=emit,
         )
 

@@ -22,6 +22,7 @@ from icecore.dumper.phases.preflight import Accepted, preflight
 from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.gpu_changes import GpusChanged
+from icecore.dumper.stopping import StopRequest
 from icecore.dumper.target import Target
 from icecore.errors import HookFailed, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
@@ -75,6 +76,7 @@ def dump(
     criu: Criu | None = None,
     workdir: str = "/dev/shm",
     committed: Callable[[DumpResult], None] | None = None,
+    stopping: StopRequest | None = None,
     emit: Sink = discard,
 ) -> DumpResult:
     """Take a snapshot of a running process tree.
@@ -87,6 +89,8 @@ def dump(
         workdir: Directory on tmpfs for CRIU's images while the dump lasts.
         committed: Called with the result once the snapshot is committed and the job runs, before
             the command after the dump.
+        stopping: Can still have the dump end the job until the window begins. A streamed dump
+            cannot.
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:
@@ -109,12 +113,17 @@ def dump(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
             cure="dump without --stop and end the job afterwards",
         )
+    if stopping is None or options.memory == "streamed":
+        stopping = StopRequest()
+    if options.stop:
+        stopping.ask()
     limits.require_directory(workdir, "--workdir")
     for tag in options.tags:
         require_label(tag)
     try:
         with hooks_of(options, target, emit) as hooks:
-            request = Request(repository, loop, target, options, criu or find_criu(), workdir, emit)
+            criu = criu or find_criu()
+            request = Request(repository, loop, target, options, criu, workdir, emit, stopping)
             made = _run_until_unchanged(request, hooks)
             snapshot = hooks.snapshot = made.snapshot
             manifest = made.manifest

@@ -7,6 +7,7 @@ from dataclasses import replace
 from icecore import api
 from icecore.config import Config
 from icecore.dumper.dump import DumpResult
+from icecore.dumper.stopping import StopRequest
 from icecore.errors import Damaged, JobHeld, NotFound, ObjectMissing
 from icecore.events import Sink
 from icecore.host.jobs.identity import Identity
@@ -85,14 +86,22 @@ class RepositoryEngine:
                 return None
         return self._owners[record.snapshot]
 
-    def dump(self, instance: str, *, stop: bool, under: str, emit: Sink) -> DumpResult:
-        """Take a snapshot of a job, and end it if ``stop``; raises what `icecore.dump` does.
+    def dump(self, instance: str, *, stopping: StopRequest, under: str, emit: Sink) -> DumpResult:
+        """Take a snapshot of a job; raises what `icecore.dump` does.
 
         Args:
+            stopping: Whether the job is to end with it; may still be asked.
             under: Session without which the snapshot is not committed.
         """
-        options = replace(api.dump_options(self._config), stop=stop, under=under)
-        return api.dump(instance, self._repository, options, config=self._config, emit=emit)
+        options = replace(api.dump_options(self._config), under=under)
+        return api.dump(
+            instance,
+            self._repository,
+            options,
+            config=self._config,
+            stopping=stopping,
+            emit=emit,
+        )
 
     def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:
         """Restore a snapshot as the job of a name, with all its memory; raises what

@@ -63,7 +63,8 @@ class Measured(msgspec.Struct, frozen=True):
 
     Attributes:
         taken: The newest snapshots, oldest first.
-        stop_seconds: Moving average of how long it takes to stop the job with a snapshot.
+        stop_seconds: Moving average of how long it takes at most to stop the job with a snapshot: a
+            periodic one may have to be stored before.
         window_seconds, background_seconds, commit_seconds: Moving averages over its snapshots.
         failures: How often it has failed.
         ran_seconds: How long it has run under supervision.
@@ -89,6 +90,7 @@ class Measured(msgspec.Struct, frozen=True):
     def after(self, done: Taken) -> Measured:
         """Return what is known once a snapshot was taken."""
         background = max(0.0, done.seconds - done.window)
+        before_stop = done.committing if self.interval_seconds else 0.0
 
         def average(before: float, now: float) -> float:
             return now if not self.taken else before + _NEWEST * (now - before)
@@ -96,7 +98,7 @@ class Measured(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self,
             taken=[*self.taken, done][-_KEPT:],
-            stop_seconds=average(self.stop_seconds, done.seconds),
+            stop_seconds=average(self.stop_seconds, before_stop + done.seconds),
             window_seconds=average(self.window_seconds, done.window),
             background_seconds=average(self.background_seconds, background),
             commit_seconds=average(self.commit_seconds, done.committing),

@@ -14,6 +14,7 @@ import pytest
 
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.stopping import StopRequest
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
 from icecore.host.criu.program import find_criu
@@ -108,19 +109,36 @@ def test_every_page_is_recorded(name: str, start: Start, store: Store) -> None:
     assert driving.wait_finished(running.program, running.state_dir).passed
 
 
+@pytest.mark.parametrize("moment", ["at first", "dump.precopy", "dump.criu"])
 @pytest.mark.parametrize("name", ["memory-pattern", "tree"])
 def test_a_stopped_tree_stands_still_until_its_snapshot_is_committed(
-    name: str, start: Start, store: Store
+    name: str, moment: str, start: Start, store: Store
 ) -> None:
     running = start(name)
     members = procfs.tree(running.pid)
     still, events = watching(running.pid)
     held: list[int] = []
     events.hooks["store.commit", "begin"] = lambda _: held.extend(standing(running.pid))
-    result = store.dump(running.pid, DumpOptions(stop=True), events=events)
+    # Bounds that no longer apply once the dump is asked to end the job.
+    slow = 0.01 if moment == "dump.precopy" else 1.0
+    late = DumpOptions(pre_copy="on", background_cpu=slow, max_window=1e-6)
+    stopping = StopRequest()
+    events.hooks[moment, "begin"] = lambda _: stopping.ask()
+    options = DumpOptions(stop=True) if moment == "at first" else late
+    result = store.dump(running.pid, options, events=events, stopping=stopping)
+    assert stopping.ends
     assert held == [pid for pid, state in still.states.items() if state == "t"]
     assert not any(driving.alive(pid) for pid in members)
     assert assert_same_memory(store.read(result.snapshot), still) > 0
+
+
+def test_after_the_window_a_dump_ends_nothing(job: Job, store: Store) -> None:
+    stopping = StopRequest()
+    events = Events({("dump.store", "begin"): lambda _: stopping.ask()})
+    first = store.dump(job.pid, events=events, stopping=stopping)
+    assert stopping.asked and not stopping.ends
+    assert store.dump(job.pid).parent == first.snapshot
+    job.is_well()
 
 
 def test_what_did_not_change_is_not_stored_again(job: Job, store: Store) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.stopping import StopRequest
 from icecore.dumper.target import Target
 from icecore.errors import NotFound
 from icecore.events import Event
@@ -105,6 +106,7 @@ class Store:
         *,
         events: Events | None = None,
         criu: Criu | None = None,
+        stopping: StopRequest | None = None,
     ) -> DumpResult:
         """Dump, and check that nothing is left behind."""
         if isinstance(target, int):
@@ -117,6 +119,7 @@ class Store:
             options,
             criu=criu,
             workdir=str(self.workdir),
+            stopping=stopping,
             emit=events or Events(),
         )
 

@@ -122,6 +122,22 @@ def test_preempted_while_a_periodic_snapshot_is_taken(cli: Cli) -> None:
     assert counter.snapshots() >= 6
 
 
+def test_a_snapshot_that_has_not_frozen_the_job_yet_becomes_its_last(cli: Cli) -> None:
+    counter = Counter(cli)
+    settings = cli.folder / "icecore.toml"
+    settings.write_text('[dump]\nbefore = "touch begun; until [ -e go ]; do sleep 0.05; done"\n')
+    process = counter.start("--every", "0.3s")
+    until((cli.folder / "begun").exists, "a periodic snapshot", SECONDS)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    (cli.folder / "go").touch()
+    status, before, said = ended(process)
+    assert status == 85 and counter.snapshots() == 1, said
+    settings.unlink()
+    status, after, said = ended(counter.start())
+    assert status == 0 and before + after == counter.whole(), said
+
+
 @pytest.mark.parametrize(
     ("how", "options", "status"),
     [

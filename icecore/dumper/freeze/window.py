@@ -39,7 +39,7 @@ class Window:
     Args:
         guard: Runs CRIU.
         version: CRIU's version.
-        limit: Seconds the tree may stand still; None: no limit (``--stop``).
+        limit: Seconds the tree may stand still, unless it is to be ended.
         explain: Turns CRIU's log into an error once CRIU has failed.
         abandon: Called once, from another thread, when the limit is reached. It must stop the
             threads that read the tree.
@@ -52,13 +52,13 @@ class Window:
         guard: DumpGuard,
         version: tuple[int, ...],
         *,
-        limit: float | None,
+        limit: float,
         explain: Callable[[int], DumpFailed],
         abandon: Callable[[BaseException], None],
     ) -> None:
         self._guard = guard
         self._version = version
-        self._limit = limit
+        self._limit: float | None = limit
         self._explain = explain
         self._abandon = abandon
         self._lock = threading.Lock()
@@ -123,9 +123,11 @@ class Window:
         if ended is not None:
             raise self._explain(ended)
 
-    def begin(self) -> None:
-        """Start the limit: from now on the job stands still, or soon will."""
+    def begin(self, *, limited: bool = True) -> None:
+        """Start the limit, if there is to be one: from now on the job stands still, or soon will."""
         self.started = time.monotonic()
+        if not limited:
+            self._limit = None
         if self._limit is not None:
             self._watchdog = threading.Timer(self._limit, self._expire)
             self._watchdog.daemon = True

@@ -68,6 +68,7 @@ class CpuBudget:
         self._lock = threading.Lock()
         self._lifted = threading.Event()
         self._lifted.set()
+        self._for_good = False
 
     @property
     def cores(self) -> float | None:
@@ -77,6 +78,8 @@ class CpuBudget:
     def bound(self, cores: float) -> None:
         """Allow at most ``cores`` CPU seconds per second from now on."""
         with self._lock:
+            if self._for_good:
+                return
             self._cores, self._left = cores, 0.0
             self._at, self._spent = self._now(), self._used()
             self._lifted.clear()
@@ -84,6 +87,12 @@ class CpuBudget:
     def lift(self) -> None:
         """Remove the bound, and wake the threads that pause."""
         self._lifted.set()
+
+    def lift_for_good(self) -> None:
+        """Remove the bound; no later `bound` or `resume` sets one again."""
+        with self._lock:
+            self._for_good = True
+            self._lifted.set()
 
     def resume(self) -> None:
         """Apply the last bound again, if there was one. What was used in between does not count."""

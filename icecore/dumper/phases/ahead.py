@@ -35,18 +35,18 @@ def look_ahead(
     shared: Sequence[SharedMemory],
     budget: CpuBudget,
 ) -> cpu.Activity | None:
-    """Measure what runs, and bound the CPU time of the work in the background from now on. With
-    ``stop`` there is no bound: the job ends, and often the machine soon does, too.
+    """Measure what runs, and bound the CPU time of the work in the background from now on (unless
+    the dump is asked to end the job: often the machine soon ends, too).
 
     Returns:
         What runs; None: not measured, because there is too little memory for pre-copy.
     """
-    if options.background_cpu and not options.stop:
+    if options.background_cpu:
         budget.bound(max(options.background_cpu, LEAST_CPU_SHARE) * cpu.usable_cores())
     if not _is_much(options, found, shared):
         return None
     activity = cpu.look_at([process.pid for process in found.processes])
-    if not options.background_cpu and not options.stop:
+    if not options.background_cpu:
         budget.bound(max(activity.idle, _LEAST_CPU * cpu.usable_cores()))
     return activity
 

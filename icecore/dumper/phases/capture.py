@@ -19,12 +19,14 @@ class CaptureResult:
     Attributes:
         capture: Reads, after the window, what CRIU wrote.
         tree: What has been read.
-        window_seconds: How long the job stood still; with ``stop``, until here.
+        window_seconds: How long the job stood still; if it is to be ended, until here.
+        ends: It stands still, and is to be ended once the snapshot is committed.
     """
 
     capture: Capture
     tree: Captured
     window_seconds: float
+    ends: bool
 
 
 def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> CaptureResult:
@@ -56,11 +58,11 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
     running.fields["hidden"] = tree.hidden
     if devices is not None:
         devices.wait_copied(window.check)
-    if request.options.stop:
+    if frozen.ends:
         window.seconds = time.monotonic() - window.started
     else:
         _let_run(ready, tree, running)
-    return CaptureResult(reading, tree, window.seconds)
+    return CaptureResult(reading, tree, window.seconds, frozen.ends)
 
 
 def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:

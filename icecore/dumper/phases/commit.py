@@ -48,24 +48,24 @@ class Committed:
 def commit(
     request: Request, accepted: Accepted, ready: Ready, result: CaptureResult, deaths: DeathWatch
 ) -> Committed:
-    """Store everything and commit it; with ``stop``, end the job then.
+    """Store everything and commit it; end the job then, if it is to end.
 
     Args:
         deaths: Stops watching the processes before they are killed.
 
     Raises:
-        DumpFailed: A process does not run again, or, with ``stop``, does not end.
+        DumpFailed: A process does not run again, or, if it is to end, does not.
         StoreError: The snapshot could not be stored.
     """
     options, target, devices = request.options, request.target, ready.devices
-    if not options.stop:
+    if not result.ends:
         _require_running(result.tree)
     stored = _store(request, ready, result)
     manifest = _manifest(request, accepted, ready, result, stored)
     snapshot = ready.storing.writer.commit(manifest)
-    if devices is not None and target.status and not options.stop:
+    if devices is not None and target.status and not result.ends:
         devices.outlive(target.pid, Path(target.status))
-    if options.stop:
+    if result.ends:
         if devices is not None:
             devices.leave()
         deaths.forget()

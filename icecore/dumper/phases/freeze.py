@@ -44,11 +44,13 @@ class Frozen:
     """A tree that stands still.
 
     Attributes:
+        ends: It is to be ended once the snapshot is committed.
         device: Host pid → where device memory lies in the process's memory, (start, end),
             ascending.
         early: What was read while CRIU was at work; None: nothing.
     """
 
+    ends: bool
     device: Mapping[int, Sequence[tuple[int, int]]]
     early: Early | None
 
@@ -83,7 +85,8 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         DumpFailed: The tree could not be frozen, or its device memory not moved.
     """
     window = ready.window
-    window.begin()
+    ends = request.stopping.decide()
+    window.begin(limited=not ends)
     if ready.devices is None:
         window.go()
     else:
@@ -94,7 +97,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         running.fields["streamed"] = receive(
             ready.guard.pages(), request.criu.version, ready.images, _STREAM_SECONDS
         )
-        return Frozen(device, None)
+        return Frozen(ends, device, None)
     with EarlyScan(
         request.target.pid,
         ready.images,
@@ -107,7 +110,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
     ) as early:
         window.freeze()
         running.fields["freeze_seconds"] = time.monotonic() - window.started
-        return Frozen(device, early.finish())
+        return Frozen(ends, device, early.finish())
 
 
 def _checkpoint(accepted: Accepted, ready: Ready, devices: Devices) -> None:

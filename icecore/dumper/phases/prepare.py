@@ -120,8 +120,9 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         emit=request.emit,
         under=options.under,
         processes=[guard.pid],
-        last=options.stop,
+        last=request.stopping.asked,
     )
+    request.stopping.when_asked(storing.budget.lift_for_good)
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
@@ -180,7 +181,7 @@ def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) 
     return Window(
         guard,
         request.criu.version,
-        limit=None if request.options.stop else request.options.max_window,
+        limit=request.options.max_window,
         explain=lambda status: _explain(request, images, status),
         abandon=storing.abandon,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.stopping import StopRequest
 from icecore.dumper.target import Target
 from icecore.events import Sink
 from icecore.host.criu.program import Criu
@@ -14,7 +15,9 @@ from icecore.store.runtime.loop import LoopThread
 
 @dataclass(frozen=True)
 class Request:
-    """One dump as its caller wants it; see `icecore.dumper.dump.dump`."""
+    """One dump as its caller wants it; see `icecore.dumper.dump.dump`. Whether it ends the job,
+    ``stopping`` says, not the options.
+    """
 
     repository: StoredRepository
     loop: LoopThread
@@ -23,3 +26,4 @@ class Request:
     criu: Criu
     workdir: str
     emit: Sink
+    stopping: StopRequest

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from icecore.dumper.dump import DumpResult
+from icecore.dumper.stopping import StopRequest
 from icecore.events import Sink
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
@@ -93,9 +94,9 @@ class Engine(Protocol):
     def snapshots(self, job: str) -> list[SnapshotRecord]:
         """Return the snapshots of a job in order of their commits."""
 
-    def dump(self, instance: str, *, stop: bool, under: str, emit: Sink) -> DumpResult:
-        """Take a snapshot of an instance, and end it if ``stop``. It is not committed once the
-        session ``under`` has ended.
+    def dump(self, instance: str, *, stopping: StopRequest, under: str, emit: Sink) -> DumpResult:
+        """Take a snapshot of an instance, and end it if ``stopping`` asks for it. It is not
+        committed once the session ``under`` has ended.
         """
 
     def restore(self, snapshot: str, name: str, *, emit: Sink) -> Restored:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from icecore.dumper.stopping import StopRequest
 from icecore.errors import HookFailed, IcecoreError
 from icecore.events import Event, Sink
 from icecore.host.jobs.job import Job
@@ -50,12 +51,21 @@ class Snapshots:
         self._emit = emit
         self._session = session
         self._needless = needless
+        self._stopping = StopRequest()
 
     def begin(self, job: Job, *, stop: bool) -> None:
         """Begin to take a snapshot of an instance, which ends with it if ``stop``."""
-        threading.Thread(target=self._take, args=(job, stop), name="snapshot", daemon=True).start()
+        self._stopping = StopRequest(asked=stop)
+        threading.Thread(
+            target=self._take, args=(job, self._stopping), name="snapshot", daemon=True
+        ).start()
 
-    def _take(self, job: Job, stop: bool) -> None:
+    def end_with_this(self) -> None:
+        """Have the instance end with the snapshot under way, if its window has not begun."""
+        self._stopping.ask()
+
+    def _take(self, job: Job, stopping: StopRequest) -> None:
+        stop = stopping.asked
         stopwatch = _Stopwatch()
 
         def heard(event: Event) -> None:
@@ -69,10 +79,10 @@ class Snapshots:
                 if mine:
                     stopwatch.start()
                     done = self._engine.dump(
-                        job.instance, stop=stop, under=self._session(), emit=heard
+                        job.instance, stopping=stopping, under=self._session(), emit=heard
                     )
                     taken = stopwatch.taken(done.snapshot, done.window_seconds, done.sizes.stored)
-                    if not stop:
+                    if not stopping.ends:
                         self._forget()
         except HookFailed as error:  # the snapshot is committed
             done = error.result
@@ -83,7 +93,7 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
             failed = IcecoreError(f"{type(error).__name__}: {error}")
         finally:
-            self._messages.put(Dumped(stop, taken, failed))
+            self._messages.put(Dumped(stopping.ends, taken, failed))
         return_free_memory()
 
     @contextmanager

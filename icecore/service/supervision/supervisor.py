@@ -305,7 +305,9 @@ class Supervisor:
             return
         self._stopping = why
         self._tell("run.stopping", why=why)
-        if self._ended is None and not self._dumping:
+        if self._dumping:
+            self._snapshots.end_with_this()
+        elif self._ended is None:
             self._dump(stop=True)
 
     # -- snapshots
