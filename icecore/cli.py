@@ -71,7 +71,7 @@ _COUNTED = frozenset({"check", "copy", "forget", "gc", "repair", "sync"})
 #: Commands that the node service does for users who are not root.
 _OF_REPOSITORY = frozenset({"ls", "show", "diff", "mark", "forget"})
 _SERVED = _OF_REPOSITORY | {
-    *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore"),
+    *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore", "schedule"),
 }
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Options of ``run`` with any of which it supervises the job.

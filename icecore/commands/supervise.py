@@ -10,19 +10,28 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from icecore import units
 from icecore.commands.context import Context, Origin
 from icecore.commands.parsing import Commands, add_setting, overridden
 from icecore.config import DumpSettings, ForgetSettings, ScheduleSettings
 from icecore.config.kinds import COUNT, SECONDS
-from icecore.errors import NotFound, UsageError
-from icecore.events import Event, Value
+from icecore.errors import UsageError
+from icecore.events import Event
 
 if TYPE_CHECKING:
     from icecore.host.jobs.job import Job, LogPiece
+    from icecore.service.explained import Explained
     from icecore.store.maintenance.forget import Policy
 
 _BARS = 40
+#: What of the explanation is in the command's result.
+_OF_RESULT = (
+    *("job", "interval_seconds", "auto_seconds", "optimum_seconds", "bound", "overhead"),
+    *("expected_loss", "window_seconds", "background_seconds", "commit_seconds", "stop_seconds"),
+    *("mean_seconds", "failures", "ran_seconds", "snapshots"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -310,85 +319,66 @@ def _policy(arguments: argparse.Namespace, context: Context) -> Policy | None:
 
 def schedule(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore schedule."""
-    from icecore.api import registry
     from icecore.host.jobs.registry import require_name
-    from icecore.service.interval import Bounds, choose, curve
-    from icecore.service.record import Basis, read
 
-    settings = context.config.schedule
     require_name(arguments.job)
-    known = read(registry(context.config).state, arguments.job)
-    own = known.basis or Basis(
-        every=0.0,
-        max_overhead=settings.max_overhead,
-        max_loss=settings.max_loss,
-        slow_down=settings.slow_down,
-        failure_seconds=settings.failure_seconds,
-    )
-    cost = known.cost(own.slow_down)
-    if cost is None:
-        raise NotFound(
-            f"no supervised job {arguments.job} has taken a snapshot on this node",
-            cure="'icecore run --name NAME --every auto -- COMMAND' starts one",
-        )
-    rate = known.rate(own.failure_seconds)
-    chosen = choose(cost, rate, Bounds(own.max_overhead, own.max_loss))
+    found = _explained(arguments.job, context)
     output = context.output
-    fields_: dict[str, Value] = {
-        "job": arguments.job,
-        "interval_seconds": own.every or chosen.seconds,
-        "auto_seconds": chosen.seconds,
-        "optimum_seconds": chosen.optimum_seconds,
-        "bound": chosen.bound,
-        "overhead": chosen.overhead,
-        "expected_loss": chosen.expected_loss,
-        "window_seconds": cost.window_seconds,
-        "background_seconds": cost.background_seconds,
-        "commit_seconds": cost.commit_seconds,
-        "stop_seconds": known.stop_seconds,
-        "mean_seconds": rate.mean_seconds,
-        "failures": rate.failures,
-        "ran_seconds": rate.seconds,
-        "snapshots": len(known.taken),
-    }
-    output.result("schedule", fields_)
+    fields_ = msgspec.to_builtins(found)
+    output.result("schedule", {name: fields_[name] for name in _OF_RESULT})
     why = {
         "optimum": "Daly's optimum",
-        "overhead": f"snapshots may cost {own.max_overhead:.1%} of its time",
+        "overhead": f"snapshots may cost {found.max_overhead:.1%} of its time",
         "commit": "a snapshot takes so long",
-        "loss": f"a failure may cost {units.seconds(own.max_loss)}",
-    }[chosen.bound]
-    auto = f"every {units.seconds(chosen.seconds)} ({why})"
-    given = f"every {units.seconds(own.every)}, as requested; 'auto' would choose "
+        "loss": f"a failure may cost {units.seconds(found.max_loss_seconds)}",
+    }[found.bound]
+    auto = f"every {units.seconds(found.auto_seconds)} ({why})"
+    given = f"every {units.seconds(found.every_seconds)}, as requested; 'auto' would choose "
     for line in (
-        f"{arguments.job}: a snapshot {given if own.every else ''}{auto}",
-        f"  a snapshot costs {units.seconds(cost.seconds)}: the job stands still"
-        f" {units.seconds(cost.window_seconds)}, and is slower for"
-        f" {units.seconds(cost.background_seconds)}",
-        f"  committed {units.seconds(cost.commit_seconds)} after its window;"
-        f" stopping it takes about {units.seconds(known.stop_seconds)}",
-        f"  fails about every {units.seconds(rate.mean_seconds)} ({rate.failures} failures in"
-        f" {units.seconds(rate.seconds)}, after an assumption of"
-        f" {units.seconds(rate.prior_seconds)})",
+        f"{arguments.job}: a snapshot {given if found.every_seconds else ''}{auto}",
+        f"  a snapshot costs {units.seconds(found.cost_seconds)}: the job stands still"
+        f" {units.seconds(found.window_seconds)}, and is slower for"
+        f" {units.seconds(found.background_seconds)}",
+        f"  committed {units.seconds(found.commit_seconds)} after its window;"
+        f" stopping it takes at most about {units.seconds(found.stop_seconds)}",
+        f"  fails about every {units.seconds(found.mean_seconds)} ({found.failures} failures in"
+        f" {units.seconds(found.ran_seconds)}, after an assumption of"
+        f" {units.seconds(found.prior_seconds)})",
         "",
     ):
         output.line(line)
-    points = [chosen.seconds * 2.0**step for step in range(-4, 5)]
-    rows = curve(cost, rate, points)
-    most = max(overhead + loss for _, overhead, loss in rows)
+    together = [point.overhead + point.expected_loss for point in found.curve]
     output.table(
         ["EVERY", "SNAPSHOTS", "FAILURES", "TOGETHER", ""],
         [
             [
-                units.seconds(each),
-                f"{overhead:.2%}",
-                f"{loss:.2%}",
-                f"{overhead + loss:.2%}",
-                "█" * max(1, round(_BARS * (overhead + loss) / most)),
+                units.seconds(point.seconds),
+                f"{point.overhead:.2%}",
+                f"{point.expected_loss:.2%}",
+                f"{total:.2%}",
+                "█" * max(1, round(_BARS * total / max(together))),
             ]
-            for each, overhead, loss in rows
+            for point, total in zip(found.curve, together, strict=True)
         ],
         title="what the job loses, by interval",
         right=["SNAPSHOTS", "FAILURES", "TOGETHER"],
     )
     return 0
+
+
+def _explained(job: str, context: Context) -> Explained:
+    """Return the numbers behind a job's interval; of the service: of a job of this user.
+
+    Raises:
+        NotFound: No snapshot of it was taken under supervision on this node.
+    """
+    from icecore.service.explained import Explained, explain
+
+    if context.service is not None:
+        from icecore.remote.connection import at
+
+        return msgspec.convert(context.service.get(at("jobs", job, "schedule")), Explained)
+    from icecore.api import registry
+    from icecore.service.record import read
+
+    return explain(job, read(registry(context.config).state, job), context.config.schedule)

@@ -25,6 +25,7 @@ from icecore.service.api.problems import Conflict
 from icecore.service.api.routing import BEAT_SECONDS, Call
 from icecore.service.api.service import owner_of
 from icecore.service.api.starting import as_json, identity_of, owner_or_none, start
+from icecore.service.explained import Explained, explain
 from icecore.service.record import Measured
 from icecore.text import jsonable
 
@@ -136,6 +137,16 @@ async def show_job(call: Call) -> Any:
     return await call.service.locally(
         as_job, call, call.subject, call.service.operations.supervising()
     )
+
+
+async def explain_schedule(call: Call) -> Any:
+    """Explain how often icecore takes snapshots of a job."""
+    name = call.subject.name
+
+    def look() -> Explained:
+        return explain(name, call.service.schedules.of(name), call.service.config.schedule)
+
+    return await call.service.locally(look)
 
 
 async def run_job(call: Call) -> Any:

@@ -7,6 +7,7 @@ from icecore.service.api import snapshot_handlers as snapshots
 from icecore.service.api.caller import Role
 from icecore.service.api.documents import openapi_document
 from icecore.service.api.routing import Route
+from icecore.service.explained import Explained
 
 _READ, _OPERATE, _ADMIN = Role.READ, Role.OPERATE, Role.ADMIN
 _JOB, _SNAPSHOT, _OPERATION = (
@@ -106,6 +107,15 @@ ROUTES: tuple[Route, ...] = (
         job_handlers.job_logs,
         "application/x-ndjson",
         query=requests.LogsQuery,
+    ),
+    Route(
+        "GET",
+        f"{_JOB}/schedule",
+        _READ,
+        "job",
+        "Explain how often snapshots of a supervised job are taken, and what they cost.",
+        job_handlers.explain_schedule,
+        Explained,
     ),
     Route(
         "POST",

@@ -325,6 +325,14 @@ def test_a_supervised_job_outlives_client_and_service(node: Node) -> None:
     node.start()
     (operation,) = node.client.items("/v1/operations", state="running")
     assert operation["supervised"] and operation["job"] == "s" and operation["attempt"] == 1
+    while not node.client.get(at("jobs", "s"))["schedule"]["snapshots"]:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    (explained,) = map(
+        json.loads, node.ok(ALICE, "--json", "schedule", "explain", "s").splitlines()
+    )
+    assert explained["interval_seconds"] == 2.0 and explained["snapshots"] >= 1
+    assert node.run(BOB, "schedule", "explain", "s").returncode == 3
     client.kill()  # hangs up
     client.communicate()
     time.sleep(0.5)
