@@ -172,6 +172,11 @@ def run(
     from icecore.service.supervision.supervisor import Supervisor
 
     require(arguments)
+    if context.config.dump.memory == "streamed" and arguments.on_term != "pass":
+        raise UsageError(
+            "a streamed snapshot cannot end the job, so this job could not be stopped with one",
+            cure="choose another [dump] memory, or --on-term pass",
+        )
     keep_few_arenas()
     own = overridden(context.config.schedule, arguments)
     origin = context.origin or Origin()

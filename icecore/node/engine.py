@@ -93,7 +93,8 @@ class RepositoryEngine:
             stopping: Whether the job is to end with it; may still be asked.
             under: Session without which the snapshot is not committed.
         """
-        options = replace(api.dump_options(self._config), under=under)
+        stop = stopping.asked  # what is asked now matters to the checks, too
+        options = replace(api.dump_options(self._config), under=under, stop=stop)
         return api.dump(
             instance,
             self._repository,
