@@ -40,6 +40,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/freezer.c",
     "icecore/host/criu/limits.c",
     "icecore/host/criu/memcpy.c",
+    "icecore/host/criu/names.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
     "icecore/host/criu/shared.c",
@@ -48,6 +49,7 @@ RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",
     "icecore/host/criu/facts.c",
     "icecore/host/criu/join.c",
+    "icecore/host/criu/names.c",
     "icecore/host/criu/placed.c",
     "icecore/host/criu/reserve.c",
 ]

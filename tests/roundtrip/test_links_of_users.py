@@ -24,6 +24,7 @@ from icecore.dumper.observe.files import FoundFile
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import RestoreFailed, RestoreRefused
+from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
@@ -237,6 +238,99 @@ def test_a_socket_is_not_named_where_its_user_may_not(world: World) -> None:
     os.chown(own / "real/victim", 12345, 12345)
     with pytest.raises(RestoreRefused, match="may not make here"):
         world.restore(snapshot)
+
+
+#: Has a directory, and a file of one byte, open that have no name any more.
+UNNAMED = """
+import os, sys, time
+home, what = sys.argv[1:]
+os.makedirs(f"{home}/d/in", mode=0o711)
+if what == "directory":
+    os.chdir(f"{home}/d/in"); os.rmdir(f"{home}/d/in")
+else:
+    file = open(f"{home}/d/in/victim", "w+"); file.write("x"); file.flush()
+    os.unlink(f"{home}/d/in/victim")
+    if what == "file":
+        os.rmdir(f"{home}/d/in")
+print("there", flush=True)
+while True:
+    time.sleep(0.01)
+    if what == "directory":
+        os.stat(".")
+    else:
+        file.seek(0); assert file.read() == "x"
+"""
+
+
+@pytest.mark.parametrize("what", ["directory", "file", "file in a directory"])
+def test_what_has_no_name_is_not_made_through_a_link_of_the_user(world: World, what: str) -> None:
+    """CRIU makes it for a moment under the name that it had."""
+    home = world.home / "own"
+    snapshot = world.dump(world.start(UNNAMED, str(home), what, tmp=False))
+    restored = world.restore(snapshot)
+    link = "cwd" if what == "directory" else "fd/3"
+    main = restored.main_process()
+    assert os.readlink(f"/proc/{main}/{link}").endswith(" (deleted)")
+    assert os.stat(f"/proc/{main}/{link}").st_uid == world.user.user
+    world.end()
+    assert not any(home.rglob("*cr.*")), "what CRIU made is gone"
+    (home / "d").rename(home / "away")
+    (home / "d").symlink_to(world.roots)
+    (world.roots / "in").mkdir(mode=0o755)
+    (world.roots / "in/victim").write_bytes(SECRET)
+    before = [path.stat() for path in (world.roots, world.roots / "in", world.roots / "in/victim")]
+    with pytest.raises(RestoreFailed):
+        world.restore(snapshot)
+    after = [path.stat() for path in (world.roots, world.roots / "in", world.roots / "in/victim")]
+    assert [(one.st_uid, one.st_mode, one.st_ctime_ns) for one in before] == [
+        (one.st_uid, one.st_mode, one.st_ctime_ns) for one in after
+    ]
+
+
+#: Binds a socket as CRIU does, exchanges its name for a link to a file of root's, and gives it away.
+EXCHANGED = """
+import ctypes, os, socket, sys
+name, victim, user = sys.argv[1], sys.argv[2], int(sys.argv[3])
+libc = ctypes.CDLL(None, use_errno=True)
+AT_FDCWD = -100
+with socket.socket(socket.AF_UNIX) as bound:
+    bound.bind(name)
+    print(os.stat(name).st_uid)
+    os.rename(name, name + ".away")
+    os.symlink(victim, name)
+    print(libc.fchownat(AT_FDCWD, name.encode(), user, user, 0), os.strerror(ctypes.get_errno()))
+    print(libc.fchmodat(AT_FDCWD, name.encode(), 0o666, 0), os.strerror(ctypes.get_errno()))
+print(libc.unlinkat(AT_FDCWD, victim.encode(), 0))
+print(*os.getresuid(), *os.getgroups())
+"""
+
+
+@pytest.mark.parametrize("where", ["home", "tmp"])
+def test_the_name_of_a_socket_is_exchanged_while_criu_gives_it_away(
+    world: World, where: str
+) -> None:
+    (victim := world.roots / "victim").write_bytes(SECRET)
+    victim.chmod(0o600)
+    folder = world.home
+    if where == "tmp":
+        (folder := world.home.parent / "tmp").mkdir()
+        folder.chmod(0o1777)
+    user = world.user.user
+    groups = " ".join(map(str, os.getgroups()))
+    environment = {"LD_PRELOAD": str(RESTORE_LIBRARY), "ICECORE_NAMES": f"{user} {user} {user}"}
+    command = [PYTHON, "-c", EXCHANGED, str(folder / "s"), str(victim), str(user)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=30, check=True
+    )
+    denied = "-1 Operation not permitted"
+    assert done.stdout.splitlines() == [
+        str(user),
+        denied,
+        denied,
+        "0",
+        f"0 0 0 {groups}".strip(),
+    ]
+    assert not victim.exists(), "in root's own directories CRIU acts as root"
 
 
 #: Enters the private directory of a job of its user, and adds to it until it cannot.

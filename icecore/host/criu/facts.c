@@ -10,6 +10,8 @@
  * Without that variable, or if the directory is missing or fails these checks, CRIU works as usual.
  */
 #define _GNU_SOURCE
+#include "names.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
@@ -98,7 +100,7 @@ __attribute__((visibility("default"))) int open64(const char *path, int flags, .
 		va_end(more);
 	}
 	if (!name)
-		return (int)syscall(SYS_openat, (long)AT_FDCWD, path, (long)flags, (long)mode);
+		return make_file(path, flags, mode);
 	int file = (int)syscall(
 	    SYS_openat, (long)folder, name, (long)(flags | O_NOFOLLOW | O_CLOEXEC), (long)mode);
 	if (name == unfinished_name)
@@ -124,7 +126,7 @@ __attribute__((visibility("default"))) int rename(const char *old, const char *n
 
 	if (from && to)
 		return (int)syscall(SYS_renameat2, (long)folder, from, (long)folder, to, 0L);
-	return (int)syscall(SYS_renameat2, (long)AT_FDCWD, old, (long)AT_FDCWD, new, 0L);
+	return change_name(old, new);
 }
 
 __attribute__((visibility("default"))) int unlink(const char *path)
@@ -132,5 +134,5 @@ __attribute__((visibility("default"))) int unlink(const char *path)
 	const char *name = name_of(path);
 
 	return name ? (int)syscall(SYS_unlinkat, (long)folder, name, 0L)
-	            : (int)syscall(SYS_unlinkat, (long)AT_FDCWD, path, 0L);
+	            : remove_name(AT_FDCWD, path, 0);
 }

@@ -220,6 +220,52 @@ def load_core(folder: Path, pid: int) -> Core:
     return Core(task.text(6), task.integer(1), task.signed(2))
 
 
+@dataclass(frozen=True)
+class Credentials:
+    """The credentials of a thread.
+
+    Attributes:
+        process: The number in the image's name: of the thread.
+        users: Its real, effective, saved and file system user.
+        group: Its effective group.
+        groups: All its groups.
+        capable: Whether it has capabilities.
+    """
+
+    process: int
+    users: frozenset[int]
+    group: int
+    groups: frozenset[int]
+    capable: bool
+
+
+def load_credentials(folder: Path) -> list[Credentials]:
+    """Return the credentials of all threads.
+
+    Raises:
+        Damaged: An image lacks them.
+    """
+    found = []
+    for path in sorted(folder.glob("core-*.img")):
+        (core,) = read_image(path, CORE)
+        if not core.has(5):
+            continue  # a process that has ended
+        thread = core.message(5)
+        if not thread.has(10):
+            raise Damaged("image", path.name, "it has no credentials")
+        own = thread.message(10)
+        found.append(
+            Credentials(
+                int(path.stem.removeprefix("core-")),
+                frozenset(own.integer(number) for number in (1, 3, 5, 7)),
+                own.integer(4),
+                frozenset([*(own.integer(number) for number in (2, 4, 6, 8)), *own.integers(14)]),
+                any(word for number in (9, 10, 11, 19) for word in own.integers(number)),
+            )
+        )
+    return found
+
+
 def load_rseq(folder: Path) -> list[int]:
     """Return the addresses of the threads' rseq areas (struct rseq), where the kernel stores
     processor numbers, for threads that registered one.

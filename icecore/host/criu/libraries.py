@@ -23,6 +23,7 @@ _FACTS_FOLDER = Path("/run/icecore/criu")
 _UNFINISHED_SECONDS = 60.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRING"
+_NAMES = "ICECORE_NAMES"
 
 
 def dump_environment(hidden: str | None) -> dict[str, str]:
@@ -46,7 +47,11 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
 
 
 def restore_environment(
-    cgroups: Sequence[str] = (), group: Path | None = None, *, own_keyring: bool = False
+    cgroups: Sequence[str] = (),
+    group: Path | None = None,
+    *,
+    own_keyring: bool = False,
+    names: str = "",
 ) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
@@ -59,6 +64,7 @@ def restore_environment(
         group: Directory of a cgroup that it joins after them if it can; None: none.
         own_keyring: The tree gets a session keyring of its own, because its user must not possess
             the keys of this process's.
+        names: The rights with which CRIU makes names (icecore/host/criu/names.c); empty: root's.
 
     Raises:
         MissingTool: One of them is wanted and there is no library.
@@ -69,6 +75,8 @@ def restore_environment(
     wanted = {_CGROUPS: "\n".join(cgroups)} if cgroups else {}
     if own_keyring:
         wanted[_KEYRING] = "new"
+    if names:
+        wanted[_NAMES] = names
     if wanted and not RESTORE_LIBRARY.exists():
         raise MissingTool(
             "jobs of other users cannot be restored: CRIU's library was not built",

@@ -15,6 +15,7 @@ from icecore.host.cuda import holder as plugin
 from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel.cgroups import files_to_join
 from icecore.restorer import workingset
+from icecore.restorer.credentials import rights_for_names
 from icecore.restorer.files.images import FILE_NAME
 from icecore.restorer.fill.shared import SharedFill
 from icecore.restorer.owner import owner_of
@@ -104,7 +105,9 @@ def build_tree(
     tree.daemon.shared = shared.take
     with phase(attempt.emit, "restore.criu") as running:
         with devices.holder() if devices is not None else nullcontext() as holder:
-            environment = _joining(attempt, plan, restoring) | plugin.restore_environment(
+            environment = _joining(
+                attempt, plan, restoring, workspace.images
+            ) | plugin.restore_environment(
                 holder.fileno() if holder is not None else None, plan.criu.version
             )
             given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
@@ -137,9 +140,11 @@ def _fill_shared(
     return shared
 
 
-def _joining(attempt: Attempt, plan: Plan, restoring: Restoring | None) -> dict[str, str]:
+def _joining(
+    attempt: Attempt, plan: Plan, restoring: Restoring | None, images: Path
+) -> dict[str, str]:
     """Return the environment that has CRIU join the cgroups of the user for whom it restores, and a
-    cgroup of the instance's own. Where one of the user's has been removed, such as that of a login
+    cgroup of the instance's own, and make names with the rights of the job's user. Where one of the user's has been removed, such as that of a login
     which has ended, CRIU stays in this process's.
 
     Raises:
@@ -154,10 +159,12 @@ def _joining(attempt: Attempt, plan: Plan, restoring: Restoring | None) -> dict[
         for group in gone:
             message = f"the cgroup {group} has been removed; the job runs in that of its restorer"
             attempt.emit(Event("restore.warning", {"name": "cgroup", "message": message}))
-    foreign = owner_of(plan.manifest, plan.record) != os.geteuid()
+    user = owner_of(plan.manifest, plan.record)
+    foreign = user != os.geteuid()
+    names = rights_for_names(images, user, identity, plan.init) if user and foreign else ""
     above = identity.cgroups if identity is not None else None
     own = restoring.make_group(above) if restoring is not None else None
-    return restore_environment(groups, own, own_keyring=foreign)
+    return restore_environment(groups, own, own_keyring=foreign, names=names)
 
 
 def _plugins(attempt: Attempt, images: Path, resources: Resources) -> list[str]:

@@ -22,6 +22,7 @@ from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.job import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.restoring import Restoring
+from icecore.restorer.credentials import require_credentials
 from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.data_export import link_lost_names, write_data
 from icecore.restorer.files.file_recovery import command as recovery_command
@@ -130,6 +131,7 @@ def prepare_files(
         running.bytes += _fill_temporary(attempt, plan, resources)
         images = image_targets(folder, spaces.images, spaces.image_cells)
         running.bytes += _write(attempt, plan, [*images, *put_back.targets, *logs])
+        require_credentials(folder, attempt.options.identity, plan.init)
         if resources.record is not None:
             require_all_covered(folder, copies, manifest, resources.record)
         memory = plan_memory(
@@ -173,7 +175,7 @@ def _bound_limits(attempt: Attempt, plan: Plan, folder: Path) -> list[str]:
     """Lower the limits in CRIU's images to what they can be here; return a sentence on each."""
     # The init of another user's job has root's limits, which are none of the job's.
     foreign = plan.record is not None and plan.record.user != 0
-    init = plan.manifest.processes[0].image_id if foreign else 0
+    init = plan.init if foreign else 0
     lowered = bound_limits(folder, highest_limits(attempt.options.identity), init)
     short = [shortfall(number, *pair) for number, pair in sorted(lowered.items())]
     if short:

@@ -82,6 +82,11 @@ class Plan:
     record: RunRecord | None
     requirements: Requirements
 
+    @property
+    def init(self) -> int:
+        """The image id of the job's init; 0: it has none."""
+        return self.manifest.processes[0].image_id if self.record is not None else 0
+
 
 def make_workspace(attempt: Attempt, undo: Undo) -> Workspace:
     """Make the working directory, and start the guard.
