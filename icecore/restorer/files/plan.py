@@ -15,6 +15,7 @@ from typing import Literal
 import blake3
 
 from icecore.host.kernel.elf import build_id
+from icecore.restorer.files.allowed import EVERYTHING, Allowed
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
 from icecore.restorer.files.rights import Inode, inode_of
 from icecore.store.format.manifest import Manifest, OpenFile
@@ -87,6 +88,7 @@ class FilePlan:
         settled: Directories of data that are there, and get their recorded mode and time.
         attributes: Path → extended attributes of directories among ``folders`` and ``settled``;
             others keep what they have.
+        resized: Files of other users, which stay as they are and may have another size now.
     """
 
     actions: list[Action]
@@ -97,6 +99,7 @@ class FilePlan:
     sockets: tuple[SocketName, ...] = ()
     settled: tuple[Folder, ...] = ()
     attributes: Mapping[str, Mapping[bytes, bytes]] = field(default_factory=dict)
+    resized: frozenset[str] = frozenset()
 
     def joined(self, other: FilePlan) -> FilePlan:
         """Return one plan of both."""
@@ -109,6 +112,7 @@ class FilePlan:
             self.sockets + other.sockets,
             self.settled + other.settled,
             {**self.attributes, **other.attributes},
+            self.resized | other.resized,
         )
 
 
@@ -120,6 +124,7 @@ def plan_files(
     skip: Set[str] = frozenset(),
     verify: bool = False,
     programs: Mapping[str, str] | None = None,
+    allowed: Allowed = EVERYTHING,
 ) -> FilePlan:
     """Compare the files on this machine with what the snapshot recorded.
 
@@ -130,11 +135,13 @@ def plan_files(
         skip: Files that the new instance does not get by path.
         verify: Compare the content of read-only files whose hash was recorded.
         programs: Path of each mapped program or library → its build id, or empty.
+        allowed: What the job's user may have and change. Files of others stay as they are.
     """
     programs = programs or {}
     actions: list[Action] = []
     problems: list[Problem] = []
     untouched: set[Inode] = set()
+    resized: set[str] = set()
     exposed, kept = False, 0
     stored = {space.key for space in manifest.spaces if space.kind == "file"}
     with JobPaths(root) as paths:
@@ -145,12 +152,18 @@ def plan_files(
                 continue
             has_content = file.policy == "content" and file.path in stored
             chosen: FilesMode = "restore" if mode == "auto" else mode
+            if problem := _denied(allowed, root, file, file.path in programs):
+                problems.append(problem)
+                continue
             if file.path in programs and not file.writable:
                 outcome = _plan_program(
-                    paths, file, has_content, chosen, programs[file.path], verify
+                    paths, file, has_content, chosen, programs[file.path], verify, allowed
                 )
+            elif (found := _of_others(paths, file, allowed)) is not None:
+                outcome = found
+                resized.add(file.path)
             else:
-                outcome = _plan_one(paths, file, has_content, chosen, verify)
+                outcome = _plan_one(paths, file, has_content, chosen, verify, allowed)
             if isinstance(outcome, Action):
                 if outcome.keep:
                     kept += max(outcome.size or 0, file.size)
@@ -161,19 +174,53 @@ def plan_files(
             else:
                 untouched.add(outcome)
             exposed = exposed or not paths.guarded(os.path.dirname(file.path))
-    return FilePlan(actions, problems, frozenset(untouched), exposed)
+    return FilePlan(actions, problems, frozenset(untouched), exposed, resized=frozenset(resized))
+
+
+def _denied(allowed: Allowed, root: str, file: OpenFile, mapped: bool) -> Problem | None:
+    """Return the problem of a file that is there, and that the job's user may not open now."""
+    path = root + file.path
+    modes = (os.W_OK,) if file.writable else (os.R_OK, os.X_OK) if mapped else (os.R_OK,)
+    if allowed.may(path, *modes) or not os.path.lexists(path):
+        return None
+    word = "write to" if file.writable else "read"
+    return Problem(
+        file.path,
+        f"user {allowed.user}, whose job had it open, may not {word} it now",
+        f"let user {allowed.user} {word} it, or have an administrator restore the job, as root",
+    )
+
+
+def _of_others(paths: JobPaths, file: OpenFile, allowed: Allowed) -> Inode | None:
+    """Return which file it is if it is or was another user's and the job had it open for writing:
+    others may have changed it since, and it stays as it is. None: it is not so.
+    """
+    found = _find(paths, file)
+    if not file.writable or found is None or isinstance(found, Problem):
+        return None
+    _, now = found
+    owners = (now.st_uid, file.user) if file.inode else (now.st_uid,)
+    if allowed.owns(*owners) or _of_another(paths, file, now):
+        return None
+    return inode_of(now)
 
 
 def _plan_one(
-    paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool
+    paths: JobPaths,
+    file: OpenFile,
+    has_content: bool,
+    mode: FilesMode,
+    verify: bool,
+    allowed: Allowed = EVERYTHING,
 ) -> Action | Problem | Inode:
     """Return what happens to a file, why it cannot be restored, or which one it is if it stays."""
     found = _find(paths, file)
     if isinstance(found, Problem):
         return found
     if found is None:
-        return _plan_missing(paths, file, has_content, mode)
+        return _plan_missing(paths, file, has_content, mode, allowed)
     place, now = found
+    has_content = has_content and allowed.owns(file.user, now.st_uid)
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
         keep = can_keep(file, now) and _is_plain(place)
@@ -181,7 +228,8 @@ def _plan_one(
     same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
     if has_content and mode == "restore" and not same:
         return Action("replace", file, now.st_size, now.st_mtime_ns)
-    if now.st_size > file.size and file.writable and mode == "truncate":
+    may_cut = file.writable and allowed.owns(now.st_uid)
+    if now.st_size > file.size and may_cut and mode == "truncate":
         return Action("truncate", file, now.st_size, now.st_mtime_ns)
     if now.st_size != file.size:
         message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
@@ -259,14 +307,36 @@ def _find(paths: JobPaths, file: OpenFile) -> tuple[Place, os.stat_result] | Pro
 
 
 def _plan_missing(
-    paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode
+    paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, allowed: Allowed
 ) -> Action | Problem:
+    if not allowed.owns(file.user):
+        return Problem(
+            file.path,
+            f"it is missing, and belonged to user {file.user}; the job is of user {allowed.user}",
+            f"let user {file.user} make it again, or have the job run without it",
+        )
+    if not _may_make(paths, file.path, allowed):
+        return Problem(
+            file.path,
+            f"it is missing, and user {allowed.user} may not make it there now",
+            "restore the file, or have an administrator restore the job, as root",
+        )
     if mode != "restore" or not (has_content or not file.size):
         return Problem(file.path, "it is missing", _cure_for_content(file, has_content, mode))
     content = None if has_content else b""
     if same_inode(paths.locate, file):
         return Action("rewrite", file, content=content)
     return Action("create", file, content=content)
+
+
+def _may_make(paths: JobPaths, path: str, allowed: Allowed) -> bool:
+    """Return whether the user may make something in the nearest directory above a path that is
+    there. Where that is unknown, the restore finds out.
+    """
+    folder = os.path.dirname(path)
+    while folder != "/" and not os.path.lexists(paths.root + folder):
+        folder = os.path.dirname(folder)
+    return allowed.may(paths.root + folder, os.W_OK | os.X_OK)
 
 
 def _plan_program(
@@ -276,6 +346,7 @@ def _plan_program(
     mode: FilesMode,
     expected: str,
     verify: bool,
+    allowed: Allowed = EVERYTHING,
 ) -> Action | Problem | Inode:
     """Plan as `_plan_one` for a program or library, which is never replaced: other processes may
     have it mapped, and others rely on it.
@@ -287,7 +358,7 @@ def _plan_program(
     if isinstance(found, Problem):
         return found
     if found is None:
-        return _plan_missing(paths, file, has_content, mode)
+        return _plan_missing(paths, file, has_content, mode, allowed)
     place, now = found
     actual = _build_id_at(place) if expected else ""
     if expected and actual != expected:

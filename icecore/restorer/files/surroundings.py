@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from icecore.errors import Damaged
+from icecore.restorer.files.allowed import EVERYTHING, Allowed
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, components
 from icecore.restorer.files.plan import Action, FilePlan, FilesMode, Problem
 from icecore.restorer.files.rights import Inode, inode_of
@@ -59,7 +60,7 @@ def plan_surroundings(
     *,
     root: str = "",
     is_own: Callable[[str], bool] = lambda path: False,
-    user: int = 0,
+    allowed: Allowed = EVERYTHING,
 ) -> FilePlan:
     """Compare the record of the snapshot with the file system.
 
@@ -69,7 +70,7 @@ def plan_surroundings(
             file is made.
         root: What the paths are relative to, for a job with a private root.
         is_own: Whether a path belongs to the new instance itself.
-        user: The job's user.
+        allowed: What the job's user may have.
     """
     if found is None:
         return FilePlan([], [])
@@ -82,11 +83,11 @@ def plan_surroundings(
             if number % _AT_ONCE == 0:
                 paths.forget()
             if not is_own(one.path):
-                _plan_one(planning, one)
+                _plan_one(planning, one, allowed)
         made = {folder.path for folder in planning.folders}
         named = [one for one in found.sockets if not is_own(one.path)]
         for one in named:
-            if (problem := _socket_problem(paths, one, root, made, user)) is not None:
+            if (problem := _socket_problem(paths, one, root, made, allowed.user)) is not None:
                 planning.problems.append(problem)
     sockets = [
         msgspec.structs.replace(one, path=one.place, folder="")
@@ -130,7 +131,7 @@ def _leads_to(one: SocketName, root: str, made: Set[str]) -> bool:
     return named == folder or os.path.realpath(root + named) == top + folder
 
 
-def _plan_one(planning: _Planning, one: Named) -> None:
+def _plan_one(planning: _Planning, one: Named, allowed: Allowed) -> None:
     components(one.path)
     try:
         about = planning.look(one.path)
@@ -149,6 +150,12 @@ def _plan_one(planning: _Planning, one: Named) -> None:
                 "run as a user who may read it",
             )
         )
+        return
+    if about is None and allowed.checks and not allowed.owns(one.user):
+        if not isinstance(one, SmallFile):  # the job can do without such a file of others
+            message = f"it is missing, and belonged to user {one.user}, not to the job's"
+            cure = f"let user {one.user} make it again"
+            planning.problems.append(Problem(one.path, message, cure))
         return
     if isinstance(one, Folder):
         _plan_folder(planning, one, about)

@@ -154,7 +154,7 @@ def prepare_files(
             device_file = _start_device_file(attempt, undo, plan, resources, memory)
         _exchange(attempt, workspace, put_back)
         _require_paths(attempt, plan, resources, folder)
-        forget_sizes(folder, plan.requirements.shared)
+        forget_sizes(folder, plan.requirements.shared | plan.requirements.files.resized)
         rearm_timers(folder)
         _drop_datagrams(attempt, plan, folder)
         limits = _bound_limits(attempt, plan, folder)

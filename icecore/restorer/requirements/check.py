@@ -11,6 +11,7 @@ from dataclasses import replace
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import RunRecord
+from icecore.restorer.files.allowed import Allowed
 from icecore.restorer.files.beside import find_conflicts
 from icecore.restorer.files.copies import plan_copies
 from icecore.restorer.files.data import NO_DATA, handled_files, plan_data, with_attributes
@@ -73,33 +74,35 @@ def check_requirements(
     # The files of a job with a private root lie on the same host mounts, except for file systems of
     # its own (/dev/shm, /proc).
     around = read_surroundings(manifest)
-    files = plan_files(
-        manifest,
-        options.files,
-        root=options.root,
-        skip=skip | handled,
-        verify=options.verify_files,
-        programs=around.programs if around is not None else None,
-    )
-    files = files.joined(copies.plan).joined(
-        plan_surroundings(
+    user = owner_of(manifest, run)
+    with Allowed(user, options.identity) as allowed:
+        files = plan_files(
+            manifest,
+            options.files,
+            root=options.root,
+            skip=skip | handled,
+            verify=options.verify_files,
+            programs=around.programs if around is not None else None,
+            allowed=allowed,
+        )
+        surroundings = plan_surroundings(
             around,
             options.files,
             root=options.root,
             is_own=run.is_own if run is not None else lambda path: path in own_files,
-            user=owner_of(manifest, run),
+            allowed=allowed,
         )
-    )
+    files = files.joined(copies.plan).joined(surroundings)
     data = NO_DATA
     if tables:
-        actions = with_attributes(files.actions, tables, owner_of(manifest, run))
+        actions = with_attributes(files.actions, tables, user)
         files = replace(files, actions=actions)
         data = plan_data(
             manifest,
             directories,
             tables,
             root=options.root,
-            owner=owner_of(manifest, run),
+            owner=user,
             taken={one.file.path for one in files.actions}
             | {folder.path for folder in files.folders}
             | {

@@ -1,0 +1,67 @@
+"""Which files a restore may change for a job's user, and which the job may get.
+
+A snapshot remembers what its user once could open. Since then the user may have lost a group, the
+file its mode or owner, and the file may have been changed or removed by those who own it.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from icecore.host.jobs.identity import Identity
+from icecore.host.kernel.filesystem import acting_as
+from icecore.restorer.files.peers import rights
+
+_ROOT = 0
+
+
+class Allowed:
+    """What is allowed to a job's user; a context manager.
+
+    Args:
+        user: The job's user. Jobs of root may have everything.
+        identity: For whom the snapshot is restored; None: an administrator, who may give the job
+            files that its user could not open now.
+    """
+
+    def __init__(self, user: int = _ROOT, identity: Identity | None = None) -> None:
+        self.user = user
+        #: Whether what the user could open once is not enough.
+        self.checks = user != _ROOT and identity is not None and identity.user != _ROOT
+        _, group, groups = rights(user) if self.checks else (user, user, [])
+        self._rights = user, group, sorted({*groups, *(identity.groups if identity else ())})
+        # `acting_as` is not for a thread in which signal handlers run.
+        self._thread = ThreadPoolExecutor(1, "allowed") if self.checks else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def owns(self, *users: int) -> bool:
+        """Return whether files of these users may be put back, made and removed."""
+        return self.user == _ROOT or all(user == self.user for user in users)
+
+    def may(self, path: str, *modes: int) -> bool:
+        """Return whether the user may access a path in one of some ways (access(2))."""
+        if self._thread is None:
+            return True
+        return self._thread.submit(self._may, path, modes).result()
+
+    def _may(self, path: str, modes: tuple[int, ...]) -> bool:
+        with acting_as(*self._rights):
+            return any(os.access(path, mode, effective_ids=True) for mode in modes)
+
+
+#: Of jobs of root.
+EVERYTHING = Allowed()
