@@ -22,6 +22,7 @@ from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.hidden import complete, find_hidden, find_shared
 from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.memory.known import KnownCells
+from icecore.dumper.memory.open_files import OpenFiles
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import has_shared_pages
@@ -100,7 +101,7 @@ class Capture:
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
         shared: Shared memory that CRIU may have been kept from seeing.
-        mapped: Files in memory that the tree had mapped writable.
+        opened: Files that were stored before the window.
         is_own: Whether the instance has something of its own at a path of the tree.
         data: The job's data directories; None: it has none.
     """
@@ -113,7 +114,7 @@ class Capture:
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         shared: SharedMemory,
-        mapped: SharedMemory,
+        opened: OpenFiles,
         context: ScanContext,
         emit: Sink,
         is_own: Callable[[str], bool] = lambda path: False,
@@ -127,7 +128,7 @@ class Capture:
         self._parent = parent
         self._copied = copied
         self._shared = shared
-        self._mapped = mapped
+        self._opened = opened
         self._context = context
         self._emit = emit
 
@@ -305,10 +306,13 @@ class Capture:
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
             done = None
-            one = self._mapped.objects.get(about.path)
+            one = self._opened.objects.get(about.path)
             if one is not None and (one.device, one.inode) == (about.device, about.inode):
-                if (copied := self._mapped.copied.get(about.path)) is not None:
+                if (copied := self._opened.copied.get(about.path)) is not None:
                     capture.known, capture.seen = copied.known, copied.seen
+                if (pages := self._opened.unchanged(file)) is not None:
+                    captured.spaces.append(capture)
+                    return capture.take_over(source, pages, self._context)
                 done = early.shared.get(about.path) if early else None
             captured.spaces.append(capture)
             if done is not None and one is not None and one.size == about.size:

@@ -110,7 +110,7 @@ class EarlyScan:
         parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
         device: Host pid → where device memory lies in the process's memory.
-        shared: The tree's shared memory, and its files in memory.
+        shared: The tree's shared memory, and files that it has open for writing.
         emit: Gets the phase ``dump.early``.
     """
 
@@ -222,6 +222,8 @@ class EarlyScan:
             running.fields["shared"] = saved
             for memory in () if rings else self._shared:
                 for number, (key, one) in enumerate(memory.objects.items(), len(held)):
+                    if not memory.must_be_read(key):
+                        continue
                     extents = one.extents(self._context.threads)
                     stream = number % self._context.streams
                     scanned = memory.scan_early(key, extents, self._parent, stream, self._context)

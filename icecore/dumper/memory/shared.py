@@ -1,6 +1,6 @@
-"""Shared memory: shared anonymous memory, memfds, System V segments, and files in memory that are
-mapped writable. Each object is found once, whoever maps it, and read in place through a descriptor
-of this process.
+"""Shared memory: shared anonymous memory, memfds and System V segments. Each object is found once,
+whoever maps it, and read in place through a descriptor of this process. `open_files` does the same
+with files.
 
 The descriptor keeps the object alive, so its inode number stays its own.
 """
@@ -23,11 +23,9 @@ from icecore.dumper.memory.precopy import PreCopied, copy_space
 from icecore.dumper.memory.sources import FileSource, read_some
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.memory.staging import Slot
-from icecore.dumper.observe.files import FoundFile
 from icecore.dumper.observe.inspection import SHARED_MEMORY, ProcessInspection
 from icecore.events import Advance, unwatched
 from icecore.host.criu.hidden import SHARED
-from icecore.host.kernel.libc import in_memory
 from icecore.host.kernel.memory import shared_memory_device
 from icecore.host.kernel.scanning import data_ranges
 from icecore.sizes import PAGE
@@ -101,11 +99,13 @@ class SharedMemory:
     Attributes:
         objects: By key.
         copied: What pre-copy learnt, by key.
+        pages: Which pages it read (EXTENT records), by key.
         kind: Of the objects' spaces: shared, or file.
     """
 
     objects: Mapping[str, SharedObject] = field(default_factory=dict)
     copied: dict[str, PreCopied] = field(default_factory=dict)
+    pages: dict[str, Extents] = field(default_factory=dict)
     kind: SpaceKind = "shared"
 
     @property
@@ -134,14 +134,34 @@ class SharedMemory:
         """
         for number, (key, one) in enumerate(self.objects.items()):
             before = parent.space(self.kind, key) if parent else None
-            extents = one.extents(context.threads)
+            extents = self.pages[key] = one.extents(context.threads)
             stream = (first_stream + number) % context.streams
             regions = inherit_origins(
                 shared_regions(key, extents, self.kind), before.space.regions if before else []
             )
             self.copied[key] = copy_space(
-                stream, regions, extents, one, before, context, advance, busy
+                stream,
+                regions,
+                extents,
+                one,
+                before,
+                context,
+                advance,
+                busy and self.is_restless(key),
             )
+
+    def is_restless(self, key: str) -> bool:
+        """Return whether a busy process of the tree may write to an object all the time."""
+        return True
+
+    def must_be_read(self, key: str) -> bool:
+        """Return whether an object may have changed since pre-copy read it."""
+        return True
+
+    @property
+    def expected(self) -> list[PreCopied]:
+        """What pre-copy learnt of the objects that may change again before the window."""
+        return [*self.copied.values()]
 
     def scan_early(
         self, key: str, extents: Extents, parent: Parent | None, stream: int, context: ScanContext
@@ -169,40 +189,6 @@ def shared_regions(key: str, extents: Extents, kind: SpaceKind = "shared") -> li
         return []
     end = int(extents["address"][-1]) + int(extents["pages"][-1]) * PAGE
     return [Region(0, end, 0, kind=kind, name=key)]
-
-
-def open_mapped(files: Iterable[FoundFile], stack: ExitStack) -> SharedMemory:
-    """Open the files in memory that a tree has mapped writable. Those that cannot be opened now are
-    read in the window alone.
-
-    Args:
-        files: The files that the tree has open or mapped.
-        stack: Closes the descriptors.
-    """
-    opened: dict[str, SharedObject] = {}
-    for file in files:
-        about = file.about
-        if not file.mapped_writable or about.policy != "content" or about.size < LEAST_BYTES:
-            continue
-        try:
-            if len(opened) == _MOST or not in_memory(file.reach):
-                continue
-            descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            continue  # unmapped since, or this process may not
-        stack.callback(os.close, descriptor)
-        now = os.fstat(descriptor)
-        if (now.st_dev, now.st_ino) == (about.device, about.inode):
-            opened[about.path] = SharedObject(
-                descriptor,
-                about.path,
-                now.st_dev,
-                now.st_ino,
-                False,
-                now.st_size,
-                now.st_blocks * 512,
-            )
-    return SharedMemory(opened, kind="file")
 
 
 def open_shared(processes: Iterable[ProcessInspection], stack: ExitStack) -> SharedMemory:

@@ -186,6 +186,26 @@ class SpaceCapture:
         self.add(context.scan(source, self.stream, plan, self.regions, self.known))
         return size
 
+    def take_over(self, source: Source, extents: npt.NDArray[np.void], context: ScanContext) -> int:
+        """Take over what pre-copy saw of content that has not changed since. Only cells that it did
+        not store are read.
+
+        Args:
+            extents: The pages as pre-copy found them.
+
+        Returns:
+            Bytes read.
+        """
+        plan = plan_cells(self.regions, extents)
+        if self.seen is None or not len(plan):
+            return self.scan(source, extents, context)
+        found = self.seen.find(plan.key)
+        rows = np.flatnonzero(found >= 0)
+        read = ReadElsewhere(rows, self.seen.fingerprint[found[rows]])
+        self.add(context.scan(source, self.stream, plan, self.regions, self.known, read))
+        missing = self.known.differ(plan.key[rows], read.fingerprint)
+        return plan.bytes - int(plan.length[rows[~missing]].sum())
+
     def add(self, part: Scanned, rows: npt.NDArray[np.int64] | None = None) -> None:
         """Add cells that were scanned in another way. Their sink already has the records of cells that
         did not change.

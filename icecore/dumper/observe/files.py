@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ _SHARED_MEMORY = "/dev/shm/"
 #: asynchronous I/O.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
 #: A file whose ctime is this close to its last capture may have been written in the same clock tick.
-_CLOCK_TICK_NS = 100_000_000
+CLOCK_TICK_NS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class FoundFile:
             0).
         links: Hard links left.
         changed_ns: Its ctime, ns since the epoch. Unlike the mtime, programs cannot set it.
+        looked_ns: When the search began that found it, ns since the epoch.
     """
 
     about: OpenFile
@@ -46,6 +48,7 @@ class FoundFile:
     deleted: bool
     links: int
     changed_ns: int
+    looked_ns: int
 
 
 def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
@@ -53,6 +56,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
     path. Pseudo files and devices are left out.
     """
     found: dict[tuple[int, int], FoundFile] = {}
+    looked_ns = time.time_ns()
     for pid in pids:
         try:
             descriptors, mappings = procfs.descriptors(pid), procfs.file_mappings(pid)
@@ -69,6 +73,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 writable,
                 False,
                 options,
+                looked_ns,
             )
         for mapping in mappings:
             if not mapping.path.startswith("/"):
@@ -90,6 +95,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 shared_writable,
                 shared_writable,
                 options,
+                looked_ns,
             )
     return sorted(found.values(), key=lambda f: f.about.path)
 
@@ -123,6 +129,7 @@ def _add(
     writable: bool,
     mapped: bool,
     options: DumpOptions,
+    looked_ns: int,
 ) -> None:
     try:
         about = os.stat(reach)
@@ -163,6 +170,7 @@ def _add(
         deleted,
         about.st_nlink,
         about.st_ctime_ns,
+        looked_ns,
     )
 
 
@@ -207,7 +215,7 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         before.size,
         before.mtime_ns,
     )
-    return same and file.changed_ns < captured_ns - _CLOCK_TICK_NS
+    return same and file.changed_ns < captured_ns - CLOCK_TICK_NS
 
 
 def tree_pids(root: int) -> dict[int, int]:

@@ -47,7 +47,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         ready.storing.parent,
         ready.copied,
         ready.shared,
-        ready.mapped,
+        ready.files,
         ready.storing.context,
         request.emit,
         request.target.record.is_own if request.target.record else lambda path: False,

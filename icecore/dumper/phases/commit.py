@@ -77,7 +77,7 @@ def commit(
     copied = [
         *ready.copied.values(),
         *ready.shared.copied.values(),
-        *ready.mapped.copied.values(),
+        *ready.files.copied.values(),
     ]
     pre_copied = sum(c.stored for c in copied) + (devices.pre_copied if devices is not None else 0)
     return Committed(snapshot, manifest, pre_copied, ready.storing.pipeline.spilled)

@@ -104,7 +104,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         ready.storing.parent,
         ready.copied,
         device,
-        (ready.shared, ready.mapped),
+        (ready.shared, ready.files),
         ready.storing.context,
         request.emit,
     ) as early:

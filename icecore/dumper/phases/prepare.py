@@ -19,16 +19,18 @@ from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
+from icecore.dumper.memory.open_files import OpenFiles, open_files
 from icecore.dumper.memory.precopy import PreCopied
-from icecore.dumper.memory.shared import SharedMemory, open_mapped, open_shared
+from icecore.dumper.memory.shared import SharedMemory, open_shared
 from icecore.dumper.observe.files import FoundFile, find_files, tree_pids
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, reserve
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
+from icecore.dumper.preflight.checks import over_budget
 from icecore.dumper.preflight.prediction import predict
 from icecore.dumper.storing import Storing
-from icecore.errors import DumpFailed
+from icecore.errors import DumpFailed, PreflightRefused
 from icecore.events import Event, phase
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.log import RESTLESS
@@ -67,7 +69,7 @@ class Ready:
         storing: Where cells go.
         copied: What pre-copy learnt, by image id.
         shared: Shared memory that is read in place.
-        mapped: Files in memory that the tree has mapped writable.
+        files: Files that the tree has open for writing, of those that are stored before the window.
         hiding: Whether CRIU is kept from seeing memory that is read in place.
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
@@ -80,7 +82,7 @@ class Ready:
     storing: Storing
     copied: Mapping[int, PreCopied]
     shared: SharedMemory
-    mapped: SharedMemory
+    files: OpenFiles
     hiding: bool
     claim: Claim
     window: Window
@@ -129,12 +131,13 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
     hiding = options.memory != "streamed" and hides(request.criu)
     shared = open_shared(found.processes, stack) if hiding else SharedMemory()
-    mapped = open_mapped(found.files, stack)
-    activity = look_ahead(options, found, (shared, mapped), storing.budget)
+    files = open_files(found.files, storing.parent, stack)
+    activity = look_ahead(options, found, (shared, files), storing.budget)
     data = _data(request, storing, stack)
-    copied = pre_copy(request, found, storing, (shared, mapped), activity)
-    learnt = [*copied.values(), *shared.copied.values(), *mapped.copied.values()]
-    reserve(found, storing, learnt, shared.used + mapped.used, threads)
+    copied = pre_copy(request, found, storing, (shared, files), activity)
+    _require_budget(request, found, files, storing)
+    learnt = [*copied.values(), *shared.expected, *files.expected]
+    reserve(found, storing, learnt, shared.used + files.volatile, threads)
     claim = _claim(request, found)
     stack.callback(claim.release)
     if devices is not None:
@@ -145,8 +148,34 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     storing.pipeline.close_gate()
     window = _window(request, images, guard, storing)
     return Ready(
-        images, guard, devices, storing, copied, shared, mapped, hiding, claim, window, data
+        images, guard, devices, storing, copied, shared, files, hiding, claim, window, data
     )
+
+
+def _require_budget(
+    request: Request, found: Inspection, files: OpenFiles, storing: Storing
+) -> None:
+    """Require that the window will not read more of files than it may. The logs that icecore keeps of
+    the job do not count: the job cannot help it.
+
+    Raises:
+        PreflightRefused: It would.
+    """
+    most = request.options.file_budget
+    if 2 * sum(file.about.size for file in found.files) <= most:
+        return
+    record = request.target.record
+    now = [
+        file
+        for file in _open_files(request)
+        if file.about.policy == "content" and not (record and record.is_own(file.about.path))
+    ]
+    read = files.to_read(now, storing.parent)
+    size = sum(file.about.size for file in read)
+    if size <= most:
+        return
+    largest = max(read, key=lambda file: file.about.size).about.path
+    raise PreflightRefused([over_budget(size, most, largest)])
 
 
 def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectories | None:

@@ -244,20 +244,28 @@ def deleted(found: Inspection) -> list[Refusal]:
 
 
 def file_budget(found: Inspection) -> list[Refusal]:
-    total = sum(f.about.size for f in found.files if f.about.policy == "content")
+    # Of others, the times show whether they change once they are stored (`prepare`).
+    read = [
+        file
+        for file in found.files
+        if file.about.policy == "content"
+        and (found.options.pre_copy == "off" or file.mapped_writable)
+    ]
+    total = sum(file.about.size for file in read)
     if total <= found.options.file_budget:
         return []
-    largest = max(
-        (f for f in found.files if f.about.policy == "content"), key=lambda f: f.about.size
+    largest = max(read, key=lambda file: file.about.size).about.path
+    return [Refusal(*over_budget(total, found.options.file_budget, largest))]
+
+
+def over_budget(size: int, most: int, largest: str) -> tuple[str, str, str]:
+    """Return the refusal of a window that would read ``size`` bytes of files: name, message, cure."""
+    return (
+        "file-budget",
+        f"the window would read {size >> 20} MiB of files that the job has open for writing, the"
+        f" largest {largest}; the budget is {most >> 20} MiB",
+        "raise --file-budget, or leave the files out with --files check",
     )
-    return [
-        Refusal(
-            "file-budget",
-            f"the tree has {total >> 20} MiB of files open for writing, the largest {largest.about.path}; this exceeds the budget of "
-            f"{found.options.file_budget >> 20} MiB to read while the tree stands still",
-            "raise --file-budget, or leave the files out with --files check",
-        )
-    ]
 
 
 def workdir(found: Inspection) -> list[Refusal]:

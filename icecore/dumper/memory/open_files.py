@@ -1,0 +1,140 @@
+"""Files that a tree has open for writing, as spaces that are stored before the window. Files on disks
+whose times show that they have not changed since are not read in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.precopy import PreCopied
+from icecore.dumper.memory.shared import LEAST_BYTES, Extents, SharedMemory, SharedObject
+from icecore.dumper.observe.files import CLOCK_TICK_NS, FoundFile, unchanged_since
+from icecore.host.kernel.libc import in_memory
+from icecore.store.format.manifest import SpaceKind
+
+#: All but the largest are read in the window alone: each takes a descriptor.
+_MOST = 256
+
+
+@dataclass(frozen=True)
+class _Times:
+    """A file before it was read: its size in bytes and its times in ns since the epoch. At
+    ``looked_ns`` no process had it mapped; a store through a later mapping changes the times.
+    """
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    looked_ns: int
+
+    @property
+    def tell(self) -> bool:
+        """Return whether every later change shows: another one may be in the same clock tick."""
+        return self.ctime_ns < self.looked_ns - CLOCK_TICK_NS
+
+    def same(self, size: int, mtime_ns: int, ctime_ns: int) -> bool:
+        return (self.size, self.mtime_ns, self.ctime_ns) == (size, mtime_ns, ctime_ns)
+
+
+@dataclass(frozen=True)
+class OpenFiles(SharedMemory):
+    """The files that are stored before the window; the keys are their paths.
+
+    Attributes:
+        times: Of those whose times show every change.
+    """
+
+    kind: SpaceKind = "file"
+    times: Mapping[str, _Times] = field(default_factory=dict)
+
+    def is_restless(self, key: str) -> bool:
+        """See `SharedMemory.is_restless`."""
+        return key not in self.times
+
+    def must_be_read(self, key: str) -> bool:
+        """See `SharedMemory.must_be_read`."""
+        about = os.fstat(self.objects[key].descriptor)
+        return not self._is_unchanged(key, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+
+    @property
+    def expected(self) -> list[PreCopied]:
+        """See `SharedMemory.expected`."""
+        return [one for key, one in self.copied.items() if key not in self.times]
+
+    @property
+    def volatile(self) -> int:
+        """Bytes of the files whose times do not show every change."""
+        return sum(one.used for key, one in self.objects.items() if key not in self.times)
+
+    def unchanged(self, file: FoundFile) -> Extents | None:
+        """Return the pages of a file that has not changed since before pre-copy read it.
+
+        Args:
+            file: As it is in the window.
+
+        Returns:
+            EXTENT records; None: it may have changed.
+        """
+        about = file.about
+        if file.mapped_writable:
+            return None
+        if self._is_unchanged(about.path, about.size, about.mtime_ns, file.changed_ns):
+            return self.pages[about.path]
+        return None
+
+    def to_read(self, files: Iterable[FoundFile], parent: Parent | None) -> list[FoundFile]:
+        """Return which of some files the window would have to read if it began now."""
+        return [
+            file for file in files if self.unchanged(file) is None and not is_stored(file, parent)
+        ]
+
+    def _is_unchanged(self, key: str, *now: int) -> bool:
+        times = self.times.get(key)
+        return times is not None and key in self.copied and times.tell and times.same(*now)
+
+
+def is_stored(file: FoundFile, parent: Parent | None) -> bool:
+    """Return whether the parent snapshot certainly has the file's content."""
+    if parent is None or parent.space("file", file.about.path) is None:
+        return False
+    before = parent.file(file.about.path)
+    return unchanged_since(file, before, parent.manifest.created_ns)
+
+
+def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitStack) -> OpenFiles:
+    """Open the files that the window would have to read. Those that cannot be opened now are read
+    in the window alone.
+
+    Args:
+        files: The files that the tree has open or mapped.
+        stack: Closes the descriptors.
+    """
+    opened: dict[str, SharedObject] = {}
+    times: dict[str, _Times] = {}
+    for file in sorted(files, key=lambda one: -one.about.size):
+        about = file.about
+        if len(opened) == _MOST or about.size < LEAST_BYTES:
+            break
+        if about.policy != "content" or is_stored(file, parent):
+            continue
+        try:
+            volatile = in_memory(file.reach)
+            descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue  # closed or unmapped since, or this process may not
+        stack.callback(os.close, descriptor)
+        now = os.fstat(descriptor)
+        if (now.st_dev, now.st_ino) != (about.device, about.inode):
+            continue
+        opened[about.path] = SharedObject(
+            descriptor, about.path, now.st_dev, now.st_ino, False, now.st_size, now.st_blocks * 512
+        )
+        if not volatile and not file.mapped_writable:
+            times[about.path] = _Times(
+                now.st_size, now.st_mtime_ns, now.st_ctime_ns, file.looked_ns
+            )
+    return OpenFiles(opened, times=times)
