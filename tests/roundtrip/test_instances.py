@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -280,3 +281,45 @@ def test_the_exit_status_of_a_stopped_and_restored_job(
     assert third.wait(20).exit_code == 7
     found = lines(third)
     assert found == expected(len(found))
+
+
+#: Prints what it is told, and ends if it is told to.
+TOLD = """
+import signal, time
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda told, frame: print(signal.Signals(told).name, flush=True))
+print("there", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_that_comes_in_the_window_is_for_the_instance_that_runs(
+    trip: Trip, registry: Registry
+) -> None:
+    job = registry.start([sys.executable, "-c", TOLD], name="told")
+    wait_lines(job, 0)
+
+    def hear(event: Event) -> None:
+        if (event.name, event.fields.get("state")) == ("dump.window", "begin"):
+            threading.Thread(target=tell).start()
+
+    def tell() -> None:
+        until = time.monotonic() + 20
+        while procfs.status(job.pid).state != "t":  # at once: CRIU looks soon
+            assert time.monotonic() < until
+        job.kill(signal.SIGTERM)
+        job.kill(signal.SIGUSR1)
+
+    target = Target(job.pid, job.name, record=job.record())
+    options = DumpOptions(before="true")
+    snapshot = dump(trip.repository, trip.loop, target, options, criu=trip.criu, emit=hear).snapshot
+    assert eventually(lambda: sorted(lines(job)[1:]) == ["SIGTERM", "SIGUSR1"])
+    job.kill(9)
+    job.wait(10)
+    restored = bring_back(trip, registry, snapshot).job
+    assert restored is not None
+    time.sleep(0.5)
+    assert lines(restored) == ["there"]
+    restored.kill(signal.SIGUSR1)
+    assert wait_lines(restored, 1) == ["there", "SIGUSR1"]

@@ -8,7 +8,9 @@ rlimit.proto).
 from __future__ import annotations
 
 import os
+import signal
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -43,6 +45,7 @@ _FILE_NAME, _FILE_SIZE = 6, 8
 #: images/timerfd.proto: seconds and nanoseconds; TFD_TIMER_ABSTIME.
 _TIMER, _TICKS, _TIMER_FLAGS, _VALUE, _INTERVAL, _ABSTIME = 17, 5, 6, (7, 8), (9, 10), 1
 _TASK, _TASK_LIMITS, _LIMITS, _SOFT, _HARD = 3, 8, 1, 1, 2
+_TASK_SIGNALS, _THREAD, _THREAD_SIGNALS, _SIGNAL, _SIGINFO = 10, 5, 9, 1, 1
 _UNLIMITED = (1 << 64) - 1
 
 
@@ -280,6 +283,40 @@ def rearm_timers(folder: Path) -> None:
     if changed:
         (folder / "files.img").unlink()  # it may be shared with the repository
         write_image(folder / "files.img", entries, FILES)
+
+
+def forget_signals(folder: Path, process: int) -> None:
+    """Remove the pending signals of a job's init, except that a child has ended.
+
+    It got them in the window, and would pass them on to the command. They were meant for the
+    instance that was running then: one that asked it to end would end each restored one.
+
+    Args:
+        folder: CRIU's images.
+        process: The init's image id.
+    """
+    path = folder / f"core-{process}.img"
+    (core,) = read_image(path, CORE)
+    changed = False
+    for part, queue in ((_TASK, _TASK_SIGNALS), (_THREAD, _THREAD_SIGNALS)):
+        if not core.has(part) or not core.message(part).has(queue):
+            continue
+        owner = core.message(part)
+        pending = owner.message(queue).messages(_SIGNAL)
+        kept = [one for one in pending if _number(one) == signal.SIGCHLD]
+        if len(kept) == len(pending):
+            continue
+        owner.set(queue, Message([(_SIGNAL, _BYTES, one.encode()) for one in kept]))
+        core.set(part, owner)
+        changed = True
+    if changed:
+        path.unlink()  # it may be shared with the repository
+        write_image(path, [core], CORE)
+
+
+def _number(pending: Message) -> int:
+    """Return the number of a signal: siginfo_t begins with it."""
+    return int.from_bytes(pending.raw(_SIGINFO)[:4], sys.byteorder)
 
 
 def bound_limits(

@@ -14,7 +14,12 @@ from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
-from icecore.host.criu.image_changes import bound_limits, forget_sizes, rearm_timers
+from icecore.host.criu.image_changes import (
+    bound_limits,
+    forget_signals,
+    forget_sizes,
+    rearm_timers,
+)
 from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs import temporary
@@ -156,6 +161,8 @@ def prepare_files(
         _require_paths(attempt, plan, resources, folder)
         forget_sizes(folder, plan.requirements.shared | plan.requirements.files.resized)
         rearm_timers(folder)
+        if plan.init:
+            forget_signals(folder, plan.init)
         _drop_datagrams(attempt, plan, folder)
         limits = _bound_limits(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
