@@ -4,9 +4,11 @@ change is not stored again.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from icecore.host.kernel import procfs
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.manifest import OpenFile
+from tests.coarse import begin_of_second, mounted_with_seconds
 from tests.programs import driving, inference
 
 from .conftest import Start
@@ -548,6 +551,39 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
                 )
         assert result.sizes.stored < _RESTLESS, change
         assert no_complaint(events)
+
+
+def test_files_that_change_in_the_second_of_the_window(
+    puppet: Puppet, store: Store, tmp_path: Path
+) -> None:
+    """The file system records seconds: writes before and after the window give the same times."""
+    with mounted_with_seconds(tmp_path) as top:
+        path = top / "file"
+        path.write_bytes(b"before")
+        puppet.do(f"f = open({str(path)!r}, 'r+b')")
+        written: list[os.stat_result] = []
+
+        def write(content: bytes) -> None:
+            if not written:
+                begin_of_second()
+            path.write_bytes(content)
+            written.append(path.stat())
+            time.sleep(0.15)  # longer than finer times need
+
+        events = Events(
+            {
+                ("dump.window", "begin"): lambda _: write(b"first "),
+                ("dump.files", "end"): lambda _: write(b"second"),
+            }
+        )
+        first = store.read(store.dump(puppet.pid, events=events).snapshot)
+        if written[0].st_ctime_ns != written[1].st_ctime_ns:
+            pytest.skip("this machine is too slow: the second was over")
+        assert first.content("file", str(path)) == b"first "
+        time.sleep(2.5)
+        second = store.read(store.dump(puppet.pid).snapshot)
+        assert second.content("file", str(path)) == b"second"
+        puppet.do("f.close()")
 
 
 @pytest.mark.parametrize("memory", [False, True])

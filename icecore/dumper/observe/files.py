@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
 from icecore.host.kernel import libc, procfs
+from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import FilePolicy, OpenFile
 
 _DELETED = " (deleted)"
@@ -20,8 +21,6 @@ _SHARED_MEMORY = "/dev/shm/"
 #: How /proc names memory that it shows as files: memfds, System V shared memory, rings of
 #: asynchronous I/O.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
-#: A file whose ctime is this close to its last capture may have been written in the same clock tick.
-_CLOCK_TICK_NS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         before.size,
         before.mtime_ns,
     )
-    return same and file.changed_ns < captured_ns - _CLOCK_TICK_NS
+    return same and shows_later_writes(file.changed_ns, captured_ns)
 
 
 def tree_pids(root: int) -> dict[int, int]:
