@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
-from icecore.host.kernel import libc, procfs
+from icecore.host.kernel import procfs
+from icecore.host.kernel.filesystem import may_be_in_memory
 from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import FilePolicy, OpenFile
 
@@ -188,7 +189,8 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
 
     A store through a mapping changes the times only if it is the first one to its page. A process
     that had the file mapped at the capture may have written since, and unmapped it. For files in
-    memory, even the first store leaves the times as they are if the page was read before.
+    memory, even the first store leaves the times as they are if the page was read before; a file
+    that is open for reading now may have been open for writing in between.
 
     Args:
         captured_ns: When the earlier content was read, ns since the epoch.
@@ -197,8 +199,6 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         return False
     if before.writable and before.mapped:
         return False
-    if file.about.writable and libc.in_memory(file.reach):
-        return False
     now = file.about
     same = (now.inode, now.device, now.size, now.mtime_ns) == (
         before.inode,
@@ -206,7 +206,11 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         before.size,
         before.mtime_ns,
     )
-    return same and shows_later_writes(file.changed_ns, captured_ns)
+    return (
+        same
+        and shows_later_writes(file.changed_ns, captured_ns)
+        and not may_be_in_memory(file.reach)
+    )
 
 
 def tree_pids(root: int) -> dict[int, int]:
