@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
@@ -37,6 +37,7 @@ class FoundFile:
         deleted: It has no name left (CRIU keeps it as a ghost file), or lost this one (``links`` >
             0).
         links: Hard links left.
+        lost: The paths under /proc through which it can be opened and that show a name it lost.
         changed_ns: Its ctime, ns since the epoch. Unlike the mtime, programs cannot set it.
     """
 
@@ -46,6 +47,12 @@ class FoundFile:
     deleted: bool
     links: int
     changed_ns: int
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.about.device, self.about.inode
 
 
 def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
@@ -75,13 +82,14 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 continue
             reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
             key = (os.makedev(*mapping.device), mapping.inode)
-            if key in found and found[key].mapped_writable:
+            known = key in found and not mapping.path.endswith(_DELETED)
+            if known and found[key].mapped_writable:
                 continue
             shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
                 bool(mapping.protection & procfs.PROT_WRITE)
                 or (not _is_special(mapping.path) and _may_become_writable(reach))
             )
-            if key in found and not shared_writable:
+            if known and not shared_writable:
                 continue
             _add(
                 found,
@@ -132,13 +140,19 @@ def _add(
     path = target.removesuffix(_DELETED) if deleted else target
     if not stat.S_ISREG(about.st_mode) or _is_special(path):
         return
+    lost = [reach] if deleted else []
     before = found.get((about.st_dev, about.st_ino))
     if before is not None:
         writable = writable or before.about.writable
         mapped = mapped or before.mapped_writable
-        if before.about.writable == writable and before.mapped_writable == mapped:
+        before.lost.extend(lost)
+        lost = before.lost
+        if deleted and not before.deleted:
+            pass  # a restore makes the file under the name that it lost
+        elif before.about.writable == writable and before.mapped_writable == mapped:
             return
-        reach, path, deleted = before.reach, before.about.path, before.deleted
+        else:
+            reach, path, deleted = before.reach, before.about.path, before.deleted
     policy: FilePolicy = "checked"
     if deleted and about.st_nlink == 0:
         policy = "absent"  # CRIU's ghost file has the content
@@ -163,6 +177,7 @@ def _add(
         deleted,
         about.st_nlink,
         about.st_ctime_ns,
+        lost,
     )
 
 
