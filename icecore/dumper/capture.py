@@ -41,7 +41,8 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden, read_shared
-from icecore.host.criu.images import LINKED, load_files, load_remaps, load_rseq
+from icecore.host.criu.images import load_rseq
+from icecore.host.criu.lost_names import LostNames
 from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
@@ -56,6 +57,19 @@ _HASH_BYTES = 1 << 20
 
 
 @dataclass
+class Lost:
+    """An open file that lost its name.
+
+    Attributes:
+        reached: The paths under /proc through which processes have it open or mapped.
+        content: The space with its content, if that is stored.
+    """
+
+    reached: list[str]
+    content: SpaceCapture | None = None
+
+
+@dataclass
 class Captured:
     """A consistent image of the tree, as far as it has been read.
 
@@ -66,7 +80,8 @@ class Captured:
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
         files: What the manifest records of open files.
-        lost: Paths of open files that lost this name but have others.
+        lost: Open files that lost the name in ``files`` but have others, by device and inode: two
+            files may have lost the same name, or a file the name that another one has now.
         scanned: Bytes read in the window.
         surroundings: What a restore needs around open files; read after the window.
     """
@@ -81,7 +96,7 @@ class Captured:
     spaces: list[SpaceCapture] = field(default_factory=list)
     reused: list[Space] = field(default_factory=list)
     files: list[OpenFile] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
+    lost: dict[tuple[int, int], Lost] = field(default_factory=dict)
     scanned: int = 0
     surroundings: Surroundings = field(default_factory=Surroundings)
 
@@ -277,7 +292,7 @@ class Capture:
         about = file.about
         if file.deleted and file.links:
             about = msgspec.structs.replace(about, links=_other_names(file))
-            captured.lost.add(about.path)
+            captured.lost[file.identity] = Lost(file.lost)
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
             digest = (
@@ -305,16 +320,17 @@ class Capture:
                 else []
             )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
+            captured.spaces.append(capture)
+            if file.identity in captured.lost:
+                captured.lost[file.identity].content = capture
             done = None
             one = self._opened.objects.get(about.path)
             if one is not None and (one.device, one.inode) == (about.device, about.inode):
                 if (copied := self._opened.copied.get(about.path)) is not None:
                     capture.known, capture.seen = copied.known, copied.seen
                 if (pages := self._opened.unchanged(file)) is not None:
-                    captured.spaces.append(capture)
                     return capture.take_over(source, pages, self._context)
                 done = early.shared.get(about.path) if early else None
-            captured.spaces.append(capture)
             if done is not None and one is not None and one.size == about.size:
                 extents = done[0]  # the tree stood still since
             else:
@@ -333,8 +349,7 @@ class Capture:
         images = captured.images
         complete(self._images, [*images.processes, *images.shared], self._version)
         close_outside(self._images)
-        if captured.lost:
-            _rename(captured, _linked(self._images))
+        _rename(captured, self._images)
         captured.surroundings = find_surroundings(
             self._images,
             captured.pids,
@@ -390,30 +405,29 @@ def _still_there(pids: list[int]) -> None:
             raise DumpFailed(f"process {pid} was killed while it was being dumped")
 
 
-def _linked(images: Path) -> dict[str, str]:
-    """Map the lost names of open files that have other names to the names that CRIU will look for
-    (``link_remap.N``).
-
-    CRIU makes such a link and removes it when it leaves the tree running, so the restore must put
-    the file there.
-    """
-    names = {file.id: file.path for file in load_files(images)}
-    return {names[r.original]: names[r.target] for r in load_remaps(images) if r.kind == LINKED}
-
-
-def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
+def _rename(captured: Captured, images: Path) -> None:
     """Rename the files that lost their name to the name that CRIU will look for, which is known once
     CRIU's images are complete.
+
+    Raises:
+        DumpFailed: CRIU will look for a file under a name that a restore would not make.
     """
+    links = LostNames(images, captured.pids)
+    names = {identity: links.join(lost.reached) for identity, lost in captured.lost.items()}
+    if left := links.left():
+        raise DumpFailed(
+            f"{left[0]} is open but was deleted or replaced, and a restore could not bring it back",
+            cure="have the job close it, or open it through one mount only",
+        )
     captured.files = [
-        msgspec.structs.replace(f, path=linked.get(f.path, f.path))
-        if f.path in captured.lost
-        else f
-        for f in captured.files
+        msgspec.structs.replace(file, path=name)
+        if (name := names.get((file.device, file.inode)))
+        else file
+        for file in captured.files
     ]
-    for capture in captured.spaces:
-        if capture.kind == "file" and capture.key in captured.lost:
-            capture.key = linked.get(capture.key, capture.key)
+    for identity, lost in captured.lost.items():
+        if lost.content is not None and (name := names[identity]):
+            lost.content.key = name
 
 
 def _other_names(file: FoundFile) -> list[str]:

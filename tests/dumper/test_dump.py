@@ -4,9 +4,14 @@ change is not stored again.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +24,11 @@ from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
 from icecore.host.criu.program import find_criu
 from icecore.host.kernel import procfs
+from icecore.host.kernel.filesystem import may_be_in_memory
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.backend.local import LocalBackend
 from icecore.store.format.manifest import OpenFile
+from tests.coarse import begin_of_second, mounted_with_seconds
 from tests.programs import driving, inference
 
 from .conftest import Start
@@ -550,13 +557,74 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
         assert no_complaint(events)
 
 
-@pytest.mark.parametrize("memory", [False, True])
-def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, store: Store) -> None:
+def test_files_that_change_in_the_second_of_the_window(
+    puppet: Puppet, store: Store, tmp_path: Path
+) -> None:
+    """The file system records seconds: writes before and after the window give the same times."""
+    with mounted_with_seconds(tmp_path) as top:
+        path = top / "file"
+        path.write_bytes(b"before")
+        puppet.do(f"f = open({str(path)!r}, 'r+b')")
+        written: list[os.stat_result] = []
+
+        def write(content: bytes) -> None:
+            if not written:
+                begin_of_second()
+            path.write_bytes(content)
+            written.append(path.stat())
+            time.sleep(0.15)  # longer than finer times need
+
+        events = Events(
+            {
+                ("dump.window", "begin"): lambda _: write(b"first "),
+                ("dump.files", "end"): lambda _: write(b"second"),
+            }
+        )
+        first = store.read(store.dump(puppet.pid, events=events).snapshot)
+        if written[0].st_ctime_ns != written[1].st_ctime_ns:
+            pytest.skip("this machine is too slow: the second was over")
+        assert first.content("file", str(path)) == b"first "
+        time.sleep(2.5)
+        second = store.read(store.dump(puppet.pid).snapshot)
+        assert second.content("file", str(path)) == b"second"
+        puppet.do("f.close()")
+
+
+@contextmanager
+def overlay(folder: Path) -> Iterator[Path]:
+    """Mount an overlay whose layers are directories in a folder."""
+    lower, upper, work, top = (folder / name for name in ("lower", "upper", "work", "top"))
+    for one in (lower, upper, work, top):
+        one.mkdir()
+    layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    subprocess.run(["mount", "-t", "overlay", "x", "-o", layers, top], timeout=60, check=True)
+    try:
+        yield top
+    finally:
+        subprocess.run(["umount", "--lazy", top], timeout=60, check=True)
+
+
+@contextmanager
+def place(kind: str, folder: Path) -> Iterator[Path]:
+    """Make a directory on a disk, in memory, or on an overlay over either."""
+    with ExitStack() as stack:
+        if "memory" in kind:
+            path = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+            folder = Path(path)
+        if "overlay" in kind:
+            folder = stack.enter_context(overlay(folder))
+        yield folder
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory", "overlay over disk", "overlay over memory"])
+def test_files_that_were_mapped_between_dumps(
+    kind: str, puppet: Puppet, store: Store, tmp_path: Path
+) -> None:
     """Stores through a mapping leave no trace in a file's times, except the first store to a page;
     on tmpfs, if the page was read before, not even that.
     """
-    path = Path(f"/dev/shm/icecore-mapped-{puppet.pid}") if memory else puppet.folder / "mapped"
-    try:
+    with place(kind, tmp_path) as folder:
+        path = folder / "mapped"
         puppet.do(
             f"f = open({str(path)!r}, 'w+b'); f.write(bytes(2 * MIB)); f.flush(); m = mmap.mmap(f.fileno(), 0); m[0] = 1"
         )
@@ -571,8 +639,32 @@ def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, stor
             assert recorded.content("file", str(path))[0] == number
         [about] = [file for file in recorded.manifest.files if file.path == str(path)]
         assert about.writable and not about.mapped
-    finally:
-        path.unlink(missing_ok=True)
+        puppet.do("f.close(); del m")
+
+
+@pytest.mark.parametrize("kind", ["memory", "overlay over memory"])
+def test_files_that_were_open_for_writing_between_dumps(
+    kind: str, puppet: Puppet, store: Store, tmp_path: Path
+) -> None:
+    with place(kind, tmp_path) as folder:
+        path = folder / "mapped"
+        path.write_bytes(bytes(8192))
+        puppet.do(f"f = open({str(path)!r}, 'rb')")
+        for number in (0, 1):
+            puppet.do(
+                f"g = open({str(path)!r}, 'r+b'); m = mmap.mmap(g.fileno(), 0); m[0] = m[0] + {number}; m.close(); g.close(); time.sleep(0.15)"
+            )
+            recorded = store.read(store.dump(puppet.pid, DumpOptions(with_files=True)).snapshot)
+            assert recorded.content("file", str(path))[0] == number
+        puppet.do("f.close()")
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory", "overlay over disk", "overlay over memory"])
+def test_where_a_file_lies(kind: str, tmp_path: Path) -> None:
+    with place(kind, tmp_path) as folder:
+        for content in (b"", b"something"):
+            (folder / "file").write_bytes(content)
+            assert may_be_in_memory(str(folder / "file")) == ("memory" in kind)
 
 
 def test_files_that_lost_their_name(puppet: Puppet, store: Store) -> None:

@@ -37,6 +37,7 @@ from icecore.store.log.repository import StoredRepository
 from icecore.store.maintenance.check import check as verify
 from icecore.store.replication.transfer import copy
 from icecore.store.snapshot.reader import SnapshotReader
+from tests.coarse import begin_of_second, mounted_with_seconds
 from tests.dumper.world import Events
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
@@ -527,6 +528,60 @@ def test_what_was_written_through_a_mapping_that_is_gone(world: World) -> None:
         restored = world.restore(snapshot)
         assert path.read_bytes().rstrip(b"\0") == content
         world.end(restored)
+
+
+IDLE = """
+import time
+print("there", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_what_changes_in_the_second_of_the_window(world: World) -> None:
+    """The file system records seconds: changes before and after a look give the same times."""
+    with mounted_with_seconds(world.top) as top:
+        kept, folder = top / "kept", top / "folder"
+        kept.write_bytes(b"before")
+        folder.mkdir()
+        job = world.registry.start([sys.executable, "-c", IDLE], name="idle", cwd="/", data=[top])
+        out = job.log_path("stdout")
+        assert eventually(lambda: "there" in out.read_text()), job.log_path("stderr").read_text()
+        changed: dict[Path, set[int]] = {kept: set(), folder: set()}
+
+        def mark(value: bytes) -> None:
+            if not changed[folder]:
+                begin_of_second()
+            os.setxattr(folder, "user.mark", value)
+            changed[folder].add(folder.stat().st_ctime_ns)
+
+        def write(content: bytes) -> None:
+            if not changed[kept]:
+                begin_of_second()
+            kept.write_bytes(content)
+            changed[kept].add(kept.stat().st_ctime_ns)
+            time.sleep(0.15)  # longer than finer times need
+
+        events = Events(
+            {
+                ("dump.data", "begin"): lambda _: mark(b"first"),
+                ("dump.data", "end"): lambda _: mark(b"second"),
+                ("dump.window", "begin"): lambda _: write(b"first "),
+                ("dump.files", "end"): lambda _: write(b"second"),
+            }
+        )
+        first = world.dump(job, emit=events).snapshot
+        if max(map(len, changed.values())) > 1:
+            pytest.skip("this machine is too slow: the second was over")
+        time.sleep(2.5)
+        second = world.dump(job, stop=True).snapshot
+        job.wait(20)
+        for snapshot, content in ((first, b"first "), (second, b"second")):
+            os.removexattr(folder, "user.mark")
+            kept.write_bytes(b"after")
+            restored = world.restore(snapshot)
+            assert os.getxattr(folder, "user.mark") == b"second"
+            assert kept.read_bytes() == content
+            world.end(restored)
 
 
 def _command_of(job: Job) -> int:

@@ -31,12 +31,12 @@ from icecore.host.kernel.listing import (
     most_entries,
     walk,
 )
+from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.data import (
     MAX_ENTRIES,
     MAX_TABLE,
     OPEN,
-    TICK_NS,
     DataDirectory,
     Entry,
     content_key,
@@ -114,7 +114,7 @@ class DataCapture:
         self._reader = Reader(top, path, self._layout, known, context, region, privileged)
         self._read: dict[str, ReadFile] = {}
         self._listing = Listing()
-        self._attributes: dict[str, tuple[int, Attributes]] = {}
+        self._attributes: dict[str, Attributes] = {}
         self._folders: dict[str, os.stat_result] = {}
         self._clones: dict[str, Clone] = {}
         self._open = OpenHere({}, frozenset())
@@ -185,6 +185,7 @@ class DataCapture:
         return total
 
     def _list(self) -> Listing:
+        looked_ns = time.time_ns()
         try:
             listing = walk(self._top, self._folders, self._most, privileged=self._reader.privileged)
         except OSError as error:
@@ -199,8 +200,12 @@ class DataCapture:
                 cure="remove some, free memory, or start the job with a smaller --data directory",
             ) from None
         for path, found in listing.attributes.items():
-            self._folders[path] = listing.found[path]
-            self._attributes[path] = listing.found[path].st_ctime_ns, found
+            about = listing.found[path]
+            self._attributes[path] = found
+            if shows_later_writes(about.st_ctime_ns, looked_ns):
+                self._folders[path] = about
+            else:
+                self._folders.pop(path, None)
         self._listing = listing
         return listing
 
@@ -232,7 +237,7 @@ class DataCapture:
             or before.location == OPEN
             or (before.ctime_ns, before.mtime_ns, before.size, before.inode)
             != (about.st_ctime_ns, about.st_mtime_ns, about.st_size, about.st_ino)
-            or before.ctime_ns >= self._known_ns - TICK_NS
+            or not shows_later_writes(before.ctime_ns, self._known_ns)
             or before.inode in self._mapped
         ):
             return None
@@ -392,7 +397,7 @@ class DataCapture:
                 "file", name, *common, about.st_size, *times, location, attributes=attributes
             )
         if stat.S_ISDIR(mode):
-            attributes = self._attributes[path][1] if path in self._attributes else {}
+            attributes = self._attributes.get(path, {})
             return Entry("directory", name, *common, 0, *times, attributes=attributes)
         if stat.S_ISLNK(mode):
             return Entry("symlink", name, *common, 0, *times, target=self._targets[path])

@@ -22,8 +22,8 @@ from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.errors import DumpFailed
 from icecore.host.kernel.filesystem import open_confined
 from icecore.host.kernel.listing import Attributes, attributes_of
+from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.sizes import CELL_BYTES, PAGE
-from icecore.store.format.data import TICK_NS
 from icecore.store.format.manifest import Region
 
 #: Files that are open together.
@@ -193,7 +193,7 @@ class Reader:
             scanned = self._scan([(at, fd, about.st_size) for at, fd, _, about, _ in opened])
             for location, descriptor, path, about, attributes in opened:
                 if path in clones or same(about, os.fstat(descriptor)):
-                    settled = about.st_ctime_ns < since_ns - TICK_NS
+                    settled = shows_later_writes(about.st_ctime_ns, since_ns)
                     yield path, ReadFile(about, location, scanned, settled, attributes)
         finally:
             for _, descriptor, *_ in opened:

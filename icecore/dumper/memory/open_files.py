@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import LEAST_BYTES, Extents, SharedMemory, SharedObject
-from icecore.dumper.observe.files import CLOCK_TICK_NS, FoundFile, unchanged_since
-from icecore.host.kernel.libc import in_memory
+from icecore.dumper.observe.files import FoundFile, unchanged_since
+from icecore.host.kernel.filesystem import may_be_in_memory
+from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import SpaceKind
 
 #: All but the largest are read in the window alone: each takes a descriptor.
@@ -33,8 +34,8 @@ class _Times:
 
     @property
     def tell(self) -> bool:
-        """Return whether every later change shows: another one may be in the same clock tick."""
-        return self.ctime_ns < self.looked_ns - CLOCK_TICK_NS
+        """Return whether every later change shows."""
+        return shows_later_writes(self.ctime_ns, self.looked_ns)
 
     def same(self, size: int, mtime_ns: int, ctime_ns: int) -> bool:
         return (self.size, self.mtime_ns, self.ctime_ns) == (size, mtime_ns, ctime_ns)
@@ -79,8 +80,9 @@ class OpenFiles(SharedMemory):
         Returns:
             EXTENT records; None: it may have changed.
         """
-        about = file.about
-        if file.mapped_writable:
+        about, one = file.about, self.objects.get(file.about.path)
+        # Another file may have lost the same name.
+        if file.mapped_writable or one is None or (one.device, one.inode) != file.identity:
             return None
         if self._is_unchanged(about.path, about.size, about.mtime_ns, file.changed_ns):
             return self.pages[about.path]
@@ -119,10 +121,11 @@ def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitSta
         about = file.about
         if len(opened) == _MOST or about.size < LEAST_BYTES:
             break
-        if about.policy != "content" or is_stored(file, parent):
+        # Several may have lost the same name.
+        if about.policy != "content" or about.path in opened or is_stored(file, parent):
             continue
         try:
-            volatile = in_memory(file.reach)
+            volatile = may_be_in_memory(file.reach)
             descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             continue  # closed or unmapped since, or this process may not

@@ -8,11 +8,13 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
-from icecore.host.kernel import libc, procfs
+from icecore.host.kernel import procfs
+from icecore.host.kernel.filesystem import may_be_in_memory
+from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import FilePolicy, OpenFile
 
 _DELETED = " (deleted)"
@@ -21,8 +23,6 @@ _SHARED_MEMORY = "/dev/shm/"
 #: How /proc names memory that it shows as files: memfds, System V shared memory, rings of
 #: asynchronous I/O.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
-#: A file whose ctime is this close to its last capture may have been written in the same clock tick.
-CLOCK_TICK_NS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class FoundFile:
         deleted: It has no name left (CRIU keeps it as a ghost file), or lost this one (``links`` >
             0).
         links: Hard links left.
+        lost: The paths under /proc through which it can be opened and that show a name it lost.
         changed_ns: Its ctime, ns since the epoch. Unlike the mtime, programs cannot set it.
         looked_ns: When the search began that found it, ns since the epoch.
     """
@@ -49,6 +50,12 @@ class FoundFile:
     links: int
     changed_ns: int
     looked_ns: int
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.about.device, self.about.inode
 
 
 def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
@@ -80,13 +87,14 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 continue
             reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
             key = (os.makedev(*mapping.device), mapping.inode)
-            if key in found and found[key].mapped_writable:
+            known = key in found and not mapping.path.endswith(_DELETED)
+            if known and found[key].mapped_writable:
                 continue
             shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
                 bool(mapping.protection & procfs.PROT_WRITE)
                 or (not _is_special(mapping.path) and _may_become_writable(reach))
             )
-            if key in found and not shared_writable:
+            if known and not shared_writable:
                 continue
             _add(
                 found,
@@ -139,13 +147,19 @@ def _add(
     path = target.removesuffix(_DELETED) if deleted else target
     if not stat.S_ISREG(about.st_mode) or _is_special(path):
         return
+    lost = [reach] if deleted else []
     before = found.get((about.st_dev, about.st_ino))
     if before is not None:
         writable = writable or before.about.writable
         mapped = mapped or before.mapped_writable
-        if before.about.writable == writable and before.mapped_writable == mapped:
+        before.lost.extend(lost)
+        lost = before.lost
+        if deleted and not before.deleted:
+            pass  # a restore makes the file under the name that it lost
+        elif before.about.writable == writable and before.mapped_writable == mapped:
             return
-        reach, path, deleted = before.reach, before.about.path, before.deleted
+        else:
+            reach, path, deleted = before.reach, before.about.path, before.deleted
     policy: FilePolicy = "checked"
     if deleted and about.st_nlink == 0:
         policy = "absent"  # CRIU's ghost file has the content
@@ -171,6 +185,7 @@ def _add(
         about.st_nlink,
         about.st_ctime_ns,
         looked_ns,
+        lost,
     )
 
 
@@ -197,7 +212,8 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
 
     A store through a mapping changes the times only if it is the first one to its page. A process
     that had the file mapped at the capture may have written since, and unmapped it. For files in
-    memory, even the first store leaves the times as they are if the page was read before.
+    memory, even the first store leaves the times as they are if the page was read before; a file
+    that is open for reading now may have been open for writing in between.
 
     Args:
         captured_ns: When the earlier content was read, ns since the epoch.
@@ -206,8 +222,6 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         return False
     if before.writable and before.mapped:
         return False
-    if file.about.writable and libc.in_memory(file.reach):
-        return False
     now = file.about
     same = (now.inode, now.device, now.size, now.mtime_ns) == (
         before.inode,
@@ -215,7 +229,11 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         before.size,
         before.mtime_ns,
     )
-    return same and file.changed_ns < captured_ns - CLOCK_TICK_NS
+    return (
+        same
+        and shows_later_writes(file.changed_ns, captured_ns)
+        and not may_be_in_memory(file.reach)
+    )
 
 
 def tree_pids(root: int) -> dict[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,13 @@ _NO_CHANGE = 0xFFFFFFFF
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _STATX_BTIME = -100, 0x100, 0x800
 _STATX_BYTES = 256
 _BIRTH = struct.Struct("=I76xqI")
+
+#: statfs(2): overlayfs.
+_OVERLAY = 0x794C7630
+#: ioctl(2): which blocks a range of a file has; and the question for the first byte, with no room
+#: for an answer.
+_FIEMAP = 0xC020660B
+_FIRST_BYTE = struct.pack("=QQIIII", 0, 1, 0, 0, 0, 0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.renameat2.argtypes = [
@@ -95,6 +103,28 @@ def rename(directory: int, old: str, new: str, flags: int = 0) -> None:
     if _libc.renameat2(directory, os.fsencode(old), directory, os.fsencode(new), flags):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), old, None, new)
+
+
+def may_be_in_memory(path: str) -> bool:
+    """Return whether a file lies in memory, also below an overlay, or whether that is unknown.
+
+    An overlay hides where a file lies, and the paths of its layers are those of another mount
+    namespace. But it passes on the question which blocks a file has, and file systems in memory
+    have no answer.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+    """
+    if libc.file_system(path) != _OVERLAY:
+        return libc.in_memory(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fcntl.ioctl(descriptor, _FIEMAP, _FIRST_BYTE)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def birth_ns(path: str) -> int:

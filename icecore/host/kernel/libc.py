@@ -115,10 +115,19 @@ def in_memory(path: str) -> bool:
     Raises:
         OSError: There is no such file.
     """
+    return file_system(path) in _IN_MEMORY
+
+
+def file_system(path: str) -> int:
+    """Return the type of the file system on which a file lies (statfs(2)).
+
+    Raises:
+        OSError: There is no such file.
+    """
     about = (ctypes.c_long * 32)()  # struct statfs, which begins with its type; larger than any
     if _libc.statfs(os.fsencode(path), ctypes.addressof(about)):
         raise last_error(f"statfs({path})")
-    return about[0] in _IN_MEMORY
+    return about[0]
 
 
 def madvise(address: int, length: int, advice: int) -> None:

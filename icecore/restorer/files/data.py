@@ -13,6 +13,7 @@ import numpy as np
 
 from icecore.host.kernel.filesystem import open_confined
 from icecore.host.kernel.listing import Listing, TooMany, most_entries, walk
+from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused
 from icecore.restorer.files.plan import Action, FilePlan, Problem
 from icecore.restorer.files.rights import Inode, inode_of
@@ -22,7 +23,6 @@ from icecore.store.format.data import (
     MAX_ENTRIES,
     OF_ROOT,
     OPEN,
-    TICK_NS,
     DataDirectory,
     Entry,
     content_key,
@@ -410,8 +410,10 @@ def _is_unchanged(planning: _Planning, entry: Entry, now: os.stat_result) -> boo
     mine = (entry.ctime_ns, entry.mtime_ns, entry.inode)
     if mine != (now.st_ctime_ns, now.st_mtime_ns, now.st_ino):
         return False
-    if entry.inode in planning.mapped or entry.ctime_ns >= planning.since_ns - TICK_NS:
-        return False  # it may have been written to in the same clock tick
+    if entry.inode in planning.mapped:
+        return False
+    if not shows_later_writes(entry.ctime_ns, planning.since_ns):
+        return False
     if entry.kind == "file":
         return stat.S_ISREG(now.st_mode) and now.st_size == entry.size
     return (stat.S_ISLNK if entry.kind == "symlink" else stat.S_ISFIFO)(now.st_mode)

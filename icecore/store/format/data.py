@@ -35,9 +35,6 @@ MAX_ENTRIES = 1 << 22
 MAX_TABLE = 1 << 30
 #: The content of a file that is stored as an open file of the job: as the space of its path.
 OPEN = -1
-#: ns: a file whose times are this close to the moment of a look may have been written again in the
-#: same tick of the kernel's clock.
-TICK_NS = 100_000_000
 #: Extended attributes that owners of files can set (access control lists: acl(5)), and that only
 #: root can: the capabilities of a program, and what programs of root keep in ``trusted.``.
 _LISTS = (b"system.posix_acl_access", b"system.posix_acl_default")

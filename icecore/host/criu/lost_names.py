@@ -1,0 +1,85 @@
+"""Open files that lost their name but have others, in CRIU's images (images/remap-file-path.proto).
+
+CRIU makes a link ``link_remap.N`` for each open file description and removes it when it leaves the
+tree running. A restore must have the file there. The images do not record inodes: which files are
+one and the same, only the processes show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from icecore.host.criu.images import (
+    LINKED,
+    REMAP_FPATH,
+    Remap,
+    load_files,
+    load_remaps,
+    read_image,
+    write_image,
+)
+from icecore.host.criu.opened_images import OpenedImages
+
+_ORIGINAL, _TARGET = 1, 2
+
+
+class LostNames:
+    """The links of complete images.
+
+    Args:
+        folder: CRIU's images.
+        pids: Host pid → image id.
+    """
+
+    def __init__(self, folder: Path, pids: Mapping[int, int]) -> None:
+        self._folder = folder
+        self._left: dict[int, Remap] = {
+            remap.original: remap for remap in load_remaps(folder) if remap.kind == LINKED
+        }
+        self._files = {file.id: file for file in load_files(folder)} if self._left else {}
+        self._reached = self._reach(pids) if self._left else {}
+
+    def _reach(self, pids: Mapping[int, int]) -> dict[str, int]:
+        """Map the paths under /proc of descriptors and mappings to the numbers of their files."""
+        opened, found = OpenedImages(self._folder), {}
+        for pid, number in pids.items():
+            for descriptor, one in opened.descriptors(number).items():
+                found[f"/proc/{pid}/fd/{descriptor}"] = one.file.id
+            for start, end, one in opened.mappings(number):
+                found[f"/proc/{pid}/map_files/{start:x}-{end:x}"] = one.file.id
+        return found
+
+    def join(self, reached: Iterable[str]) -> str:
+        """Have CRIU look for one file under one name, however often it is open; return that name.
+        Empty: CRIU does not look for it, because it kept its content.
+
+        Args:
+            reached: The paths under /proc through which processes have the file.
+        """
+        numbers = {self._reached.get(path) for path in reached}
+        own = [remap for number, remap in sorted(self._left.items()) if number in numbers]
+        if not own:
+            return ""
+        first = own[0]
+        # CRIU makes the link on the mount of the description that it opens.
+        mount = self._files[first.original].mount
+        same = {one.original for one in own if self._files[one.original].mount == mount}
+        if len(same) > 1:
+            self._point(same, first.target)
+        for number in same:
+            del self._left[number]
+        return self._files[first.target].path
+
+    def _point(self, originals: set[int], target: int) -> None:
+        path = self._folder / "remap-fpath.img"
+        entries = read_image(path, REMAP_FPATH)
+        for entry in entries:
+            if entry.integer(_ORIGINAL) in originals:
+                entry.set(_TARGET, target)
+        path.unlink()  # it may be shared with the repository
+        write_image(path, entries, REMAP_FPATH)
+
+    def left(self) -> list[str]:
+        """Return the lost names of the files that were not joined."""
+        return [self._files[number].path for number in self._left]
