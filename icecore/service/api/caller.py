@@ -61,6 +61,11 @@ class Caller:
         """Whether nothing restricts it to some jobs."""
         return self.sees_all and "*" in self.jobs
 
+    @property
+    def is_as_root(self) -> bool:
+        """Whether it may have root do anything: an administrator whom nothing restricts."""
+        return self.role >= Role.ADMIN and self.whole_node
+
 
 def of_peer(peer: Peer, *, admin_gid: int | None, others: Role) -> Caller:
     """Return the caller at the other end of a unix socket.

@@ -19,7 +19,6 @@ from icecore.errors import Denied, NotFound, UsageError
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import command_lines, models, requests
-from icecore.service.api.caller import Role
 from icecore.service.api.listing import paginate
 from icecore.service.api.problems import Conflict
 from icecore.service.api.routing import BEAT_SECONDS, Call
@@ -156,7 +155,7 @@ async def run_job(call: Call) -> Any:
     own = wanted.supervise
     if own is not None:
         commands = (own.requeue_command, own.notice_command, own.notice_url)
-        if caller.role < Role.ADMIN and any(commands):
+        if any(commands) and not caller.is_as_root:
             raise Denied(
                 "root would use the commands and URLs of a supervised job",
                 cure="ask an administrator to configure them in [schedule]",
