@@ -121,7 +121,7 @@ def caller_of(service: Service, request: web.Request) -> Caller:
     """
     guard = guard_of(request)
     if guard is not None and guard.peer is not None:
-        return of_socket(service, guard.peer)
+        return of_socket(service, guard.peer, guard.refusal)
     kind, _, secret = request.headers.get("Authorization", "").partition(" ")
     token = service.tokens.find(secret.strip()) if kind.lower() == "bearer" else None
     if token is None:
@@ -131,12 +131,17 @@ def caller_of(service: Service, request: web.Request) -> Caller:
     return of_token(token, request)
 
 
-def of_socket(service: Service, peer: Peer) -> Caller:
+def of_socket(service: Service, peer: Peer, refusal: str) -> Caller:
     """Return the process at the other end of a unix socket.
+
+    Args:
+        refusal: Why the service refuses the process; empty: it does not.
 
     Raises:
         Denied: The user may not use the service.
     """
+    if refusal:
+        raise Denied(refusal, cure="call from outside of the container or sandbox")
     found = of_peer(peer, admin_gid=service.admin_gid, others=service.others)
     if found.role == Role.PUBLIC:
         raise Denied("only administrators may use this service", cure="ask an administrator")
