@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -194,8 +195,8 @@ async def _authorise(route: Route, call: Call) -> None:
         _count(service, guard.who if guard is not None else request.remote or "")
         return
     try:
-        identify = route.identify or caller_of
-        call.caller = identify(service, request)
+        call.identify = partial(route.identify or caller_of, service, request)
+        call.caller = call.identify()
     except Denied:
         _count(service, guard.who if guard is not None else request.remote or "")
         raise

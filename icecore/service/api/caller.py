@@ -57,6 +57,11 @@ class Caller:
         return self.sees_all or (owner is not None and owner == self.uid)
 
     @property
+    def rights(self) -> tuple[Role, int | None, bool, tuple[str, ...]]:
+        """What it may do."""
+        return self.role, self.uid, self.sees_all, self.jobs
+
+    @property
     def whole_node(self) -> bool:
         """Whether nothing restricts it to some jobs."""
         return self.sees_all and "*" in self.jobs

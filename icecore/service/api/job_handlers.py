@@ -289,7 +289,7 @@ async def job_logs(call: Call) -> Any:
             # An empty line shows that the service is alive while the job writes nothing.
             line = b"" if piece is None else _as_line(piece)
             await response.write(line + b"\n")
-        if query.follow and both:
+        if query.follow and both and not call.revoked():
             await _send_end(call, response, job)
         await response.write_eof()
     return response
@@ -328,7 +328,9 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
                 offsets[stream] += len(data)
                 beat = loop.time()
                 yield LogPiece(stream, data)
-        if ended or call.service.stopping or call.gone:
+                if call.revoked():
+                    return
+        if ended or call.revoked() or call.service.stopping or call.gone:
             return
         if loop.time() - beat > BEAT_SECONDS:
             beat = loop.time()

@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from icecore.errors import Denied
 from icecore.host.jobs.job import Job, Stream
 from icecore.host.kernel.peer import Peer
-from icecore.service.api import connections, job_handlers, peers
-from tests.service.api.conftest import Go, Node, Session, ended
+from icecore.service.api import connections, job_handlers, peers, routing
+from tests.service.api.conftest import ALICE, Go, Node, Session, ended
 from tests.service.api.test_operations import pid_of
 
 Event = tuple[str, str, Any]
@@ -160,6 +161,73 @@ def test_nobody_is_served_who_has_hung_up(
                 return
             before = looks[0]
         raise AssertionError("the service reads on")
+
+    go(test)
+
+
+def lose(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Let the token ``some`` become invalid."""
+    if how == "removed":
+        node.service.tokens.remove("some")
+        return
+    (token,) = node.service.tokens.all()
+    expired = msgspec.structs.replace(token, expires=1.0)
+    monkeypatch.setattr(node.service.tokens, "all", lambda: [expired])
+
+
+@pytest.mark.parametrize("how", ["removed", "expired"])
+@pytest.mark.parametrize("path", ["logs?follow=true", "logs?follow=true&stream=stdout", "events"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_stream_ends_with_its_token(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch, how: str, path: str, busy: bool
+) -> None:
+    """Whether or not there is always something to send."""
+    monkeypatch.setattr(routing, "BEAT_SECONDS", 0.3)
+
+    async def write_on(log: Path) -> None:
+        with open(log, "ab") as file:  # noqa: ASYNC230 - it takes no time
+            while True:
+                file.write(b'{"do":"event","event":{"event":"stub.step","at":1.0}}\n')
+                file.flush()
+                await asyncio.sleep(0)
+
+    async def test(session: Session) -> None:
+        headers = node.token("some", "read", uid=ALICE)
+        id = await begin(session, monkeypatch, "wait")
+        of = f"operations/{id}" if path == "events" else "jobs/train"
+        url, writing = f"{node.url}/v1/{of}/{path}", None
+        try:
+            async with session.get(url, headers=headers) as response:
+                assert await response.content.readline()
+                if busy:
+                    written = f"service/{of}/events.*" if path == "events" else "jobs/*/stdout.log"
+                    writing = asyncio.create_task(write_on(min(node.state.glob(written))))
+                lose(node, monkeypatch, how)
+                rest = await asyncio.wait_for(response.content.read(), 10)
+                assert b"ended" not in rest and b"event: end" not in rest
+            async with session.get(url, headers=headers) as response:
+                assert response.status == 401
+        finally:
+            if writing is not None:
+                writing.cancel()
+            (node.state / "go").touch()
+
+    go(test)
+
+
+def test_a_stream_goes_on_with_its_token(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "BEAT_SECONDS", 0.1)
+
+    async def test(session: Session) -> None:
+        headers = node.token("some", "read", uid=ALICE)
+        url = f"{node.url}/v1/jobs/train/logs?follow=true"
+        for more in ({"headers": headers}, {}):
+            address = url if more else "/v1/jobs/train/logs?follow=true"
+            async with session.get(address, **more) as response:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(response.content.read(), 1)
 
     go(test)
 
