@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 
 from icecore.config import Config
-from icecore.errors import Denied, NotFound, UsageError
+from icecore.errors import Denied, IcecoreError, NotFound, UsageError
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.service.api import models
@@ -152,6 +152,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.schedules = Records(self.registry.state)
+        self.operations.after_lost = self.thaw_left
 
     @classmethod
     def made(
@@ -200,6 +201,11 @@ class Service:
         takes no thread of `locally`.
         """
         return await self._removal.run(call, *arguments)
+
+    async def thaw_left(self) -> None:
+        """Let jobs run that killed dumps left frozen."""
+        with suppress(IcecoreError, OSError):  # whoever asks for jobs hears what is wrong with them
+            await self.removing(self.registry.thaw_left)
 
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run what may wait for a repository in a thread, some calls of one caller at a time.
