@@ -1,8 +1,10 @@
-"""Whether a caller is confined by a security module."""
+"""Whether a caller is confined by a security module, and what its jobs do not inherit."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,48 @@ def test_a_confined_caller_is_refused(
         assert cure in found.value.cure
     else:
         assert Identity.of_process(pid).user == os.geteuid()
+
+
+#: Takes a nice value and a policy, and says the pid of a child.
+SCHEDULED = """
+import os, sys, time
+nice, policy, priority = map(int, sys.argv[1:])
+os.setpriority(os.PRIO_PROCESS, 0, nice)
+os.sched_setscheduler(0, policy, os.sched_param(priority))
+child = os.fork()
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root takes these without rtkit")
+@pytest.mark.parametrize("flag", [0, os.SCHED_RESET_ON_FORK], ids=["inherited", "reset"])
+@pytest.mark.parametrize(
+    ("nice", "policy", "priority"),
+    [
+        (-11, os.SCHED_OTHER, 0),
+        (4, os.SCHED_OTHER, 0),
+        (-3, os.SCHED_BATCH, 0),
+        (0, os.SCHED_IDLE, 0),
+        (5, os.SCHED_RR, 2),
+        (-5, os.SCHED_FIFO, 1),
+    ],
+)
+def test_a_job_is_scheduled_like_a_child_of_its_caller(
+    nice: int, policy: int, priority: int, flag: int
+) -> None:
+    words = [sys.executable, "-c", SCHEDULED, str(nice), str(policy | flag), str(priority)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            found = Identity.of_process(process.pid)
+            assert (found.nice, found.policy, found.priority) == (
+                os.getpriority(os.PRIO_PROCESS, child),
+                os.sched_getscheduler(child) & ~os.SCHED_RESET_ON_FORK,
+                os.sched_getparam(child).sched_priority,
+            )
+            assert not flag or (found.nice >= 0 and not found.priority)
+        finally:
+            process.communicate(timeout=10)

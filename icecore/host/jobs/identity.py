@@ -51,6 +51,8 @@ _LIMIT_LINE = re.compile(r"(\S.*?) {2,}(\d+|unlimited) +(\d+|unlimited)")
 _SAME_NAMESPACES = ("user", "mnt", "pid", "net")
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 _IOPRIO_WHO_PROCESS = 1
+_SCHED_DEADLINE = 6
+_REAL_TIME = (os.SCHED_FIFO, os.SCHED_RR, _SCHED_DEADLINE)
 #: CAP_CHOWN … CAP_CHECKPOINT_RESTORE, and those that later kernels add.
 ALL_CAPABILITIES = (1 << 64) - 1
 
@@ -173,9 +175,7 @@ class Identity:
                 name=str(user),
                 limits=limits_of(pid),
                 umask=int(procfs.status_fields(pid)["Umask"][0], 8),
-                nice=os.getpriority(os.PRIO_PROCESS, pid),
-                policy=os.sched_getscheduler(pid) & ~os.SCHED_RESET_ON_FORK,
-                priority=os.sched_getparam(pid).sched_priority,
+                **_scheduling(pid),
                 cpus=frozenset(os.sched_getaffinity(pid)),
                 io_priority=_io_priority(pid),
                 oom_score_adj=int(Path(f"/proc/{pid}/oom_score_adj").read_text()),
@@ -338,6 +338,23 @@ def _number(text: str, kind: str) -> int:
 
 
 _DATABASES = {"user": "passwd", "group": "group"}
+
+
+def _scheduling(pid: int) -> dict[str, int]:
+    """Return the nice value, policy and real-time priority that a child of a process has.
+
+    With SCHED_RESET_ON_FORK (sched(7)), as rtkit sets it, a process may have a negative nice value or
+    real-time priority, and its children may not.
+    """
+    nice = os.getpriority(os.PRIO_PROCESS, pid)
+    priority = os.sched_getparam(pid).sched_priority
+    policy = os.sched_getscheduler(pid)  # last: the flag comes with the others, and stays
+    if policy & os.SCHED_RESET_ON_FORK:
+        policy &= ~os.SCHED_RESET_ON_FORK
+        nice = max(0, nice)
+        if policy in _REAL_TIME:
+            nice, policy, priority = 0, os.SCHED_OTHER, 0
+    return {"nice": nice, "policy": policy, "priority": priority}
 
 
 @contextmanager

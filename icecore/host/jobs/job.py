@@ -413,9 +413,9 @@ class Job:
         """Return the directory of the cgroup of its own; None: it has none."""
         return Path(self.description.group) if self.description.group else None
 
-    def _open(self) -> int | None:
-        """Open a pidfd of the init; None if it has ended. Its identity is checked after opening:
-        from then on it cannot change.
+    def open_init(self) -> int | None:
+        """Return a pidfd of the init, which the caller closes; None: the job has ended. Its identity
+        is checked after opening: from then on it cannot change.
         """
         try:
             fd = os.pidfd_open(self.pid) if self.pid else None
@@ -427,7 +427,7 @@ class Job:
         return fd
 
     def _open_command(self) -> int:
-        """Open a pidfd of the command. Its parent is checked after opening, as in `_open`.
+        """Open a pidfd of the command. Its parent is checked after opening, as in `open_init`.
 
         Raises:
             NotFound: It has ended.
@@ -448,7 +448,7 @@ class Job:
 
     def _sleep_until_end(self, seconds: float | None) -> bool:
         """Wait up to ``seconds``; return whether the init has ended."""
-        fd = self._open()
+        fd = self.open_init()
         if fd is None:
             return True
         try:
@@ -474,9 +474,9 @@ class Job:
             try:
                 fd = self._open_command()
             except NotFound:  # there is only the init
-                fd = self._open()
+                fd = self.open_init()
         else:
-            fd = self._open()
+            fd = self.open_init()
         if fd is None:
             raise NotFound(
                 f"job {self.name} does not run", cure="'icecore ps' lists the jobs of this node"

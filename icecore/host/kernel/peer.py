@@ -7,10 +7,9 @@ import os
 import select
 import socket
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 
-from icecore.errors import Denied
+from icecore.errors import Denied, NotFound
 from icecore.host.kernel import procfs
 
 _UCRED = struct.Struct("iII")
@@ -38,7 +37,12 @@ class Peer:
 
     @classmethod
     def of(cls, connection: socket.socket) -> Peer:
-        """Return the peer of a connected unix socket; `close` releases its pidfd."""
+        """Return the peer of a connected unix socket; `close` releases its pidfd.
+
+        Raises:
+            OSError: It has ended.
+            Denied: It has too many groups.
+        """
         level = socket.SOL_SOCKET
         pid, uid, gid = _UCRED.unpack(connection.getsockopt(level, socket.SO_PEERCRED, _UCRED.size))
         return cls(pid, uid, gid, _groups(connection), _pidfd(connection))
@@ -52,6 +56,19 @@ class Peer:
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
+    def shares_user_namespace(self) -> bool:
+        """Return whether the process is in the user namespace of this one. False also if it has
+        ended, or is not visible from here.
+        """
+        try:
+            if self.pid <= 0 or _user_namespace(self.pid) != _user_namespace("self"):
+                return False
+            if self.pidfd < 0 and int(procfs.status_fields(self.pid)["Uid"][1]) != self.uid:
+                return False  # another process has its pid
+        except (OSError, NotFound):
+            return False
+        return self.alive
+
     def close(self) -> None:
         """Release the pidfd."""
         if self.pidfd >= 0:
@@ -59,9 +76,25 @@ class Peer:
 
 
 def _pidfd(connection: socket.socket) -> int:
-    with suppress(OSError):  # an older kernel
+    """Return a pidfd of the peer; -1: the kernel is older.
+
+    Raises:
+        OSError: The peer has ended.
+    """
+    try:
         return int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
     return -1
+
+
+def _user_namespace(pid: int | str) -> tuple[int, int] | None:
+    """Return what identifies the user namespace of a process; None: the kernel has none."""
+    if not os.path.exists("/proc/self/ns/user"):
+        return None
+    about = os.stat(f"/proc/{pid}/ns/user")
+    return about.st_dev, about.st_ino
 
 
 def _groups(connection: socket.socket) -> tuple[int, ...]:

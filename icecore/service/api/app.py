@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -121,7 +122,7 @@ def caller_of(service: Service, request: web.Request) -> Caller:
     """
     guard = guard_of(request)
     if guard is not None and guard.peer is not None:
-        return of_socket(service, guard.peer)
+        return of_socket(service, guard.peer, guard.refusal)
     kind, _, secret = request.headers.get("Authorization", "").partition(" ")
     token = service.tokens.find(secret.strip()) if kind.lower() == "bearer" else None
     if token is None:
@@ -131,12 +132,17 @@ def caller_of(service: Service, request: web.Request) -> Caller:
     return of_token(token, request)
 
 
-def of_socket(service: Service, peer: Peer) -> Caller:
+def of_socket(service: Service, peer: Peer, refusal: str) -> Caller:
     """Return the process at the other end of a unix socket.
+
+    Args:
+        refusal: Why the service refuses the process; empty: it does not.
 
     Raises:
         Denied: The user may not use the service.
     """
+    if refusal:
+        raise Denied(refusal, cure="call from outside of the container or sandbox")
     found = of_peer(peer, admin_gid=service.admin_gid, others=service.others)
     if found.role == Role.PUBLIC:
         raise Denied("only administrators may use this service", cure="ask an administrator")
@@ -189,8 +195,8 @@ async def _authorise(route: Route, call: Call) -> None:
         _count(service, guard.who if guard is not None else request.remote or "")
         return
     try:
-        identify = route.identify or caller_of
-        call.caller = identify(service, request)
+        call.identify = partial(route.identify or caller_of, service, request)
+        call.caller = call.identify()
     except Denied:
         _count(service, guard.who if guard is not None else request.remote or "")
         raise

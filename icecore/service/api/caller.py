@@ -57,9 +57,19 @@ class Caller:
         return self.sees_all or (owner is not None and owner == self.uid)
 
     @property
+    def rights(self) -> tuple[Role, int | None, bool, tuple[str, ...]]:
+        """What it may do."""
+        return self.role, self.uid, self.sees_all, self.jobs
+
+    @property
     def whole_node(self) -> bool:
         """Whether nothing restricts it to some jobs."""
         return self.sees_all and "*" in self.jobs
+
+    @property
+    def is_as_root(self) -> bool:
+        """Whether it may have root do anything: an administrator whom nothing restricts."""
+        return self.role >= Role.ADMIN and self.whole_node
 
 
 def of_peer(peer: Peer, *, admin_gid: int | None, others: Role) -> Caller:

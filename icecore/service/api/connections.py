@@ -14,19 +14,24 @@ from typing import cast
 
 from aiohttp import web
 
+from icecore.errors import Denied
 from icecore.host.kernel.peer import Peer
+from icecore.service.api.peers import refusal_of
 
 #: Time for a request's headers, and for a client that does not read what it asked for.
 SLOW_SECONDS = 30.0
 _MOST_EARLY = 1 << 20
+_ROOT = "uid 0"
+#: All processes that the service refuses have one share.
+_REFUSED = "refused processes"
 
 
 class Connections:
     """The open connections of a service.
 
     Args:
-        most: Maximum number of connections. One peer may have a quarter of them, and all TCP
-            clients together three quarters, so that root can still use the unix socket.
+        most: Maximum number of connections. One peer may have a quarter of them. The last quarter
+            is for root on the unix socket.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,10 +41,11 @@ class Connections:
 
     def admit(self, guard: Guard) -> bool:
         """Count a connection; False: there are too many."""
-        most = self._most if guard.peer is not None else self._most * 3 // 4
-        if self._open.total() >= most:
+        own = max(1, self._most // 4)
+        if self._open[guard.who] >= own:
             return False
-        if self._open[guard.who] >= max(1, self._most // 4):
+        others = self._open.total() - self._open[_ROOT]
+        if guard.who != _ROOT and others >= self._most - own:
             return False
         self._open[guard.who] += 1
         self._guards.add(guard)
@@ -62,6 +68,11 @@ class Guard(asyncio.Protocol):
     Args:
         make: Makes aiohttp's protocol.
         connections: Counts it.
+
+    Attributes:
+        peer: The process at the other end of the unix socket; None: a client on TCP.
+        refusal: Why the service refuses this process; empty: it does not.
+        who: Whose share the connection is.
     """
 
     def __init__(self, make: Callable[[], asyncio.Protocol], connections: Connections) -> None:
@@ -75,6 +86,7 @@ class Guard(asyncio.Protocol):
         #: Data that arrived after the TLS handshake and before the inner protocol existed.
         self._early = bytearray()
         self.peer: Peer | None = None
+        self.refusal = ""
         self.who = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -96,10 +108,11 @@ class Guard(asyncio.Protocol):
         try:
             if connection.family == socket.AF_UNIX:
                 self.peer = Peer.of(connection)
-                self.who = f"uid {self.peer.uid}"
+                self.refusal = refusal_of(self.peer)
+                self.who = _REFUSED if self.refusal else f"uid {self.peer.uid}"
             else:
                 self.who = str(transport.get_extra_info("peername")[0])
-        except (OSError, TypeError):  # it has gone
+        except (OSError, TypeError, Denied):  # it has gone, or has too many groups
             self._transport.abort()
             return False
         if not self._connections.admit(self):

@@ -19,12 +19,12 @@ from icecore.errors import Denied, NotFound, UsageError
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import command_lines, models, requests
-from icecore.service.api.caller import Role
 from icecore.service.api.listing import paginate
 from icecore.service.api.problems import Conflict
 from icecore.service.api.routing import BEAT_SECONDS, Call
 from icecore.service.api.service import owner_of
 from icecore.service.api.starting import as_json, identity_of, owner_or_none, start
+from icecore.service.api.workers import readable
 from icecore.service.explained import Explained, explain
 from icecore.service.record import Measured
 from icecore.text import jsonable
@@ -156,7 +156,7 @@ async def run_job(call: Call) -> Any:
     own = wanted.supervise
     if own is not None:
         commands = (own.requeue_command, own.notice_command, own.notice_url)
-        if caller.role < Role.ADMIN and any(commands):
+        if any(commands) and not caller.is_as_root:
             raise Denied(
                 "root would use the commands and URLs of a supervised job",
                 cure="ask an administrator to configure them in [schedule]",
@@ -227,10 +227,25 @@ async def signal_job(call: Call) -> Any:
     job: Job = call.subject
     number = _signal(call.body.signal)
     await call.service.locally(job.end, number)
-    if number == signal.SIGKILL:
-        await call.service.locally(job.wait, _KILL_SECONDS)
+    if number == signal.SIGKILL and await _ends(job, _KILL_SECONDS):
+        await call.service.removing(job.tidy)
     call.audit = {"signal": signal.Signals(number).name, "instance": job.instance}
     return await call.service.locally(as_job, call, job, call.service.operations.supervising())
+
+
+async def _ends(job: Job, seconds: float) -> bool:
+    """Wait until a job has ended, in no thread; return False if it still runs after some seconds."""
+    init = job.open_init()
+    if init is None:
+        return True
+    try:
+        async with asyncio.timeout(seconds):
+            await readable(init)
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        os.close(init)
 
 
 def _signal(text: str) -> int:
@@ -250,7 +265,7 @@ async def remove_job(call: Call) -> Any:
     job: Job = call.subject
     if job.state in ("running", "starting"):
         raise Conflict(f"job {job.name} ({job.instance}) runs", cure="end it first")
-    await call.service.locally(call.service.registry.remove, job)
+    await call.service.removing(call.service.registry.remove, job)
     call.audit = {"instance": job.instance}
     return web.Response(status=204)
 
@@ -274,12 +289,22 @@ async def job_logs(call: Call) -> Any:
             # An empty line shows that the service is alive while the job writes nothing.
             line = b"" if piece is None else _as_line(piece)
             await response.write(line + b"\n")
-        if query.follow and both and not job.alive:
-            status = await call.service.locally(job.wait)
-            ended = {"how": str(status), "code": status.code, "signal": status.signal}
-            await response.write(msgspec.json.encode({"ended": ended}) + b"\n")
+        if query.follow and both and not call.revoked():
+            await _send_end(call, response, job)
         await response.write_eof()
     return response
+
+
+async def _send_end(call: Call, response: web.StreamResponse, job: Job) -> None:
+    """Remove what a job leaves, if it has ended, and send how it has ended."""
+    with suppress(NotFound):  # it was removed meanwhile
+        job = await call.service.locally(Job.load, job.directory)
+    status = job.status()
+    if status is None:
+        return
+    await call.service.removing(job.tidy)
+    ended = {"how": str(status), "code": status.code, "signal": status.signal}
+    await response.write(msgspec.json.encode({"ended": ended}) + b"\n")
 
 
 def _as_line(piece: LogPiece) -> bytes:
@@ -292,13 +317,20 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
     loop = asyncio.get_running_loop()
     beat = loop.time()
     while True:
-        ended = not call.query.follow or not job.alive
+        if job.state == "starting":
+            try:
+                job = await call.service.locally(Job.load, job.directory)
+            except NotFound:  # it failed to start
+                return
+        ended = not call.query.follow or job.state not in ("starting", "running")
         for stream in _STREAMS:
             while data := await call.service.locally(_read_log, job, stream, offsets[stream]):
                 offsets[stream] += len(data)
                 beat = loop.time()
                 yield LogPiece(stream, data)
-        if ended or call.service.stopping or call.gone:
+                if call.revoked():
+                    return
+        if ended or call.revoked() or call.service.stopping or call.gone:
             return
         if loop.time() - beat > BEAT_SECONDS:
             beat = loop.time()

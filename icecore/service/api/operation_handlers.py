@@ -67,6 +67,8 @@ async def _send_events(call: Call, response: web.StreamResponse, after: int) -> 
     loop = asyncio.get_running_loop()
     beat = loop.time()
     async for record in call.service.operations.records(call.subject.id, after):
+        if call.revoked():
+            return
         if record is None:
             if call.service.stopping or call.gone:
                 return

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +62,7 @@ class Operations:
         descriptors: Soft and hard limit on descriptors of workers and their jobs; None: the
             zygote's.
         priority: The nice value of workers and their jobs; None: the zygote's.
+        after_lost: Runs when a worker has ended without a result.
     """
 
     def __init__(self, state: Path, worker: str = "", bounds: Bounds | None = None) -> None:
@@ -72,6 +73,7 @@ class Operations:
         self._table = Table(bounds or Bounds())
         self.descriptors: tuple[int, int] | None = None
         self.priority: int | None = None
+        self.after_lost: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._unwritten: dict[str, Entry] = {}
@@ -327,6 +329,8 @@ class Operations:
                 await self._not_started(entry, str(error))
                 return
         result = await self._outcome(entry, pidfd)
+        if result is None and self.after_lost is not None:
+            self._do(self.after_lost())
         if result is not None:
             self._finish(entry, result, written=True)
         elif entry.stored.supervised and (not entry.cancelled or entry.stops < _TRIES):

@@ -6,12 +6,14 @@ passes it the subject of the request, which the caller may access.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
+from icecore.errors import IcecoreError
 from icecore.service.api.caller import Caller, Role
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 #: - ``node``: the whole node, for callers that are not restricted to some jobs
 Scope = Literal["none", "own", "job", "snapshot", "operation", "repository", "node"]
 Method = Literal["GET", "POST", "DELETE"]
-#: A streamed answer without data sends a sign of life after this time.
+#: A streamed answer without data sends a sign of life after this time, and every streamed answer
+#: ends within this time after its caller has lost access.
 BEAT_SECONDS = 15.0
 
 
@@ -40,6 +43,7 @@ class Call:
         query, body: As the route declares them; None if it declares none.
         raw: The body as it was sent.
         audit: Further fields for the audit log.
+        identify: Returns the caller as it is now, or raises; None: nobody was identified.
     """
 
     service: Service
@@ -50,12 +54,32 @@ class Call:
     body: Any = None
     raw: bytes = b""
     audit: dict[str, Any] | None = None
+    identify: Callable[[], Caller] | None = None
+    _looked: float = field(default_factory=time.monotonic)
+    _revoked: bool = False
 
     @property
     def gone(self) -> bool:
         """Whether the client has hung up. aiohttp lets a handler that writes nothing run on."""
         transport = self.request.transport
         return transport is None or transport.is_closing()
+
+    def revoked(self) -> bool:
+        """Return whether the caller has lost its access since the request began: its token has
+        expired or was removed, or its session is over. This looks every `BEAT_SECONDS`, so that
+        handlers that stream can ask often.
+        """
+        now = time.monotonic()
+        if not self._revoked and now - self._looked >= BEAT_SECONDS:
+            self._looked = now
+            self._revoked = not self._is_same()
+        return self._revoked
+
+    def _is_same(self) -> bool:
+        try:
+            return self.identify is None or self.identify().rights == self.known.rights
+        except IcecoreError:
+            return False
 
     @property
     def known(self) -> Caller:

@@ -32,7 +32,7 @@ _HANDSHAKE_SECONDS = 10.0
 _DRAIN_SECONDS = 5.0
 _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
-_TRIM_SECONDS = 60.0
+_TEND_SECONDS = 60.0
 #: The service's nice value is lower than that of jobs by this much.
 _BEFORE_JOBS = 10
 
@@ -97,7 +97,7 @@ async def _serve_on(
             )
         )
         emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
-    others = [asyncio.create_task(_beat()), asyncio.create_task(_trim(service))]
+    others = [asyncio.create_task(_beat()), asyncio.create_task(_tend(service))]
     notify("READY=1")
     try:
         await stop.wait()
@@ -311,8 +311,11 @@ async def _beat() -> None:
         await asyncio.sleep(int(microseconds) / 2e6)
 
 
-async def _trim(service: Service) -> None:
-    """Return the C library's free memory to the system every minute."""
+async def _tend(service: Service) -> None:
+    """Now and every minute, let jobs run that killed dumps left frozen, and return the C library's
+    free memory to the system.
+    """
     while True:
-        await asyncio.sleep(_TRIM_SECONDS)
+        await service.thaw_left()
         await service.locally(return_free_memory)
+        await asyncio.sleep(_TEND_SECONDS)

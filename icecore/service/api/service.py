@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 
 from icecore.config import Config
-from icecore.errors import Denied, NotFound, UsageError
+from icecore.errors import Denied, IcecoreError, NotFound, UsageError
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.service.api import models
@@ -33,6 +33,9 @@ from icecore.service.record import Records
 
 T = TypeVar("T")
 _THREADS = 16
+_LOCAL_PER_CALLER = 4
+_REMOVAL_THREADS = 16
+_REMOVED_PER_CALLER = 2
 _MOST_ENDED = 4096
 _STORAGE_THREADS = 64
 _STORED_PER_CALLER = 4
@@ -83,6 +86,44 @@ class Backing(Protocol):
         """Return the file systems for staging."""
 
 
+class Threads:
+    """Threads for calls that block, of which each caller has a share.
+
+    Args:
+        most: How many there are.
+        per_caller: How many of them run calls of one caller at a time.
+    """
+
+    def __init__(self, most: int, per_caller: int) -> None:
+        self._pool = ThreadPoolExecutor(most)
+        self._per_caller = per_caller
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a function in a thread, once the caller of the current request has one left. If this is
+        cancelled, the thread is the caller's until the function returns.
+        """
+        loop = asyncio.get_running_loop()
+        turns = self._turns.setdefault(CALLER.get(), asyncio.Semaphore(self._per_caller))
+
+        def done(work: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turns.release)
+
+        await turns.acquire()
+        try:
+            work = self._pool.submit(call, *arguments)
+        except BaseException:
+            turns.release()
+            raise
+        work.add_done_callback(done)
+        return await asyncio.wrap_future(work)
+
+    def close(self) -> None:
+        """Start nothing that waits for a thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclass
 class Service:
     """A running service."""
@@ -103,14 +144,15 @@ class Service:
     schedules: Records = field(init=False)
     #: Instance → its object and resource, of those that have ended. Threads share it.
     ended: dict[str, tuple[Job, models.Job]] = field(default_factory=dict)
-    _local: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS))
-    _storage: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_STORAGE_THREADS)
+    _local: Threads = field(default_factory=lambda: Threads(_THREADS, _LOCAL_PER_CALLER))
+    _removal: Threads = field(
+        default_factory=lambda: Threads(_REMOVAL_THREADS, _REMOVED_PER_CALLER)
     )
-    _turns: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
+    _storage: Threads = field(default_factory=lambda: Threads(_STORAGE_THREADS, _STORED_PER_CALLER))
 
     def __post_init__(self) -> None:
         self.schedules = Records(self.registry.state)
+        self.operations.after_lost = self.thaw_left
 
     @classmethod
     def made(
@@ -151,9 +193,19 @@ class Service:
         )
 
     async def locally(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that reads this machine in a thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._local, call, *arguments)
+        """Run a function that reads this machine in a thread, some calls of one caller at a time."""
+        return await self._local.run(call, *arguments)
+
+    async def removing(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that removes what a job leaves in a thread. It may take a minute, so it
+        takes no thread of `locally`.
+        """
+        return await self._removal.run(call, *arguments)
+
+    async def thaw_left(self) -> None:
+        """Let jobs run that killed dumps left frozen."""
+        with suppress(IcecoreError, OSError):  # whoever asks for jobs hears what is wrong with them
+            await self.removing(self.registry.thaw_left)
 
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run what may wait for a repository in a thread, some calls of one caller at a time.
@@ -161,24 +213,10 @@ class Service:
         Raises:
             Slow: It does not end in time; the thread is the caller's until it does.
         """
-        loop = asyncio.get_running_loop()
-        turns = self._turns.setdefault(CALLER.get(), asyncio.Semaphore(_STORED_PER_CALLER))
-
-        def done(work: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(turns.release)
-
         deadline = asyncio.timeout(_STORED_SECONDS)
         try:
             async with deadline:
-                await turns.acquire()
-                try:
-                    work = self._storage.submit(call, *arguments)
-                except BaseException:
-                    turns.release()
-                    raise
-                work.add_done_callback(done)
-                return await asyncio.wrap_future(work)
+                return await self._storage.run(call, *arguments)
         except TimeoutError:
             if not deadline.expired():  # it is the call's own
                 raise
@@ -190,8 +228,8 @@ class Service:
 
     def close(self) -> None:
         """Release the threads and the audit log."""
-        self._local.shutdown(wait=False, cancel_futures=True)
-        self._storage.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._local, self._removal, self._storage):
+            threads.close()
         self.audit.close()
 
     @property

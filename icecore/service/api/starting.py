@@ -107,7 +107,7 @@ async def identity_of(call: Call) -> Identity:
         if found.group != peer.gid or set(found.groups) != set(peer.gids):
             raise Denied("the caller has changed its groups since it connected")
         return found
-    if caller.uid is None and (not caller.whole_node or caller.role < 3):
+    if caller.uid is None and not caller.is_as_root:
         raise Denied(
             "this token cannot start jobs, because it has no user",
             cure="make one with a user: icecore token add NAME --user USER",

@@ -153,7 +153,7 @@ def caller_of(service: Service, request: web.Request) -> Caller:
     if not session.holder.token:
         if guard is None or guard.peer is None:
             raise _unknown()
-        return of_socket(service, guard.peer)
+        return of_socket(service, guard.peer, guard.refusal)
     now = time.time()
     for token in service.tokens.all():
         if token.digest == session.holder.token and (not token.expires or token.expires > now):

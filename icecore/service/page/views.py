@@ -205,7 +205,7 @@ async def live_operation(call: Call) -> web.StreamResponse:
         if over:
             await response.write(b"event: over\ndata: over\n\n")
             return response
-        if service.stopping or call.gone:
+        if service.stopping or call.gone or call.revoked():
             return response
         await asyncio.sleep(_LIVE_SECONDS)
 

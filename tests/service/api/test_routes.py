@@ -214,6 +214,27 @@ def test_what_runs_as_root_is_not_given_by_users(node: Node, go: Go) -> None:
     go(test)
 
 
+@pytest.mark.parametrize("restriction", [{"uid": ALICE}, {"jobs": ["x*"]}], ids=["user", "jobs"])
+def test_no_restricted_token_gives_what_runs_as_root(
+    node: Node, go: Go, restriction: dict[str, Any]
+) -> None:
+    """Whatever its role: the commands of a supervised job are root's."""
+
+    async def test(session: Session) -> None:
+        unrestricted = node.token("all", "admin")
+        restricted = node.token("some", "admin", **restriction)
+        for number, given in enumerate(("requeue_command", "notice_command", "notice_url")):
+            supervise = {given: "http://127.0.0.1/"}
+            body = {"command": ["true"], "cwd": "/", "name": f"x{number}", "supervise": supervise}
+            for headers, expected in ((restricted, 403), (unrestricted, 202)):
+                async with session.post(
+                    f"{node.url}/v1/jobs", json=body, headers=headers
+                ) as response:
+                    assert response.status == expected, (given, expected)
+
+    go(test)
+
+
 def test_a_snapshot_without_an_owner_is_the_administrators(node: Node, go: Go) -> None:
     async def test(session: Session) -> None:
         headers = node.token("a", "operate", uid=ALICE)

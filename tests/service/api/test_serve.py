@@ -23,8 +23,11 @@ import pytest
 from icecore.errors import ServiceFailed
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import user_name
+from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import freezer, frozen
 from icecore.remote.connection import Service, at
 from tests.cli.conftest import until
+from tests.roundtrip.test_restless import freeze
 from tests.service.api.conftest import ALICE, BOB
 from tests.zygote import Forked, Zygote
 
@@ -130,7 +133,6 @@ def node(public: Path) -> Iterator[Node]:
 
 
 def _end_jobs(state: Path) -> None:
-    from icecore.host.jobs.registry import Registry
     from icecore.service.api import operation_files as files
 
     for directory in (state / "service" / "operations").glob("*"):
@@ -420,6 +422,23 @@ def test_a_dump_that_stops_a_supervised_job_ends_it(node: Node) -> None:
     until(lambda: node.client.get(found)["ended"] is not None, "it is stopped")
     assert node.client.get(found)["exit_status"] == 85
     assert node.client.get(at("jobs", "s"))["state"] == "ended"
+
+
+def test_a_service_thaws_what_a_dump_left_frozen(node: Node) -> None:
+    """All processes of a dump were killed; nobody gives a command."""
+    node.start()
+    node.ok(ALICE, "run", "-d", "--name", "c", "--", "sh", "-c", COUNT)
+    node.stop()
+    (job,) = Registry(node.folder / "state").instances()
+    assert job.group is not None
+    with subprocess.Popen(["sleep", "600"]) as guard:
+        assert freezer.mark(job.group, guard.pid)
+        freeze(job.group)
+        guard.kill()
+    node.start()
+    until(lambda: not frozen.is_frozen(job.group), "it is thawed")
+    lines = len(node.ok(ALICE, "logs", "c").split())
+    until(lambda: len(node.ok(ALICE, "logs", "c").split()) > lines, "it goes on")
 
 
 def test_a_new_service_finds_a_dump_under_way(node: Node) -> None:

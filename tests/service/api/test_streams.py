@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from icecore.errors import Denied
 from icecore.host.jobs.job import Job, Stream
-from icecore.service.api import connections, job_handlers
-from tests.service.api.conftest import Go, Node, Session, ended
+from icecore.host.kernel.peer import Peer
+from icecore.service.api import connections, job_handlers, peers, routing
+from tests.service.api.conftest import ALICE, Go, Node, Session, ended
 from tests.service.api.test_operations import pid_of
 
 Event = tuple[str, str, Any]
@@ -156,6 +165,73 @@ def test_nobody_is_served_who_has_hung_up(
     go(test)
 
 
+def lose(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Let the token ``some`` become invalid."""
+    if how == "removed":
+        node.service.tokens.remove("some")
+        return
+    (token,) = node.service.tokens.all()
+    expired = msgspec.structs.replace(token, expires=1.0)
+    monkeypatch.setattr(node.service.tokens, "all", lambda: [expired])
+
+
+@pytest.mark.parametrize("how", ["removed", "expired"])
+@pytest.mark.parametrize("path", ["logs?follow=true", "logs?follow=true&stream=stdout", "events"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_stream_ends_with_its_token(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch, how: str, path: str, busy: bool
+) -> None:
+    """Whether or not there is always something to send."""
+    monkeypatch.setattr(routing, "BEAT_SECONDS", 0.3)
+
+    async def write_on(log: Path) -> None:
+        with open(log, "ab") as file:  # noqa: ASYNC230 - it takes no time
+            while True:
+                file.write(b'{"do":"event","event":{"event":"stub.step","at":1.0}}\n')
+                file.flush()
+                await asyncio.sleep(0)
+
+    async def test(session: Session) -> None:
+        headers = node.token("some", "read", uid=ALICE)
+        id = await begin(session, monkeypatch, "wait")
+        of = f"operations/{id}" if path == "events" else "jobs/train"
+        url, writing = f"{node.url}/v1/{of}/{path}", None
+        try:
+            async with session.get(url, headers=headers) as response:
+                assert await response.content.readline()
+                if busy:
+                    written = f"service/{of}/events.*" if path == "events" else "jobs/*/stdout.log"
+                    writing = asyncio.create_task(write_on(min(node.state.glob(written))))
+                lose(node, monkeypatch, how)
+                rest = await asyncio.wait_for(response.content.read(), 10)
+                assert b"ended" not in rest and b"event: end" not in rest
+            async with session.get(url, headers=headers) as response:
+                assert response.status == 401
+        finally:
+            if writing is not None:
+                writing.cancel()
+            (node.state / "go").touch()
+
+    go(test)
+
+
+def test_a_stream_goes_on_with_its_token(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "BEAT_SECONDS", 0.1)
+
+    async def test(session: Session) -> None:
+        headers = node.token("some", "read", uid=ALICE)
+        url = f"{node.url}/v1/jobs/train/logs?follow=true"
+        for more in ({"headers": headers}, {}):
+            address = url if more else "/v1/jobs/train/logs?follow=true"
+            async with session.get(address, **more) as response:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(response.content.read(), 1)
+
+    go(test)
+
+
 # -- connections
 
 
@@ -222,5 +298,130 @@ def test_connections_are_bounded(node: Node, go: Go) -> None:
         await asyncio.sleep(0.1)
         async with session.get("/v1/healthz") as response:
             assert response.status == 200
+
+    go(test)
+
+
+#: Connects as one uid after the other; says how a request on the first connection ends.
+AS_MANY = """
+import ctypes, os, socket, sys
+base, count, apart = map(int, sys.argv[1:])
+if apart:
+    assert ctypes.CDLL(None).unshare(0x10000000) == 0  # CLONE_NEWUSER
+    print("apart", flush=True)
+    sys.stdin.readline()  # until its ids are mapped
+    os.setresuid(0, 0, 0)
+    base = 0
+held = []
+for uid in range(base + 1, base + 1 + count):
+    os.seteuid(uid)
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect("s")
+    os.seteuid(0)
+held[0].sendall(b"GET /v1/jobs HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+print(held[0].recv(4096), flush=True)
+sys.stdin.readline()
+"""
+
+
+def _open_to_all(node: Node) -> None:
+    node.state.parent.chmod(0o755)
+    Path(node.socket).chmod(0o666)
+
+
+def _map_ids(pid: int, ids: str) -> None:
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{pid}/{name}").write_text(ids)
+
+
+@asynccontextmanager
+async def connected_as(
+    node: Node, base: int, count: int, *, apart: bool = False
+) -> AsyncIterator[str]:
+    """Connect as ``count`` users; lend the answer of the service to the first.
+
+    Args:
+        apart: In a user namespace of its own.
+    """
+    _open_to_all(node)
+    words = [sys.executable, "-c", AS_MANY, str(base), str(count), str(int(apart))]
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=node.state.parent
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if apart:
+            assert await process.stdout.readline() == b"apart\n"
+            _map_ids(process.pid, f"0 {base} {count + 1}\n")
+            process.stdin.write(b"\n")
+        yield (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+@pytest.mark.parametrize("apart", [True, False], ids=["in-a-namespace", "by-set-uid-programs"])
+def test_subordinate_uids_have_no_shares(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """A user with 65536 of them has connections like any other."""
+    node.service.connections = connections.Connections(40)
+    ranges = node.state / "subuid"
+    ranges.write_text("bob:nonsense\n" + ("" if apart else "alice:100000:65536\n"))
+    monkeypatch.setattr(peers, "SUBORDINATE", ranges)
+
+    async def test(session: Session) -> None:
+        async with connected_as(node, 100000, 20, apart=apart) as answer:
+            assert " 403 " in answer
+            assert ("another user namespace" if apart else "subordinate uid of alice") in answer
+            assert len(node.service.connections) == 10  # a quarter for all of them
+
+    go(test)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+def test_a_user_of_this_machine_is_served_whatever_subuid_says(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = node.state / "subuid"
+    ranges.write_text("alice:1:65536\n")  # it holds the uids of others by mistake
+    monkeypatch.setattr(peers, "SUBORDINATE", ranges)
+
+    async def test(session: Session) -> None:
+        async with connected_as(node, 0, 1) as answer:  # daemon
+            assert " 200 " in answer
+
+    go(test)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+def test_connections_are_left_for_root(node: Node, go: Go) -> None:
+    node.service.connections = connections.Connections(8)
+
+    async def test(session: Session) -> None:
+        async with connected_as(node, 5000, 10) as answer:
+            assert " 200 " in answer
+            assert len(node.service.connections) == 6
+            async with session.get("/v1/healthz") as response:
+                assert response.status == 200
+
+    go(test)
+
+
+def test_a_peer_that_cannot_be_identified_has_no_connection(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, one with more groups than the kernel tells of."""
+
+    def refused(connection: socket.socket) -> Peer:
+        raise Denied("the caller has too many groups")
+
+    async def test(session: Session) -> None:
+        monkeypatch.setattr(connections.Peer, "of", refused)
+        reader, writer = await asyncio.open_unix_connection(node.socket)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
 
     go(test)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession, CookieJar, UnixConnector
 
+from icecore.service.api import routing
 from icecore.service.api.caller import Role
 from icecore.service.api.journal import Reader, Writer
 from icecore.service.page import actions, content, render, routes
@@ -311,3 +312,27 @@ def test_vendored_files_are_those_of_their_packages() -> None:
 )
 def test_spans(seconds: float | None, text: str) -> None:
     assert render.span(seconds) == text
+
+
+def test_a_live_view_ends_with_its_session(
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "BEAT_SECONDS", 0.2)
+    monkeypatch.setenv("STUB", "wait")
+
+    async def test(session: ClientSession) -> None:
+        async with session.post("/v1/jobs/train/dump", json={}) as answer:
+            id = (await answer.json())["id"]
+        try:
+            async with (
+                browser(node, "alice", "read", uid=ALICE) as alice,
+                alice.get(f"/page/operations/{id}/live") as answer,
+            ):
+                assert await answer.content.readline()
+                node.service.tokens.remove("alice")
+                rest = await asyncio.wait_for(answer.content.read(), 10)
+                assert b"event: over" not in rest
+        finally:
+            (node.state / "go").touch()
+
+    go(test)
