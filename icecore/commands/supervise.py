@@ -178,6 +178,8 @@ def run(
             cure="choose another [dump] memory, or --on-term pass",
         )
     keep_few_arenas()
+    if context.origin is None:
+        context.output.relay()
     own = overridden(context.config.schedule, arguments)
     origin = context.origin or Origin()
     grace = None

@@ -428,6 +428,45 @@ def test_output_waits_for_room(cli: Cli) -> None:
         subprocess.run(["umount", small], check=True, timeout=9)
 
 
+def full_pipe() -> tuple[int, int]:
+    """Both ends of a pipe into which no more bytes fit."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    return reader, writer
+
+
+@pytest.mark.parametrize("form", ["--quiet", "--json"])
+def test_a_reader_that_does_not_read_delays_nothing(form: str, cli: Cli) -> None:
+    counter = Counter(cli, lines=10_000)
+    reader, writer = full_pipe()
+    words = ("run", "--name", "counter", "--resume", "--every", "0.5s", "--", *counter.command)
+    with open(cli.folder / "said", "wb") as said:
+        process = subprocess.Popen(
+            [*cli.command(form, *words), "-1", "1", str(counter.marks)],
+            env=cli.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer if form == "--quiet" else said,
+        )
+    os.close(writer)
+    try:
+        until(lambda: counter.snapshots() >= 2, "two snapshots", SECONDS)
+        process.send_signal(signal.SIGTERM)
+        began, known = time.monotonic(), counter.snapshots()
+        assert process.wait(SECONDS) == 85
+        assert time.monotonic() - began < 25.0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+    assert counter.snapshots() > known
+    assert not any(job.alive for job in cli.registry.instances())
+
+
 def test_what_is_ignored_stays_ignored_and_a_signal_ends_the_wait_for_the_lease(
     cli: Cli, tmp_path: Path
 ) -> None:

@@ -304,11 +304,11 @@ class Supervisor:
         if self._stopping:
             return
         self._stopping = why
-        self._tell("run.stopping", why=why)
         if self._dumping:
             self._snapshots.end_with_this()
         elif self._ended is None:
             self._dump(stop=True)
+        self._tell("run.stopping", why=why)
 
     # -- snapshots
 
@@ -369,7 +369,7 @@ class Supervisor:
 
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
-        self._output.drain()
+        self._output.drain(hurried=bool(self._stopping))
         passed = self._passed is not None and (
             status == self._passed or time.monotonic() - self._passed_at < ASKED_SECONDS
         )
@@ -532,7 +532,7 @@ class Supervisor:
         end(job)
         with suppress(TimeoutError):
             job.wait(DRAIN_SECONDS)
-        self._output.drain()
+        self._output.drain(hurried=True)
 
 
 def _back_off(retries: int) -> float:
