@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
@@ -17,12 +18,14 @@ from icecore.commands.context import Context, Origin
 from icecore.commands.parsing import Commands, add_setting, overridden
 from icecore.config import DumpSettings, ForgetSettings, ScheduleSettings
 from icecore.config.kinds import COUNT, SECONDS
-from icecore.errors import UsageError
-from icecore.events import Event
+from icecore.errors import StoreError, UsageError
+from icecore.events import Event, Sink
 
 if TYPE_CHECKING:
     from icecore.host.jobs.job import Job, LogPiece
+    from icecore.repository import Repository
     from icecore.service.explained import Explained
+    from icecore.service.supervision.plan import Plan
     from icecore.store.maintenance.forget import Policy
 
 _BARS = 40
@@ -229,9 +232,22 @@ def run(
             )
         )
     config = replace(context.config, dump=overridden(context.config.dump, arguments))
-    engine = RepositoryEngine(context.repository(), config, origin.identity)
+    engine = RepositoryEngine(_repository(context, plan, emit), config, origin.identity)
     supervisor = Supervisor(plan, engine, write=write, emit=emit)
     return supervisor.run()
+
+
+def _repository(context: Context, plan: Plan, emit: Sink) -> Repository:
+    """Return the repository; if the job is to be resumed, once it can be reached."""
+    from icecore.service.supervision.patience import patiently
+
+    def told(error: StoreError, pause: float) -> None:
+        about = {"job": plan.name, "error": str(error), "next_seconds": pause}
+        emit(Event("run.waiting", about))
+
+    if not plan.resume or context.origin is not None:  # the service starts another attempt
+        return context.repository()
+    return patiently(context.repository, told=told, wait=time.sleep)
 
 
 def words(event: Event) -> list[str]:
@@ -247,6 +263,11 @@ def words(event: Event) -> list[str]:
         case "run.lease":
             return [
                 f"job {job}: host {known['host']} holds its lease; waiting for a heartbeat from there"
+            ]
+        case "run.waiting":
+            return [
+                f"job {job}: cannot reach the repository, retrying in"
+                f" {seconds('next_seconds')}: {known['error']}"
             ]
         case "run.adopted":
             return [f"job {job} already runs, as process {known['pid']}; taking over"]

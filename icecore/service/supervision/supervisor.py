@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from icecore.service.supervision.messages import (
 )
 from icecore.service.supervision.notice import Notices
 from icecore.service.supervision.output import DRAIN_SECONDS, Output
+from icecore.service.supervision.patience import back_off, patiently
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.timetable import Timetable
@@ -48,8 +50,8 @@ from icecore.service.supervision.watchdog import end
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
-_BACK_OFF_SECONDS = (1.0, 60.0)
-_MOST_DOUBLINGS = 10
+#: Pause while the repository cannot be reached.
+_UNREACHABLE_SECONDS = 60.0
 #: Maximum number of times that the interval doubles while windows are too long.
 _MOST_WIDENINGS = 6
 #: Maximum delay before a failed snapshot is repeated while the job is being stopped.
@@ -63,6 +65,8 @@ _REPEATED_SECONDS = 2.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 #: Signals by which service managers and schedulers end processes. Some also send them to the job.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM)
+
+T = TypeVar("T")
 
 
 class Supervisor:
@@ -137,7 +141,7 @@ class Supervisor:
                 self._tell("run.preempted", snapshot=self._plan.stopped, seconds=0.0)
                 return self._leave(self._plan.stopped)
             with signals(self._messages), self._holding():
-                self._begin(self._instances.first())
+                self._begin(self._patiently(self._instances.first))
                 if self._plan.stop:
                     self._messages.put(Signalled(self._plan.stop, time.monotonic()))
                 with self._notices():
@@ -167,7 +171,7 @@ class Supervisor:
     @contextmanager
     def _holding(self) -> Iterator[None]:
         """Hold the lease of the job's name."""
-        self._hold.take()
+        self._patiently(self._hold.take)
         try:
             yield
         except BaseException:
@@ -175,6 +179,33 @@ class Supervisor:
             raise
         finally:
             self._hold.let_go(self._found())
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Return what a call returns; if the job is to be resumed, once the repository can be reached.
+
+        Raises:
+            Asked: A signal came meanwhile.
+        """
+        if not self._plan.resume:
+            return call()
+
+        def told(error: StoreError, pause: float) -> None:
+            self._tell("run.waiting", error=str(error), next_seconds=pause)
+
+        return patiently(call, told=told, wait=self._wait_to_begin)
+
+    def _wait_to_begin(self, seconds: float) -> None:
+        """Wait while there is no job.
+
+        Raises:
+            Asked: A signal came meanwhile.
+        """
+        if self._hold.is_taken:
+            asked = self._wait(seconds)
+            if asked:
+                raise Asked(asked)
+        else:
+            self._hold.heed(seconds)
 
     def _require_lease(self) -> None:
         """End the job if another process has its name.
@@ -346,7 +377,7 @@ class Supervisor:
 
     def _on_failed_snapshot(self, done: Dumped) -> None:
         """Try again, later and later; a job that has to leave, soon."""
-        pause = _back_off(self._retries)
+        pause = back_off(self._retries)
         self._retries += 1
         if self._ended is not None:
             return  # it ended meanwhile
@@ -432,7 +463,7 @@ class Supervisor:
         """
         assert self._job is not None
         lineage = lineage_of(self._job)
-        pause = _back_off(self._since_snapshot - 1)
+        pause = back_off(self._since_snapshot - 1)
         while True:
             asked = self._wait(pause)
             if asked:
@@ -455,7 +486,7 @@ class Supervisor:
                     begun = self._instances.start()
             except StoreError as error:  # the repository cannot be reached
                 self._tell("run.resume_failed", snapshot="", error=str(error))
-                pause = _BACK_OFF_SECONDS[1]
+                pause = _UNREACHABLE_SECONDS
                 continue
             self._begin(begun)
             return None
@@ -533,9 +564,3 @@ class Supervisor:
         with suppress(TimeoutError):
             job.wait(DRAIN_SECONDS)
         self._output.drain(hurried=True)
-
-
-def _back_off(retries: int) -> float:
-    """Return the seconds to wait before one more try."""
-    least, most = _BACK_OFF_SECONDS
-    return min(most, least * 2.0 ** min(retries, _MOST_DOUBLINGS))
