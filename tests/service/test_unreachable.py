@@ -103,6 +103,36 @@ def test_a_job_is_resumed_once_the_repository_can_be_reached(
     assert network.lines() == [str(number) for number in range(30)]
 
 
+@pytest.mark.parametrize(
+    "fails", [lambda method, path: True, lambda method, path: "/shards/" in path]
+)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 85), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_wait_for_the_repository(
+    number: int, status: int, fails: Failing, network: Network
+) -> None:
+    network.cli.run("init")
+    process = network.start(*_WORDS)
+    words = [*_WORDS]
+    words[1:1] = ["--requeue-command", "echo $ICECORE_SNAPSHOT > requeued"]
+    requeued = network.cli.folder / "requeued"
+    try:
+        until(lambda: len(network.lines()) > 3, "4 lines")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 85, network.said()
+        network.fails = fails
+        process = network.start(*words)
+        until(lambda: "retrying in 2" in network.said(), "two tries")
+        process.send_signal(number)
+        assert process.wait(20) == status, network.said()
+    finally:
+        process.kill()
+        process.wait()
+    assert requeued.exists() == (status == 85)
+    if status == 85:
+        network.fails = lambda method, path: False
+        assert requeued.read_text().strip() in network.cli.run("ls", "--json").stdout
+
+
 def test_what_does_not_pass_is_not_waited_for(network: Network) -> None:
     network.cli.run("init")
     network.fails = lambda method, path: True

@@ -9,6 +9,7 @@
 - `snapshots`: takes one snapshot at a time, in a thread of its own.
 - `timetable`: when the next snapshot is due.
 - `notice`: asks whether the machine is about to go.
+- `leaving`: runs the requeue command.
 - `hold`: the lease of the job's name.
 - `watchdog`: stops the job while nobody can be sure of its lease.
 """

@@ -10,7 +10,7 @@ from icecore.errors import IcecoreError
 from icecore.host.jobs.job import Job
 from icecore.service.record import Record
 from icecore.service.supervision.instances import Tell
-from icecore.service.supervision.messages import Messages, Signalled
+from icecore.service.supervision.messages import Asked, Messages, Signalled
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.watchdog import Watchdog
 from icecore.store.format.state import SessionRecord
@@ -18,13 +18,6 @@ from icecore.store.log.lease import Lease, take
 from icecore.text import host_name
 
 _POLL_SECONDS = 0.25
-
-
-class Asked(Exception):
-    """A signal came before there was a job."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class Hold:

@@ -26,12 +26,13 @@ from icecore.errors import (
 )
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, LogPiece, stopped_with
-from icecore.host.jobs.shell import run_shell
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
-from icecore.service.supervision.hold import Asked, Hold
+from icecore.service.supervision.hold import Hold
 from icecore.service.supervision.instances import Begun, Instances, lineage_of
+from icecore.service.supervision.leaving import leave, leave_before
 from icecore.service.supervision.messages import (
+    Asked,
     Dumped,
     Ended,
     Messages,
@@ -58,7 +59,6 @@ _MOST_WIDENINGS = 6
 _STOP_RETRY_SECONDS = 2.0
 #: A job that fails twice without a new snapshot in between is brought back from an older one.
 _SAME_SNAPSHOT = 2
-_REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
 #: Signals that ask a job to end.
@@ -77,6 +77,7 @@ class Supervisor:
         engine: Takes and restores its snapshots.
         write: Gets the job's output.
         emit: Gets the events (docs/reference/events.md).
+        messages: Holds the signals that came before; None: none did.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class Supervisor:
         *,
         write: Callable[[Job, LogPiece], None],
         emit: Sink,
+        messages: Messages | None = None,
     ) -> None:
         self._plan = plan
         self._sink = emit
         self._registry = engine.registry
         self._record = Record(self._registry.state, plan.name)
         self._tally = Tally(self._registry.state)
-        self._messages: Messages = queue.SimpleQueue()
+        self._messages: Messages = queue.SimpleQueue() if messages is None else messages
         self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
         self._timetable = Timetable(plan, self._record)
         self._output = Output(write, self._record, self._tell)
@@ -147,7 +149,8 @@ class Supervisor:
                 with self._notices():
                     return self._watch()
         except Asked as asked:
-            return 128 + asked.number
+            self._record.close()
+            return leave_before(self._plan, asked.number, self._record.measured, self._tell)
         finally:
             self._tally.flush(WAIT_SECONDS)
             self._record.close()
@@ -531,26 +534,9 @@ class Supervisor:
             snapshot: The one to restore; empty: the job starts anew.
         """
         if self._plan.requeue:
-            taken = {one.snapshot: one.at for one in self._record.measured.taken}
-            at = time.gmtime(taken[snapshot]) if snapshot in taken else None
-            variables = {
-                "ICECORE_JOB": self._plan.name,
-                "ICECORE_SNAPSHOT": snapshot,
-                "ICECORE_SNAPSHOT_TIME": time.strftime("%FT%TZ", at) if at else "",
-            }
-            environment = {**without_secrets(os.environ), **variables}
             self._hold.release()  # whoever comes next need not wait
             self._record.close()
-            try:
-                status = run_shell(
-                    self._plan.requeue, environment, seconds=_REQUEUE_SECONDS, output=2
-                )
-            except OSError as error:  # also TimeoutError
-                self._tell("run.requeue_failed", error=str(error))
-            else:
-                if status:
-                    self._tell("run.requeue_failed", error=f"it ended with status {status}")
-        return self._plan.preempted_exit
+        return leave(self._plan, snapshot, self._record.measured, self._tell)
 
     def _found(self) -> Job | None:
         """Return the instance; also one that was started, but is not followed yet."""
