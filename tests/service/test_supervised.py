@@ -292,30 +292,68 @@ def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
     until(lambda: not any(job.alive for job in cli.registry.instances()), "ended")
 
 
-def test_a_second_signal_leaves_at_once(cli: Cli) -> None:
+def is_busy(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Whether a process still runs after so many seconds."""
+    time.sleep(seconds)
+    return process.poll() is None
+
+
+def test_a_stop_is_not_ended_by_a_second_signal_but_by_a_third(cli: Cli) -> None:
     counter = Counter(cli, lines=1000)
     process = counter.start()
     until(written(cli, 3), "3 lines")
     process.send_signal(signal.SIGTERM)
     status, before, _ = ended(process)
     assert status == 85
-    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 30"})
-    process = counter.start()
-    until(written(cli, len(before) + 3), "it goes on")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGHUP)  # as service managers do: not a second one
-    time.sleep(5.0)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    status, lines, _ = ended(process)
-    assert status == 128 + signal.SIGTERM
-    assert before + lines == counter.whole()[: len(before) + len(lines)]
-    assert not any(job.alive for job in cli.registry.instances())
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 20"})
+    for number, leaves in ((signal.SIGTERM, 85), (signal.SIGINT, 128 + signal.SIGINT)):
+        note = f"echo $ICECORE_SNAPSHOT > requeued-{leaves}"
+        process = counter.start("--requeue-command", note)
+        until(written(cli, len(before) + 3), "it goes on")
+        process.send_signal(number)
+        if number == signal.SIGTERM:  # with HUP, as service managers do: not a second one
+            process.send_signal(signal.SIGHUP)
+        assert is_busy(process, 4.0)
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            assert is_busy(process, 4.0)
+            process.send_signal(number)
+        status, lines, said = ended(process)
+        assert status == leaves, said
+        assert before + lines == counter.whole()[: len(before) + len(lines)]
+        assert not any(job.alive for job in cli.registry.instances())
+    (snapshot,) = (cli.folder / "requeued-85").read_text().split()
+    assert snapshot in cli.run("ls", "--json").stdout
+    assert not (cli.folder / "requeued-130").exists()
     counter.cli = cli
     process = counter.start()  # the last committed snapshot stands
     until(written(cli, len(before) + 1), "it goes on")
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 85
+
+
+def test_a_third_signal_ends_a_job_without_a_snapshot(cli: Cli) -> None:
+    counter = Counter(cli, lines=1000)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 20"})
+    process = counter.start()
+    until(written(cli, 3), "3 lines")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        assert is_busy(process, 4.0)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_leaves_time_for_the_commit(cli: Cli) -> None:
+    counter = Counter(cli, lines=1000)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 8"})
+    process = counter.start("--preempted-exit", "99")
+    until(written(cli, 3), "3 lines")
+    process.send_signal(signal.SIGUSR1)
+    assert is_busy(process, 4.0)
+    process.send_signal(signal.SIGTERM)
+    status, _, said = ended(process)
+    assert status == 99 and "was stopped with snapshot" in said, said
 
 
 def test_a_killed_supervisor_is_followed_by_another(cli: Cli) -> None:

@@ -61,6 +61,10 @@ _STOP_RETRY_SECONDS = 2.0
 _SAME_SNAPSHOT = 2
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
+#: The signal that ends the job at once: a scheduler sends one as the notice, and TERM at its end.
+_MOST_SIGNALS = 3
+#: So does the second one of a person.
+_MOST_INTERRUPTS = 2
 #: Signals that ask a job to end.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 #: Signals by which service managers and schedulers end processes. Some also send them to the job.
@@ -111,8 +115,7 @@ class Supervisor:
         self._job: Job | None = None
         self._dumping = False
         self._stopping = ""
-        self._asked = 0
-        self._asked_at = 0.0
+        self._asked: list[Signalled] = []
         self._passed: ExitStatus | None = None
         self._passed_at = -math.inf
         self._stop_again = 0.0
@@ -324,15 +327,14 @@ class Supervisor:
                 with suppress(NotFound):
                     self._job.kill(number)
             return None
-        if self._asked and at - self._asked_at < _REPEATED_SECONDS:
+        if self._asked and at - self._asked[-1].at < _REPEATED_SECONDS:
             return None  # one cause may send several signals
-        self._asked += 1
-        self._asked_at = at
-        if self._asked > 1:
-            self._end_job()
-            return 128 + number
-        self._stop(signal.Signals(number).name)
-        return None
+        self._asked.append(Signalled(number, at))
+        by_person = sum(one.number == signal.SIGINT for one in self._asked)
+        if by_person < _MOST_INTERRUPTS and len(self._asked) < _MOST_SIGNALS:
+            self._stop(signal.Signals(number).name)
+            return None
+        return self._leave_at_once(number)
 
     def _stop(self, why: str) -> None:
         if self._stopping:
@@ -525,6 +527,16 @@ class Supervisor:
         last = self._last_snapshot()
         self._tell("run.ended_early", how=str(status), snapshot=last)
         self._end_job()  # processes that go on without their init
+        return self._leave(last)
+
+    def _leave_at_once(self, number: int) -> int:
+        """End the job without its last snapshot; return the exit status after a signal."""
+        self._end_job()
+        last = self._last_snapshot()
+        if number == signal.SIGINT or not last:
+            return 128 + number
+        how = f"ended at a further {signal.Signals(number).name}"
+        self._tell("run.ended_early", how=how, snapshot=last)
         return self._leave(last)
 
     def _leave(self, snapshot: str) -> int:
