@@ -243,7 +243,9 @@ def main(
     finally:
         threading.excepthook = threads_before
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # What is ignored by now must not change the exit status of a process that ends.
+            if words is not None or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 def _lives_long(words: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
@@ -22,7 +23,10 @@ from icecore.text import harmless
 
 if TYPE_CHECKING:
     from icecore.commands.progress import Bars
+    from icecore.commands.relay import Relay
 
+#: Time for what a relay still has to print at the end.
+_LAST_SECONDS = 5.0
 #: SGR parameters (ECMA-48) of a table's header and title.
 _BOLD, _ITALIC = "1", "3"
 
@@ -81,17 +85,38 @@ class Output:
         self._stderr = stderr or sys.stderr
         self._lock = threading.Lock()
         self._bars: Bars | None = None
+        self._relay: Relay | None = None
         if not as_json and not quiet and self._stderr.isatty():
             from icecore.commands.progress import Bars  # on a terminal only
 
             self._bars = Bars(self._stderr)
+
+    def relay(self) -> None:
+        """From now on, print events and remarks in a thread of their own: nobody who reports
+        something waits for a reader. Those that nobody reads are dropped at last. Results and a
+        job's output still wait.
+        """
+        from icecore.commands.relay import Relay
+
+        self._relay = Relay()
+
+    def _report(self, call: Callable[[], None]) -> None:
+        """Print what nobody should wait for."""
+        if self._relay is None:
+            call()
+        else:
+            self._relay.put(call)
 
     # -- results
 
     def result(self, name: str, fields: Mapping[str, Value], text: str = "") -> None:
         """Print a result: an event as JSON, else ``text`` as a line, if it is not empty."""
         if self.as_json:
-            self._json(Event(name, dict(fields)))
+            event = Event(name, dict(fields))
+            if self._relay is None:
+                self._json(event)
+            else:
+                self._relay.do(lambda: self._json(event))
         elif text:
             self.line(text)
 
@@ -137,13 +162,16 @@ class Output:
             again: Says whether to try again what could not be written; may wait.
         """
         stream = self._stderr if error else self._stdout
+        if self._relay is not None:
+            self._relay.settle()  # what was said before comes first
         left = memoryview(data)
         while left:
             try:
-                with self._lock:
-                    self._pause()
-                    stream.flush()
-                    written = os.write(stream.fileno(), left)
+                if self._relay is None or self._bars is not None:
+                    with self._lock:
+                        self._pause()
+                        stream.flush()
+                written = os.write(stream.fileno(), left)  # may wait: nobody else must
             except OSError as failed:
                 if not again(failed):
                     raise
@@ -160,7 +188,13 @@ class Output:
         """Write escaped text; escape characters that the stream's encoding lacks as well."""
         encoding = getattr(stream, "encoding", None)
         if encoding:
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
+            data = text.encode(encoding, "backslashreplace")
+            if self._relay is not None:
+                from icecore.commands.relay import write_all
+
+                write_all(stream.fileno(), data)
+                return
+            text = data.decode(encoding)
         stream.write(text)
         stream.flush()
 
@@ -168,10 +202,12 @@ class Output:
 
     def event(self, event: Event) -> None:
         """Handle an event; any thread may call this."""
+        if self.as_json or not self._quiet:
+            self._report(lambda: self._event(event))
+
+    def _event(self, event: Event) -> None:
         if self.as_json:
             self._json(event)
-            return
-        if self._quiet:
             return
         with self._lock:
             if self._bars is not None:
@@ -187,7 +223,7 @@ class Output:
     def note(self, text: str) -> None:
         """Print a one-line remark on stderr; nothing in JSON or quiet mode."""
         if not self.as_json and not self._quiet:
-            self._say(self._stderr, text)
+            self._report(lambda: self._say(self._stderr, text))
 
     def trace(self, text: str) -> None:
         """Print a traceback on stderr with each line marked, because its messages may contain
@@ -233,5 +269,21 @@ class Output:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._relay is None:
+            self._end()
+            return
+        self._relay.put(self._end)
+        if not self._relay.settle(_LAST_SECONDS):
+            self._give_up()
+
+    def _end(self) -> None:
         with self._lock:
             self._pause()
+
+    def _give_up(self) -> None:
+        """Discard what else is written, so that nothing waits for a reader that does not read."""
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        for stream in (self._stdout, self._stderr):
+            with suppress(OSError):
+                os.dup2(null, stream.fileno())
+        os.close(null)

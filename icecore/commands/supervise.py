@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -17,12 +19,16 @@ from icecore.commands.context import Context, Origin
 from icecore.commands.parsing import Commands, add_setting, overridden
 from icecore.config import DumpSettings, ForgetSettings, ScheduleSettings
 from icecore.config.kinds import COUNT, SECONDS
-from icecore.errors import UsageError
-from icecore.events import Event
+from icecore.errors import StoreError, UsageError
+from icecore.events import Event, Value
 
 if TYPE_CHECKING:
     from icecore.host.jobs.job import Job, LogPiece
+    from icecore.repository import Repository
     from icecore.service.explained import Explained
+    from icecore.service.supervision.instances import Tell
+    from icecore.service.supervision.messages import Early
+    from icecore.service.supervision.plan import Plan
     from icecore.store.maintenance.forget import Policy
 
 _BARS = 40
@@ -164,11 +170,29 @@ def run(
         writer: Returns the function that writes the output of an instance. Its second argument decides
             whether to retry a failed write.
     """
+    from icecore.service.supervision.messages import Early
+
+    if context.origin is not None or arguments.on_term == "pass":
+        return _run(arguments, context, start, writer, None)
+    early = Early()
+    try:
+        return _run(arguments, context, start, writer, early)
+    finally:
+        early.close()
+
+
+def _run(
+    arguments: argparse.Namespace,
+    context: Context,
+    start: Callable[[], Job],
+    writer: Callable[[Job, Callable[[OSError], bool]], Callable[[LogPiece], None]],
+    early: Early | None,
+) -> int:
     from icecore.host.kernel.libc import keep_few_arenas
     from icecore.node.engine import RepositoryEngine
-    from icecore.service.interval import Bounds
-    from icecore.service.supervision.grace import find_grace
-    from icecore.service.supervision.plan import Plan
+    from icecore.service.record import read
+    from icecore.service.supervision.leaving import leave_before
+    from icecore.service.supervision.messages import Asked
     from icecore.service.supervision.supervisor import Supervisor
 
     require(arguments)
@@ -178,34 +202,9 @@ def run(
             cure="choose another [dump] memory, or --on-term pass",
         )
     keep_few_arenas()
-    own = overridden(context.config.schedule, arguments)
-    origin = context.origin or Origin()
-    grace = None
-    if not own.notice and context.origin is None and arguments.on_term != "pass":
-        grace = find_grace(os.environ)
-    plan = Plan(
-        name=arguments.name,
-        start=start,
-        resume=arguments.resume,
-        lineage=origin.lineage,
-        stop=origin.stop,
-        stopped=origin.stopped,
-        or_start=arguments.or_start,
-        fall_back=arguments.fall_back,
-        every=arguments.every,
-        on_term=arguments.on_term or "snapshot",
-        preempted_exit=own.preempted_exit,
-        restarts=arguments.restart,
-        requeue=own.requeue_command,
-        notice=grace.seconds if grace is not None else own.notice,
-        notice_command=own.notice_command,
-        notice_url=own.notice_url,
-        bounds=Bounds(own.max_overhead, own.max_loss),
-        failure_seconds=own.failure_seconds,
-        slow_down=own.slow_down,
-        keep=_policy(arguments, context),
-        data=arguments.data,
-    )
+    if context.origin is None:
+        context.output.relay()
+    plan = _plan(arguments, context, start)
     writers: dict[str, Callable[[LogPiece], None]] = {}
 
     def write(job: Job, piece: LogPiece) -> None:
@@ -219,17 +218,81 @@ def run(
             for line in words(event):
                 context.output.note(line)
 
-    if grace is not None:
-        emit(
-            Event(
-                "run.notice",
-                {"job": plan.name, "notice_seconds": grace.seconds, "setting": grace.setting},
-            )
-        )
+    def tell(name: str, **fields: Value) -> None:
+        emit(Event(name, {"job": plan.name, **fields}))
+
+    try:
+        with nullcontext() if early is None else early.interrupting():
+            if early is not None and not plan.notice:
+                plan = _with_grace(plan, tell)
+            repository = _repository(context, plan, tell)
+    except Asked as asked:
+        state = context.registry().state
+        return leave_before(plan, asked.number, read(state, plan.name), tell)
     config = replace(context.config, dump=overridden(context.config.dump, arguments))
-    engine = RepositoryEngine(context.repository(), config, origin.identity)
-    supervisor = Supervisor(plan, engine, write=write, emit=emit)
+    engine = RepositoryEngine(repository, config, (context.origin or Origin()).identity)
+    supervisor = Supervisor(
+        plan,
+        engine,
+        write=write,
+        emit=emit,
+        messages=None if early is None else early.messages,
+    )
     return supervisor.run()
+
+
+def _plan(arguments: argparse.Namespace, context: Context, start: Callable[[], Job]) -> Plan:
+    from icecore.service.interval import Bounds
+    from icecore.service.supervision.plan import Plan
+
+    own = overridden(context.config.schedule, arguments)
+    origin = context.origin or Origin()
+    return Plan(
+        name=arguments.name,
+        start=start,
+        resume=arguments.resume,
+        lineage=origin.lineage,
+        stop=origin.stop,
+        stopped=origin.stopped,
+        or_start=arguments.or_start,
+        fall_back=arguments.fall_back,
+        every=arguments.every,
+        on_term=arguments.on_term or "snapshot",
+        preempted_exit=own.preempted_exit,
+        restarts=arguments.restart,
+        requeue=own.requeue_command,
+        notice=own.notice,
+        notice_command=own.notice_command,
+        notice_url=own.notice_url,
+        bounds=Bounds(own.max_overhead, own.max_loss),
+        failure_seconds=own.failure_seconds,
+        slow_down=own.slow_down,
+        keep=_policy(arguments, context),
+        data=arguments.data,
+    )
+
+
+def _with_grace(plan: Plan, tell: Tell) -> Plan:
+    """Return the plan with the notice that Slurm or systemd gives, if it is known."""
+    from icecore.service.supervision.grace import find_grace
+
+    grace = find_grace(os.environ)
+    if grace is None:
+        return plan
+    tell("run.notice", notice_seconds=grace.seconds, setting=grace.setting)
+    return replace(plan, notice=grace.seconds)
+
+
+def _repository(context: Context, plan: Plan, tell: Tell) -> Repository:
+    """Return the repository; if the job is to be resumed, once it can be reached."""
+    from icecore.service.supervision.patience import patiently
+
+    def told(error: StoreError, pause: float) -> None:
+        tell("run.waiting", error=str(error), next_seconds=pause)
+
+    if not plan.resume or context.origin is not None:  # the service starts another attempt
+        return context.repository()
+    return patiently(context.repository, told=told, wait=time.sleep)
 
 
 def words(event: Event) -> list[str]:
@@ -245,6 +308,11 @@ def words(event: Event) -> list[str]:
         case "run.lease":
             return [
                 f"job {job}: host {known['host']} holds its lease; waiting for a heartbeat from there"
+            ]
+        case "run.waiting":
+            return [
+                f"job {job}: cannot reach the repository, retrying in"
+                f" {seconds('next_seconds')}: {known['error']}"
             ]
         case "run.adopted":
             return [f"job {job} already runs, as process {known['pid']}; taking over"]

@@ -292,30 +292,68 @@ def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
     until(lambda: not any(job.alive for job in cli.registry.instances()), "ended")
 
 
-def test_a_second_signal_leaves_at_once(cli: Cli) -> None:
+def is_busy(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Whether a process still runs after so many seconds."""
+    time.sleep(seconds)
+    return process.poll() is None
+
+
+def test_a_stop_is_not_ended_by_a_second_signal_but_by_a_third(cli: Cli) -> None:
     counter = Counter(cli, lines=1000)
     process = counter.start()
     until(written(cli, 3), "3 lines")
     process.send_signal(signal.SIGTERM)
     status, before, _ = ended(process)
     assert status == 85
-    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 30"})
-    process = counter.start()
-    until(written(cli, len(before) + 3), "it goes on")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGHUP)  # as service managers do: not a second one
-    time.sleep(5.0)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    status, lines, _ = ended(process)
-    assert status == 128 + signal.SIGTERM
-    assert before + lines == counter.whole()[: len(before) + len(lines)]
-    assert not any(job.alive for job in cli.registry.instances())
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 20"})
+    for number, leaves in ((signal.SIGTERM, 85), (signal.SIGINT, 128 + signal.SIGINT)):
+        note = f"echo $ICECORE_SNAPSHOT > requeued-{leaves}"
+        process = counter.start("--requeue-command", note)
+        until(written(cli, len(before) + 3), "it goes on")
+        process.send_signal(number)
+        if number == signal.SIGTERM:  # with HUP, as service managers do: not a second one
+            process.send_signal(signal.SIGHUP)
+        assert is_busy(process, 4.0)
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            assert is_busy(process, 4.0)
+            process.send_signal(number)
+        status, lines, said = ended(process)
+        assert status == leaves, said
+        assert before + lines == counter.whole()[: len(before) + len(lines)]
+        assert not any(job.alive for job in cli.registry.instances())
+    (snapshot,) = (cli.folder / "requeued-85").read_text().split()
+    assert snapshot in cli.run("ls", "--json").stdout
+    assert not (cli.folder / "requeued-130").exists()
     counter.cli = cli
     process = counter.start()  # the last committed snapshot stands
     until(written(cli, len(before) + 1), "it goes on")
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 85
+
+
+def test_a_third_signal_ends_a_job_without_a_snapshot(cli: Cli) -> None:
+    counter = Counter(cli, lines=1000)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 20"})
+    process = counter.start()
+    until(written(cli, 3), "3 lines")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        assert is_busy(process, 4.0)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 128 + signal.SIGTERM
+
+
+def test_a_second_signal_leaves_time_for_the_commit(cli: Cli) -> None:
+    counter = Counter(cli, lines=1000)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 8"})
+    process = counter.start("--preempted-exit", "99")
+    until(written(cli, 3), "3 lines")
+    process.send_signal(signal.SIGUSR1)
+    assert is_busy(process, 4.0)
+    process.send_signal(signal.SIGTERM)
+    status, _, said = ended(process)
+    assert status == 99 and "was stopped with snapshot" in said, said
 
 
 def test_a_killed_supervisor_is_followed_by_another(cli: Cli) -> None:
@@ -428,6 +466,45 @@ def test_output_waits_for_room(cli: Cli) -> None:
         subprocess.run(["umount", small], check=True, timeout=9)
 
 
+def full_pipe() -> tuple[int, int]:
+    """Both ends of a pipe into which no more bytes fit."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    return reader, writer
+
+
+@pytest.mark.parametrize("form", ["--quiet", "--json"])
+def test_a_reader_that_does_not_read_delays_nothing(form: str, cli: Cli) -> None:
+    counter = Counter(cli, lines=10_000)
+    reader, writer = full_pipe()
+    words = ("run", "--name", "counter", "--resume", "--every", "0.5s", "--", *counter.command)
+    with open(cli.folder / "said", "wb") as said:
+        process = subprocess.Popen(
+            [*cli.command(form, *words), "-1", "1", str(counter.marks)],
+            env=cli.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer if form == "--quiet" else said,
+        )
+    os.close(writer)
+    try:
+        until(lambda: counter.snapshots() >= 2, "two snapshots", SECONDS)
+        process.send_signal(signal.SIGTERM)
+        began, known = time.monotonic(), counter.snapshots()
+        assert process.wait(SECONDS) == 85
+        assert time.monotonic() - began < 25.0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+    assert counter.snapshots() > known
+    assert not any(job.alive for job in cli.registry.instances())
+
+
 def test_what_is_ignored_stays_ignored_and_a_signal_ends_the_wait_for_the_lease(
     cli: Cli, tmp_path: Path
 ) -> None:
@@ -458,9 +535,29 @@ def test_what_is_ignored_stays_ignored_and_a_signal_ends_the_wait_for_the_lease(
     assert second.stderr is not None
     assert any("waiting for a heartbeat" in line for line in second.stderr)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(SECONDS) == 128 + signal.SIGTERM
+    assert second.wait(SECONDS) == 85  # whoever sent it starts it again
     second.stderr.close()
     cli.run("kill", "-s", "KILL", "counter")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 99), (signal.SIGINT, 130)])
+def test_a_signal_while_slurm_is_asked(number: int, status: int, cli: Cli) -> None:
+    cli.run("init")
+    tools = cli.folder / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f"#!/bin/sh\ntouch {cli.folder}/asked; exec sleep 30\n")
+    (tools / "scontrol").chmod(0o755)
+    own = {"SLURM_JOB_ID": "1", "PATH": f"{tools}:{cli.environment['PATH']}"}
+    asking = Cli(cli.folder, {**cli.environment, **own})
+    requeue = ("--preempted-exit", "99", "--requeue-command", "echo x$ICECORE_SNAPSHOT > requeued")
+    process = asking.start("run", "--name", "own", "--resume", *requeue, "--", "/bin/true")
+    until((cli.folder / "asked").exists, "asked")
+    process.send_signal(number)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # changes nothing
+    assert ended(process)[0] == status
+    assert (cli.folder / "requeued").exists() == (status == 99)
+    assert not cli.registry.instances()
 
 
 @pytest.mark.torture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import queue
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 
 from icecore.errors import IcecoreError
 from icecore.host.jobs.job import Job
 from icecore.service.record import Record
 from icecore.service.supervision.instances import Tell
-from icecore.service.supervision.messages import Messages, Signalled
+from icecore.service.supervision.messages import Asked, Messages, Signalled
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.watchdog import Watchdog
 from icecore.store.format.state import SessionRecord
@@ -18,13 +18,6 @@ from icecore.store.log.lease import Lease, take
 from icecore.text import host_name
 
 _POLL_SECONDS = 0.25
-
-
-class Asked(Exception):
-    """A signal came before there was a job."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class Hold:
@@ -53,6 +46,11 @@ class Hold:
         return self._lease
 
     @property
+    def is_taken(self) -> bool:
+        """Whether the lease was taken."""
+        return self._lease is not None
+
+    @property
     def is_watched(self) -> bool:
         """Whether a watchdog lives."""
         return self._watchdog is not None and self._watchdog.alive
@@ -62,6 +60,7 @@ class Hold:
 
         Raises:
             Asked: A signal came meanwhile.
+            StoreError: The storage failed.
         """
 
         def waits(held: SessionRecord) -> None:
@@ -77,17 +76,27 @@ class Hold:
                 told=waits,
             )
         )
-        while not taking.done():
-            self._heed(taking)
+        try:
+            while not taking.done():
+                wait([taking], _POLL_SECONDS)
+                self.heed(0.0)
+        except Asked:
+            taking.cancel()
+            raise
         self._lease = taking.result()
         self._lease.renewed = self._renewed
 
-    def _heed(self, taking: Future[Lease]) -> None:
-        wait([taking], _POLL_SECONDS)
+    def heed(self, seconds: float) -> None:
+        """Wait for ``seconds`` while there is no job.
+
+        Raises:
+            Asked: A signal came meanwhile.
+        """
         with suppress(queue.Empty):
-            message = self._messages.get_nowait()
+            message = (
+                self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
+            )
             assert isinstance(message, Signalled), "there is no job yet"
-            taking.cancel()
             raise Asked(message.number)
 
     def _renewed(self) -> None:

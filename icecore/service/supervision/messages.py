@@ -6,7 +6,7 @@ import queue
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -56,6 +56,14 @@ class Dumped:
     error: IcecoreError | None
 
 
+class Asked(BaseException):
+    """A signal came before there was a job."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 Message = Signalled | Noticed | Ended | Dumped
 Messages = queue.SimpleQueue[Message]
 
@@ -67,13 +75,7 @@ def signals(messages: Messages) -> Iterator[None]:
     def told(number: int, frame: FrameType | None) -> None:
         messages.put(Signalled(number, time.monotonic()))
 
-    heeded = [
-        number
-        for number in SIGNALS
-        # nohup(1) ignores it for what it starts.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, told) for number in heeded}
+    before = {number: signal.signal(number, told) for number in _heeded()}
     # The service starts it with them blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
@@ -81,3 +83,53 @@ def signals(messages: Messages) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Early:
+    """Turns signals into messages from the beginning of a supervised run."""
+
+    def __init__(self) -> None:
+        self.messages: Messages = queue.SimpleQueue()
+        self._interrupts = False
+        for number in _heeded():
+            signal.signal(number, self._told)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let the first signal interrupt what is done, even if it came before.
+
+        Raises:
+            Asked: A signal came.
+        """
+        self._interrupts = True
+        try:
+            with suppress(queue.Empty):
+                message = self.messages.get_nowait()
+                assert isinstance(message, Signalled), "there is no job yet"
+                raise Asked(message.number)
+            yield
+        finally:
+            self._interrupts = False
+
+    def close(self) -> None:
+        """Ignore the signals of service managers and schedulers from now on: the exit status is
+        decided, and they may send several.
+        """
+        for number in SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupts:
+            self._interrupts = False
+            raise Asked(number)
+        self.messages.put(Signalled(number, time.monotonic()))
+
+
+def _heeded() -> list[int]:
+    return [
+        number
+        for number in SIGNALS
+        # nohup(1) ignores it for what it starts.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]

@@ -15,6 +15,9 @@ from icecore.service.supervision.instances import Begun, Tell
 
 #: Time for what an instance has written to be shown once it has ended.
 DRAIN_SECONDS = 30.0
+#: A job that has to leave does not wait so long for a reader that has stopped reading.
+_STUCK_SECONDS = 5.0
+_JOIN_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _READER_SECONDS = 0.02
 #: Nobody will ever read what is written.
@@ -35,6 +38,7 @@ class Output:
         self._tell = tell
         self._follower: threading.Thread | None = None
         self._told = False
+        self._showed = 0.0
 
     def follow(self, begun: Begun) -> None:
         """Show what an instance writes from now on, in a thread."""
@@ -49,10 +53,21 @@ class Output:
         )
         self._follower.start()
 
-    def drain(self) -> None:
-        """Wait until all that an instance has written is shown."""
-        if self._follower is not None:
-            self._follower.join(DRAIN_SECONDS)
+    def drain(self, *, hurried: bool = False) -> None:
+        """Wait until all that an instance has written is shown.
+
+        Args:
+            hurried: Give up early if nothing more can be shown.
+        """
+        if self._follower is None:
+            return
+        began = time.monotonic()
+        while self._follower.is_alive():
+            now = time.monotonic()
+            stuck = hurried and now - max(began, self._showed) > _STUCK_SECONDS
+            if stuck or now - began > DRAIN_SECONDS:
+                return
+            self._follower.join(_JOIN_SECONDS)
 
     def is_patient(self, error: OSError) -> bool:
         """Wait before output that could not be written is tried again; False: nobody reads it."""
@@ -76,5 +91,6 @@ class Output:
             if piece.data[skipped:]:
                 with suppress(OSError):  # nobody reads it; it is in the job's logs
                     self._write(job, replace(piece, data=piece.data[skipped:]))
+            self._showed = time.monotonic()
             shown[piece.stream] += len(piece.data)
             self._record.show(job.instance, shown)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 
@@ -25,12 +26,13 @@ from icecore.errors import (
 )
 from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, LogPiece, stopped_with
-from icecore.host.jobs.shell import run_shell
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
-from icecore.service.supervision.hold import Asked, Hold
+from icecore.service.supervision.hold import Hold
 from icecore.service.supervision.instances import Begun, Instances, lineage_of
+from icecore.service.supervision.leaving import leave, leave_before
 from icecore.service.supervision.messages import (
+    Asked,
     Dumped,
     Ended,
     Messages,
@@ -40,6 +42,7 @@ from icecore.service.supervision.messages import (
 )
 from icecore.service.supervision.notice import Notices
 from icecore.service.supervision.output import DRAIN_SECONDS, Output
+from icecore.service.supervision.patience import back_off, patiently
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.timetable import Timetable
@@ -48,21 +51,26 @@ from icecore.service.supervision.watchdog import end
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
-_BACK_OFF_SECONDS = (1.0, 60.0)
-_MOST_DOUBLINGS = 10
+#: Pause while the repository cannot be reached.
+_UNREACHABLE_SECONDS = 60.0
 #: Maximum number of times that the interval doubles while windows are too long.
 _MOST_WIDENINGS = 6
 #: Maximum delay before a failed snapshot is repeated while the job is being stopped.
 _STOP_RETRY_SECONDS = 2.0
 #: A job that fails twice without a new snapshot in between is brought back from an older one.
 _SAME_SNAPSHOT = 2
-_REQUEUE_SECONDS = 60.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
+#: The signal that ends the job at once: a scheduler sends one as the notice, and TERM at its end.
+_MOST_SIGNALS = 3
+#: So does the second one of a person.
+_MOST_INTERRUPTS = 2
 #: Signals that ask a job to end.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 #: Signals by which service managers and schedulers end processes. Some also send them to the job.
 _FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM)
+
+T = TypeVar("T")
 
 
 class Supervisor:
@@ -73,6 +81,7 @@ class Supervisor:
         engine: Takes and restores its snapshots.
         write: Gets the job's output.
         emit: Gets the events (docs/reference/events.md).
+        messages: Holds the signals that came before; None: none did.
     """
 
     def __init__(
@@ -82,13 +91,14 @@ class Supervisor:
         *,
         write: Callable[[Job, LogPiece], None],
         emit: Sink,
+        messages: Messages | None = None,
     ) -> None:
         self._plan = plan
         self._sink = emit
         self._registry = engine.registry
         self._record = Record(self._registry.state, plan.name)
         self._tally = Tally(self._registry.state)
-        self._messages: Messages = queue.SimpleQueue()
+        self._messages: Messages = queue.SimpleQueue() if messages is None else messages
         self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
         self._timetable = Timetable(plan, self._record)
         self._output = Output(write, self._record, self._tell)
@@ -105,8 +115,7 @@ class Supervisor:
         self._job: Job | None = None
         self._dumping = False
         self._stopping = ""
-        self._asked = 0
-        self._asked_at = 0.0
+        self._asked: list[Signalled] = []
         self._passed: ExitStatus | None = None
         self._passed_at = -math.inf
         self._stop_again = 0.0
@@ -137,13 +146,14 @@ class Supervisor:
                 self._tell("run.preempted", snapshot=self._plan.stopped, seconds=0.0)
                 return self._leave(self._plan.stopped)
             with signals(self._messages), self._holding():
-                self._begin(self._instances.first())
+                self._begin(self._patiently(self._instances.first))
                 if self._plan.stop:
                     self._messages.put(Signalled(self._plan.stop, time.monotonic()))
                 with self._notices():
                     return self._watch()
         except Asked as asked:
-            return 128 + asked.number
+            self._record.close()
+            return leave_before(self._plan, asked.number, self._record.measured, self._tell)
         finally:
             self._tally.flush(WAIT_SECONDS)
             self._record.close()
@@ -167,7 +177,7 @@ class Supervisor:
     @contextmanager
     def _holding(self) -> Iterator[None]:
         """Hold the lease of the job's name."""
-        self._hold.take()
+        self._patiently(self._hold.take)
         try:
             yield
         except BaseException:
@@ -175,6 +185,33 @@ class Supervisor:
             raise
         finally:
             self._hold.let_go(self._found())
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Return what a call returns; if the job is to be resumed, once the repository can be reached.
+
+        Raises:
+            Asked: A signal came meanwhile.
+        """
+        if not self._plan.resume:
+            return call()
+
+        def told(error: StoreError, pause: float) -> None:
+            self._tell("run.waiting", error=str(error), next_seconds=pause)
+
+        return patiently(call, told=told, wait=self._wait_to_begin)
+
+    def _wait_to_begin(self, seconds: float) -> None:
+        """Wait while there is no job.
+
+        Raises:
+            Asked: A signal came meanwhile.
+        """
+        if self._hold.is_taken:
+            asked = self._wait(seconds)
+            if asked:
+                raise Asked(asked)
+        else:
+            self._hold.heed(seconds)
 
     def _require_lease(self) -> None:
         """End the job if another process has its name.
@@ -290,25 +327,24 @@ class Supervisor:
                 with suppress(NotFound):
                     self._job.kill(number)
             return None
-        if self._asked and at - self._asked_at < _REPEATED_SECONDS:
+        if self._asked and at - self._asked[-1].at < _REPEATED_SECONDS:
             return None  # one cause may send several signals
-        self._asked += 1
-        self._asked_at = at
-        if self._asked > 1:
-            self._end_job()
-            return 128 + number
-        self._stop(signal.Signals(number).name)
-        return None
+        self._asked.append(Signalled(number, at))
+        by_person = sum(one.number == signal.SIGINT for one in self._asked)
+        if by_person < _MOST_INTERRUPTS and len(self._asked) < _MOST_SIGNALS:
+            self._stop(signal.Signals(number).name)
+            return None
+        return self._leave_at_once(number)
 
     def _stop(self, why: str) -> None:
         if self._stopping:
             return
         self._stopping = why
-        self._tell("run.stopping", why=why)
         if self._dumping:
             self._snapshots.end_with_this()
         elif self._ended is None:
             self._dump(stop=True)
+        self._tell("run.stopping", why=why)
 
     # -- snapshots
 
@@ -346,7 +382,7 @@ class Supervisor:
 
     def _on_failed_snapshot(self, done: Dumped) -> None:
         """Try again, later and later; a job that has to leave, soon."""
-        pause = _back_off(self._retries)
+        pause = back_off(self._retries)
         self._retries += 1
         if self._ended is not None:
             return  # it ended meanwhile
@@ -369,7 +405,7 @@ class Supervisor:
 
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
-        self._output.drain()
+        self._output.drain(hurried=bool(self._stopping))
         passed = self._passed is not None and (
             status == self._passed or time.monotonic() - self._passed_at < ASKED_SECONDS
         )
@@ -432,7 +468,7 @@ class Supervisor:
         """
         assert self._job is not None
         lineage = lineage_of(self._job)
-        pause = _back_off(self._since_snapshot - 1)
+        pause = back_off(self._since_snapshot - 1)
         while True:
             asked = self._wait(pause)
             if asked:
@@ -455,7 +491,7 @@ class Supervisor:
                     begun = self._instances.start()
             except StoreError as error:  # the repository cannot be reached
                 self._tell("run.resume_failed", snapshot="", error=str(error))
-                pause = _BACK_OFF_SECONDS[1]
+                pause = _UNREACHABLE_SECONDS
                 continue
             self._begin(begun)
             return None
@@ -493,6 +529,16 @@ class Supervisor:
         self._end_job()  # processes that go on without their init
         return self._leave(last)
 
+    def _leave_at_once(self, number: int) -> int:
+        """End the job without its last snapshot; return the exit status after a signal."""
+        self._end_job()
+        last = self._last_snapshot()
+        if number == signal.SIGINT or not last:
+            return 128 + number
+        how = f"ended at a further {signal.Signals(number).name}"
+        self._tell("run.ended_early", how=how, snapshot=last)
+        return self._leave(last)
+
     def _leave(self, snapshot: str) -> int:
         """Run the requeue command and return the preempted status.
 
@@ -500,26 +546,9 @@ class Supervisor:
             snapshot: The one to restore; empty: the job starts anew.
         """
         if self._plan.requeue:
-            taken = {one.snapshot: one.at for one in self._record.measured.taken}
-            at = time.gmtime(taken[snapshot]) if snapshot in taken else None
-            variables = {
-                "ICECORE_JOB": self._plan.name,
-                "ICECORE_SNAPSHOT": snapshot,
-                "ICECORE_SNAPSHOT_TIME": time.strftime("%FT%TZ", at) if at else "",
-            }
-            environment = {**without_secrets(os.environ), **variables}
             self._hold.release()  # whoever comes next need not wait
             self._record.close()
-            try:
-                status = run_shell(
-                    self._plan.requeue, environment, seconds=_REQUEUE_SECONDS, output=2
-                )
-            except OSError as error:  # also TimeoutError
-                self._tell("run.requeue_failed", error=str(error))
-            else:
-                if status:
-                    self._tell("run.requeue_failed", error=f"it ended with status {status}")
-        return self._plan.preempted_exit
+        return leave(self._plan, snapshot, self._record.measured, self._tell)
 
     def _found(self) -> Job | None:
         """Return the instance; also one that was started, but is not followed yet."""
@@ -532,10 +561,4 @@ class Supervisor:
         end(job)
         with suppress(TimeoutError):
             job.wait(DRAIN_SECONDS)
-        self._output.drain()
-
-
-def _back_off(retries: int) -> float:
-    """Return the seconds to wait before one more try."""
-    least, most = _BACK_OFF_SECONDS
-    return min(most, least * 2.0 ** min(retries, _MOST_DOUBLINGS))
+        self._output.drain(hurried=True)

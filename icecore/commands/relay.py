@@ -1,0 +1,91 @@
+"""Does what may wait for a reader in a thread of its own, so that nobody else waits."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+#: Maximum number of calls that wait for their turn.
+_MOST_WAITING = 2000
+#: A call that takes longer than this waits for a reader that does not read.
+_STUCK_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+
+Call = Callable[[], None]
+
+
+class Relay:
+    """Runs calls one after the other, in a daemon thread. A call that fails is done."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Call] = deque()
+        self._put = self._done = 0
+        self._began = 0.0
+        threading.Thread(target=self._run, name="relay", daemon=True).start()
+
+    def put(self, call: Call) -> None:
+        """Run a call in its turn. Drop it if too many wait."""
+        with self._changed:
+            if len(self._waiting) < _MOST_WAITING:
+                self._add(call)
+
+    def do(self, call: Call) -> None:
+        """Run a call in its turn, and return once it is done."""
+        with self._changed:
+            mine = self._add(call)
+            self._changed.wait_for(lambda: self._done >= mine)
+
+    def settle(self, seconds: float = math.inf) -> bool:
+        """Wait until all calls that were put before are done; return whether they are. Do not wait
+        for a call that takes long, nor longer than ``seconds``.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            mine = self._put
+            while self._done < mine:
+                now = time.monotonic()
+                if now > until or (self._began and now - self._began > _STUCK_SECONDS):
+                    return False
+                self._changed.wait(_POLL_SECONDS)
+            return True
+
+    def _add(self, call: Call) -> int:
+        """Add a call, and return its number."""
+        self._waiting.append(call)
+        self._put += 1
+        self._changed.notify_all()
+        return self._put
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                call = self._waiting.popleft()
+                self._began = time.monotonic()
+            with suppress(Exception):  # a terminal or a pipe that is gone
+                call()
+            with self._changed:
+                self._began = 0.0
+                self._done += 1
+                self._changed.notify_all()
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write bytes past Python's buffer, whose lock would keep the interpreter from ending.
+
+    Raises:
+        OSError: The rest could not be written.
+    """
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
