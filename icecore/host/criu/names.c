@@ -36,6 +36,9 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+/* CRIU's own, for its plugins; missing in other programs. */
+extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
+
 #define SHOWN __attribute__((visibility("default")))
 #define OTHERS_WRITE (S_IWGRP | S_IWOTH)
 /* What a file system user other than root lacks (capabilities(7)). */
@@ -55,8 +58,8 @@ __attribute__((constructor)) static void learn_owner(void)
 {
 	const char *given = getenv("ICECORE_NAMES");
 
-	if (!given)
-		return;
+	if (!given || !print_on_level)
+		return; /* the program that executes CRIU is not it */
 	size_t room = 1;
 	for (const char *at = given; *at; at++)
 		room += *at == ' ';
@@ -84,7 +87,7 @@ __attribute__((constructor)) static void learn_owner(void)
 	owner.group = (gid_t)ids[1];
 	owner.groups = groups;
 	owner.given = true;
-	unsetenv("ICECORE_NAMES");
+	unsetenv("ICECORE_NAMES"); /* the programs that CRIU starts unpack its images */
 }
 
 static bool lacks_rights_of_root(void)
@@ -172,6 +175,21 @@ static bool is_lasting(int here, int child)
 	    kind.f_type != FUSE_SUPER_MAGIC;
 }
 
+/* Return whether a name is that of a directory which CRIU has made for itself (mkdtemp(3)) among those
+ * of others, and `here` is where only root can have made it. */
+static bool is_of_criu(int here, const struct stat *above, const char *name)
+{
+	static const char *const own[] = {"crtools-put-root.", ".criu."};
+	struct stat about;
+	bool named = false;
+
+	for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+		named = named || !strncmp(name, own[i], strlen(own[i]));
+	return named && !above->st_uid && above->st_mode & S_ISVTX &&
+	    !fstatat(here, name, &about, AT_SYMLINK_NOFOLLOW) && S_ISDIR(about.st_mode) &&
+	    !about.st_uid;
+}
+
 static struct place find_place(int directory, const char *path)
 {
 	struct place found = {-1, path, false};
@@ -188,7 +206,9 @@ static struct place find_place(int directory, const char *path)
 			break;
 		}
 		if (!found.rest[length]) {
-			found.of_root = !fstat(found.directory, &about) && is_of_root(&about) &&
+			found.of_root = !fstat(found.directory, &about) &&
+			    (is_of_root(&about) ||
+			        is_of_criu(found.directory, &about, found.rest)) &&
 			    strcmp(found.rest, ".") && strcmp(found.rest, "..");
 			break;
 		}
