@@ -7,10 +7,16 @@ from __future__ import annotations
 import grp
 from pathlib import Path
 
-from icecore.errors import RestoreRefused
+from icecore.errors import MissingTool, RestoreRefused
 from icecore.host.criu.images import load_credentials
+from icecore.host.criu.program import Criu
 from icecore.host.jobs.identity import Identity, user_name
-from icecore.restorer.files.peers import rights
+from icecore.restorer.files.allowed import groups_now
+
+#: What names.c recognises CRIU by.
+_OF_CRIU = b"\0print_on_level\0"
+#: A group that owns nothing.
+_NOBODYS = 65534
 
 
 def require_credentials(images: Path, identity: Identity | None, init: int) -> None:
@@ -31,7 +37,7 @@ def require_credentials(images: Path, identity: Identity | None, init: int) -> N
     """
     if identity is None or identity.user == 0:
         return
-    allowed = _groups(identity)
+    allowed = groups_now(identity)
     for one in load_credentials(images):
         if one.process == init:
             continue
@@ -45,6 +51,19 @@ def require_credentials(images: Path, identity: Identity | None, init: int) -> N
             raise _refused(f"has group {_group_name(more[0])}, which user {who} does not have")
 
 
+def require_names(criu: Criu) -> None:
+    """Require a CRIU of which the library preloaded into it knows that it is one.
+
+    Raises:
+        MissingTool: It would make names with root's rights.
+    """
+    if _OF_CRIU not in criu.path.read_bytes():
+        raise MissingTool(
+            f"{criu.path} exports no functions to plugins, so icecore could not bound its rights",
+            cure="use the CRIU that tools/install-criu installs, or the program itself, not a script",
+        )
+
+
 def rights_for_names(images: Path, user: int, identity: Identity | None, init: int) -> str:
     """Return the rights with which CRIU makes names for a user's job, as the library preloaded into
     it reads them (icecore/host/criu/names.c). For an administrator, the groups are the job's.
@@ -54,23 +73,16 @@ def rights_for_names(images: Path, user: int, identity: Identity | None, init: i
         identity, init: As for `require_credentials`.
     """
     if identity is not None and identity.user == user:
-        group, groups = identity.group, _groups(identity)
+        group, groups = identity.group, groups_now(identity)
     else:
-        _, group, known = rights(user)
         own = [
             one
             for one in load_credentials(images)
             if one.process != init and one.users == {user} and not one.capable
         ]
-        groups = {*known, *(group for one in own for group in one.groups)}
-        group = own[0].group if own else group
+        groups = {group for one in own for group in one.groups}
+        group = own[0].group if own else _NOBODYS
     return " ".join(map(str, (user, group, *sorted(groups))))
-
-
-def _groups(identity: Identity) -> set[int]:
-    """Return the groups of a user: those of the identity, and those that this machine knows."""
-    _, group, known = rights(identity.user)
-    return {identity.group, *identity.groups, group, *known}
 
 
 def _group_name(group: int) -> str:

@@ -91,6 +91,17 @@ def test_what_changes_after_it_was_stored(
     assert store.read(result.snapshot).content("file", str(file)) == file.read_bytes()
 
 
+def test_a_file_that_is_written_without_the_page_cache(
+    puppet: Puppet, file: Path, store: Store
+) -> None:
+    """Its times change before the data is there."""
+    puppet.do(f"g = os.open({str(file)!r}, os.O_RDWR | os.O_DIRECT)")
+    events = Events()
+    result = store.dump(puppet.pid, AHEAD, events=events)
+    assert store.read(result.snapshot).content("file", str(file)) == file.read_bytes()
+    assert read_in_window(events) >= 8 * MIB
+
+
 def test_a_file_that_was_written_just_before_it_was_looked_at(
     puppet: Puppet, file: Path, store: Store
 ) -> None:

@@ -290,6 +290,27 @@ def test_what_has_no_name_is_not_made_through_a_link_of_the_user(
     ]
 
 
+#: Goes where a socket's name was relative to, through a link to root's directory, as CRIU does.
+RELATIVE = """
+import ctypes, os, socket, sys
+folder, user = sys.argv[1], int(sys.argv[2])
+libc = ctypes.CDLL(None, use_errno=True)
+def attempt(*words):
+    return words[0](*words[1:]), os.strerror(ctypes.get_errno())
+before = os.open(".", os.O_RDONLY)
+assert libc.chdir(folder.encode()) == 0
+print(*attempt(libc.unlinkat, -100, b"victim", 0))
+print(*attempt(libc.fchownat, -100, b"victim", user, user, 0))
+with socket.socket(socket.AF_UNIX) as bound:
+    try:
+        bound.bind("new")
+    except PermissionError as error:
+        print(error.strerror)
+assert libc.fchdir(before) == 0
+print(libc.unlinkat(-100, b"own", 0))
+"""
+
+
 #: Binds a socket as CRIU does, exchanges its name for a link to a file of root's, and gives it away.
 EXCHANGED = """
 import ctypes, os, socket, sys
@@ -308,6 +329,47 @@ print(*os.getresuid(), *os.getgroups())
 """
 
 
+def as_criu(world: World, program: str, *words: str, cwd: str = "/") -> list[str]:
+    """Run a program as CRIU runs for a job of the user; return its lines."""
+    # The library acts in CRIU alone, which has this function.
+    criu = world.home.parent / "criu.so"
+    subprocess.run(
+        ["gcc", "-shared", "-o", criu, "-x", "c", "-"],
+        input=b"void print_on_level(unsigned level, const char *format, ...) {}",
+        check=True,
+        timeout=60,
+    )
+    user = world.user.user
+    done = subprocess.run(
+        [PYTHON, "-c", program, *words],
+        env={
+            "LD_PRELOAD": f"{RESTORE_LIBRARY} {criu}",
+            "ICECORE_NAMES": f"{user} {user} {user}",
+        },
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_a_relative_name_does_not_lead_to_a_directory_of_roots(world: World) -> None:
+    (victim := world.roots / "victim").write_bytes(SECRET)
+    (own := world.home.parent / "own").write_bytes(SECRET)
+    (link := world.home / "link").symlink_to(world.roots)
+    before = victim.stat()
+    words = (str(link), str(world.user.user))
+    assert as_criu(world, RELATIVE, *words, cwd=str(world.home.parent)) == [
+        "-1 Permission denied",
+        "-1 Operation not permitted",
+        "Permission denied",
+        "0",
+    ]
+    assert victim.stat() == before and not own.exists()
+
+
 @pytest.mark.parametrize("where", ["home", "tmp"])
 def test_the_name_of_a_socket_is_exchanged_while_criu_gives_it_away(
     world: World, where: str
@@ -320,24 +382,8 @@ def test_the_name_of_a_socket_is_exchanged_while_criu_gives_it_away(
         folder.chmod(0o1777)
     user = world.user.user
     groups = " ".join(map(str, os.getgroups()))
-    # The library acts in CRIU alone, which has this function.
-    criu = world.home.parent / "criu.so"
-    subprocess.run(
-        ["gcc", "-shared", "-o", criu, "-x", "c", "-"],
-        input=b"void print_on_level(unsigned level, const char *format, ...) {}",
-        check=True,
-        timeout=60,
-    )
-    environment = {
-        "LD_PRELOAD": f"{RESTORE_LIBRARY} {criu}",
-        "ICECORE_NAMES": f"{user} {user} {user}",
-    }
-    command = [PYTHON, "-c", EXCHANGED, str(folder / "s"), str(victim), str(user)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=30, check=True
-    )
     denied = "-1 Operation not permitted"
-    assert done.stdout.splitlines() == [
+    assert as_criu(world, EXCHANGED, str(folder / "s"), str(victim), str(user)) == [
         str(user),
         denied,
         denied,

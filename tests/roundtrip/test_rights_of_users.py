@@ -18,10 +18,12 @@ from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import RestoreRefused
+from icecore.events import Event, Sink, discard
 from icecore.host.jobs.identity import Identity
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
+from icecore.restorer.files.plan import FilesMode
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.host.target import eventually
@@ -80,10 +82,22 @@ class World:
         job.wait(20)
         return result.snapshot
 
-    def restore(self, snapshot: str, identity: Identity | None) -> Job:
-        trip, options = self.trip, RestoreOptions(identity=identity)
+    def restore(
+        self,
+        snapshot: str,
+        identity: Identity | None,
+        emit: Sink = discard,
+        files: FilesMode = "auto",
+    ) -> Job:
+        trip, options = self.trip, RestoreOptions(identity=identity, files=files)
         restored = restore(
-            trip.repository, trip.loop, snapshot, options, criu=trip.criu, registry=self.registry
+            trip.repository,
+            trip.loop,
+            snapshot,
+            options,
+            criu=trip.criu,
+            registry=self.registry,
+            emit=emit,
         )
         restored.wait_resident(60)
         assert restored.job is not None
@@ -146,6 +160,42 @@ def test_a_file_that_the_user_may_not_open_any_more(world: World, flags: int) ->
     with pytest.raises(RestoreRefused, match="may not"):
         world.restore(snapshot, world.user)
     world.restore(snapshot, None)
+
+
+def test_a_file_that_its_owner_has_made_read_only(world: World) -> None:
+    (folder := world.folder / "own").mkdir()
+    os.chown(folder, world.user.user, world.user.group)
+    path = world.file("own/pack", 0o644, world.user.user)
+    job = world.start(str(path), str(os.O_RDWR))
+    path.chmod(0o444)
+    snapshot = world.dump(job)
+    path.write_bytes(NEW)
+    world.restore(snapshot, world.user)
+    assert path.read_bytes() == OLD
+    world.end()
+    folder.chmod(0)
+    with pytest.raises(RestoreRefused):
+        world.restore(snapshot, world.user)
+
+
+def test_an_administrator_who_asks_for_it_has_files_of_others_put_back(world: World) -> None:
+    written = world.file("shared.log", 0o666, ANOTHER)
+    roots = world.file("roots.log", 0o666)
+    words = [str(written), str(os.O_RDWR), str(roots), str(os.O_RDWR)]
+    snapshot = world.dump(world.start(*words))
+    for path in (written, roots):
+        path.write_bytes(NEW)
+    events: list[Event] = []
+    world.restore(snapshot, None, emit=events.append)
+    assert (written.read_bytes(), roots.read_bytes()) == (NEW, NEW)
+    told = [str(one.fields["message"]) for one in events if one.name == "restore.warning"]
+    assert [path.name for path in (roots, written) if any(str(path) in one for one in told)] == [
+        "roots.log",
+        "shared.log",
+    ]
+    world.end()
+    world.restore(snapshot, None, files="restore")
+    assert (written.read_bytes(), roots.read_bytes()) == (OLD, NEW)
 
 
 def test_a_file_in_a_directory_that_is_roots(world: World) -> None:

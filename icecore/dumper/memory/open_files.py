@@ -14,9 +14,18 @@ from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import LEAST_BYTES, Extents, SharedMemory, SharedObject
 from icecore.dumper.observe.files import FoundFile, unchanged_since
 from icecore.host.kernel.filesystem import may_be_in_memory
+from icecore.host.kernel.libc import file_system
 from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import SpaceKind
 
+#: File systems whose times are another machine's or a program's: NFS, CIFS (both types), FUSE, 9p,
+#: Ceph, Lustre, AFS.
+_ELSEWHERE = frozenset(
+    {
+        *(0x6969, 0xFF534D42, 0xFE534D42, 0x65735546, 0x01021997),
+        *(0x00C36400, 0x0BD00BD0, 0x5346414F),
+    }
+)
 #: All but the largest are read in the window alone: each takes a descriptor.
 _MOST = 256
 
@@ -125,7 +134,7 @@ def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitSta
         if about.policy != "content" or about.path in opened or is_stored(file, parent):
             continue
         try:
-            volatile = may_be_in_memory(file.reach)
+            volatile = may_be_in_memory(file.reach) or file_system(file.reach) in _ELSEWHERE
             descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             continue  # closed or unmapped since, or this process may not
@@ -136,7 +145,9 @@ def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitSta
         opened[about.path] = SharedObject(
             descriptor, about.path, now.st_dev, now.st_ino, False, now.st_size, now.st_blocks * 512
         )
-        if not volatile and not file.mapped_writable:
+        # A write that is under way now shows in the times, and `SharedObject.extents` waits for it:
+        # SEEK_DATA takes the inode's lock. A direct write need not hold it.
+        if not volatile and not file.mapped_writable and not file.direct:
             times[about.path] = _Times(
                 now.st_size, now.st_mtime_ns, now.st_ctime_ns, file.looked_ns
             )

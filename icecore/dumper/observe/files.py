@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
@@ -41,6 +41,7 @@ class FoundFile:
         lost: The paths under /proc through which it can be opened and that show a name it lost.
         changed_ns: Its ctime, ns since the epoch. Unlike the mtime, programs cannot set it.
         looked_ns: When the search began that found it, ns since the epoch.
+        direct: It is open with O_DIRECT: a write changes the times before its data is there.
     """
 
     about: OpenFile
@@ -51,6 +52,7 @@ class FoundFile:
     changed_ns: int
     looked_ns: int
     lost: list[str] = field(default_factory=list)
+    direct: bool = False
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -63,6 +65,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
     path. Pseudo files and devices are left out.
     """
     found: dict[tuple[int, int], FoundFile] = {}
+    direct: set[tuple[int, int]] = set()
     looked_ns = time.time_ns()
     for pid in pids:
         try:
@@ -73,6 +76,8 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
             if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
                 continue
             writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
+            if descriptor.flags & os.O_DIRECT:
+                direct.add((descriptor.device, descriptor.inode))
             _add(
                 found,
                 f"/proc/{pid}/fd/{descriptor.number}",
@@ -105,7 +110,8 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 options,
                 looked_ns,
             )
-    return sorted(found.values(), key=lambda f: f.about.path)
+    files = [replace(file, direct=file.identity in direct) for file in found.values()]
+    return sorted(files, key=lambda f: f.about.path)
 
 
 def _is_special(path: str) -> bool:

@@ -54,6 +54,11 @@ static struct {
 	size_t count;
 } owner;
 
+/* Whether somebody other than root may have chosen the working directory: CRIU goes where a socket's
+ * name was relative to, and follows links. */
+static bool astray;
+static struct stat trusted; /* the last working directory of which that is not so */
+
 __attribute__((constructor)) static void learn_owner(void)
 {
 	const char *given = getenv("ICECORE_NAMES");
@@ -87,6 +92,7 @@ __attribute__((constructor)) static void learn_owner(void)
 	owner.group = (gid_t)ids[1];
 	owner.groups = groups;
 	owner.given = true;
+	astray = stat(".", &trusted);
 	unsetenv("ICECORE_NAMES"); /* the programs that CRIU starts unpack its images */
 }
 
@@ -155,24 +161,29 @@ struct place {
 	bool of_root; /* `rest` is one name, and only root can change the names in the directory */
 };
 
-static bool is_of_root(const struct stat *about)
+/* A file system in user space may claim any owner. */
+static bool is_in_user_space(int directory)
 {
-	return !about->st_uid && !(about->st_mode & OTHERS_WRITE);
+	struct statfs kind;
+	return fstatfs(directory, &kind) || kind.f_type == FUSE_SUPER_MAGIC;
+}
+
+static bool is_of_root(int directory, const struct stat *about)
+{
+	return !about->st_uid && !(about->st_mode & OTHERS_WRITE) && !is_in_user_space(directory);
 }
 
 /* Return whether only root can have made, and can replace, the directory `child` in `here`. */
 static bool is_lasting(int here, int child)
 {
 	struct stat above, about;
-	struct statfs kind;
 
 	if (fstat(here, &above) || fstat(child, &about) || above.st_uid)
 		return false;
-	if (is_of_root(&above))
+	if (is_of_root(here, &above))
 		return true;
-	/* A file system in user space may claim any owner. */
-	return above.st_mode & S_ISVTX && !about.st_uid && !fstatfs(child, &kind) &&
-	    kind.f_type != FUSE_SUPER_MAGIC;
+	return above.st_mode & S_ISVTX && !about.st_uid && !is_in_user_space(here) &&
+	    !is_in_user_space(child);
 }
 
 /* Return whether a name is that of a directory which CRIU has made for itself (mkdtemp(3)) among those
@@ -185,7 +196,7 @@ static bool is_of_criu(int here, const struct stat *above, const char *name)
 
 	for (size_t i = 0; i < sizeof own / sizeof *own; i++)
 		named = named || !strncmp(name, own[i], strlen(own[i]));
-	return named && !above->st_uid && above->st_mode & S_ISVTX &&
+	return named && !above->st_uid && above->st_mode & S_ISVTX && !is_in_user_space(here) &&
 	    !fstatat(here, name, &about, AT_SYMLINK_NOFOLLOW) && S_ISDIR(about.st_mode) &&
 	    !about.st_uid;
 }
@@ -193,6 +204,7 @@ static bool is_of_criu(int here, const struct stat *above, const char *name)
 static struct place find_place(int directory, const char *path)
 {
 	struct place found = {-1, path, false};
+	bool lost = directory == AT_FDCWD && *path != '/' && astray;
 	struct stat about;
 	char name[NAME_MAX + 1];
 
@@ -207,9 +219,9 @@ static struct place find_place(int directory, const char *path)
 		}
 		if (!found.rest[length]) {
 			found.of_root = !fstat(found.directory, &about) &&
-			    (is_of_root(&about) ||
+			    (is_of_root(found.directory, &about) ||
 			        is_of_criu(found.directory, &about, found.rest)) &&
-			    strcmp(found.rest, ".") && strcmp(found.rest, "..");
+			    strcmp(found.rest, ".") && strcmp(found.rest, "..") && !lost;
 			break;
 		}
 		if (length > NAME_MAX || !strncmp(found.rest, "..", length < 2 ? 2 : length))
@@ -454,6 +466,37 @@ static long add_name(const struct place *place, const struct place *other, const
 SHOWN int linkat(int from, const char *old, int to, const char *new, int flags)
 {
 	return change_both(add_name, from, old, to, new, &flags);
+}
+
+SHOWN int chdir(const char *path)
+{
+	if (owner.given && *path) {
+		char *whole = NULL;
+		struct place place = {-1, "", false};
+
+		if (asprintf(&whole, "%s/.", path) > 0)
+			place = find_place(AT_FDCWD, whole);
+		/* If the way is root's to its end, nothing but the last "." is left. */
+		astray = place.directory < 0 || strcmp(place.rest, ".") || (*path != '/' && astray);
+		leave(&place);
+		free(whole);
+	}
+	int failed = (int)syscall(SYS_chdir, path);
+	if (!failed && owner.given && !astray)
+		astray = stat(".", &trusted);
+	return failed;
+}
+
+SHOWN int fchdir(int directory)
+{
+	int failed = (int)syscall(SYS_fchdir, directory);
+	struct stat here, root;
+
+	if (!failed && owner.given)
+		astray = fstat(directory, &here) || stat("/", &root) ||
+		    !((here.st_dev == trusted.st_dev && here.st_ino == trusted.st_ino) ||
+		        (here.st_dev == root.st_dev && here.st_ino == root.st_ino));
+	return failed;
 }
 
 struct address {

@@ -7,15 +7,25 @@ file its mode or owner, and the file may have been changed or removed by those w
 from __future__ import annotations
 
 import os
+import pwd
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from icecore.host.jobs.identity import Identity
 from icecore.host.kernel.filesystem import acting_as
-from icecore.restorer.files.peers import rights
 
 _ROOT = 0
+
+
+def groups_now(identity: Identity) -> set[int]:
+    """Return the groups that a user has: those of the identity, and those that this machine knows."""
+    known: set[int] = set()
+    with suppress(KeyError):
+        entry = pwd.getpwuid(identity.user)
+        known = {entry.pw_gid, *os.getgrouplist(entry.pw_name, entry.pw_gid)}
+    return {identity.group, *identity.groups, *known}
 
 
 class Allowed:
@@ -25,14 +35,18 @@ class Allowed:
         user: The job's user. Jobs of root may have everything.
         identity: For whom the snapshot is restored; None: an administrator, who may give the job
             files that its user could not open now.
+        of_others: An administrator wants files of other users than root put back, too.
     """
 
-    def __init__(self, user: int = _ROOT, identity: Identity | None = None) -> None:
+    def __init__(
+        self, user: int = _ROOT, identity: Identity | None = None, *, of_others: bool = False
+    ) -> None:
         self.user = user
+        self._of_others = of_others and identity is None
         #: Whether what the user could open once is not enough.
         self.checks = user != _ROOT and identity is not None and identity.user != _ROOT
-        _, group, groups = rights(user) if self.checks else (user, user, [])
-        self._rights = user, group, sorted({*groups, *(identity.groups if identity else ())})
+        group = identity.group if identity is not None else user
+        self._rights = user, group, sorted(groups_now(identity)) if identity is not None else []
         # `acting_as` is not for a thread in which signal handlers run.
         self._thread = ThreadPoolExecutor(1, "allowed") if self.checks else None
 
@@ -50,7 +64,9 @@ class Allowed:
 
     def owns(self, *users: int) -> bool:
         """Return whether files of these users may be put back, made and removed."""
-        return self.user == _ROOT or all(user == self.user for user in users)
+        return self.user == _ROOT or all(
+            user == self.user or (self._of_others and user != _ROOT) for user in users
+        )
 
     def may(self, path: str, *modes: int) -> bool:
         """Return whether the user may access a path in one of some ways (access(2))."""

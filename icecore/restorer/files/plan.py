@@ -180,10 +180,22 @@ def plan_files(
 def _denied(allowed: Allowed, root: str, file: OpenFile, mapped: bool) -> Problem | None:
     """Return the problem of a file that is there, and that the job's user may not open now."""
     path = root + file.path
+    with suppress(OSError):
+        about = os.lstat(path)
+        if stat.S_ISREG(about.st_mode) and allowed.owns(about.st_uid):
+            # Its owner can change its mode, if the way to it is open.
+            return (
+                None
+                if allowed.may(os.path.dirname(path), os.X_OK)
+                else _closed(allowed, file, "reach")
+            )
     modes = (os.W_OK,) if file.writable else (os.R_OK, os.X_OK) if mapped else (os.R_OK,)
     if allowed.may(path, *modes) or not os.path.lexists(path):
         return None
-    word = "write to" if file.writable else "read"
+    return _closed(allowed, file, "write to" if file.writable else "read")
+
+
+def _closed(allowed: Allowed, file: OpenFile, word: str) -> Problem:
     return Problem(
         file.path,
         f"user {allowed.user}, whose job had it open, may not {word} it now",

@@ -15,7 +15,7 @@ from icecore.host.cuda import holder as plugin
 from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel.cgroups import files_to_join
 from icecore.restorer import workingset
-from icecore.restorer.credentials import rights_for_names
+from icecore.restorer.credentials import require_names, rights_for_names
 from icecore.restorer.files.images import FILE_NAME
 from icecore.restorer.fill.shared import SharedFill
 from icecore.restorer.owner import owner_of
@@ -161,7 +161,10 @@ def _joining(
             attempt.emit(Event("restore.warning", {"name": "cgroup", "message": message}))
     user = owner_of(plan.manifest, plan.record)
     foreign = user != os.geteuid()
-    names = rights_for_names(images, user, identity, plan.init) if user and foreign else ""
+    names = ""
+    if user and foreign:
+        require_names(plan.criu)
+        names = rights_for_names(images, user, identity, plan.init)
     above = identity.cgroups if identity is not None else None
     own = restoring.make_group(above) if restoring is not None else None
     return restore_environment(groups, own, own_keyring=foreign, names=names)

@@ -75,7 +75,8 @@ def check_requirements(
     # its own (/dev/shm, /proc).
     around = read_surroundings(manifest)
     user = owner_of(manifest, run)
-    with Allowed(user, options.identity) as allowed:
+    asked = options.files == "restore"
+    with Allowed(user, options.identity, of_others=asked) as allowed:
         files = plan_files(
             manifest,
             options.files,
