@@ -13,8 +13,8 @@ from icecore.host.criu.program import Criu
 from icecore.host.jobs.identity import Identity, user_name
 from icecore.restorer.files.allowed import groups_now
 
-#: What names.c recognises CRIU by.
-_OF_CRIU = b"\0print_on_level\0"
+#: The name of the symbol by which names.c recognises CRIU; other names may end with it.
+_OF_CRIU = b"print_on_level\0"
 #: A group that owns nothing.
 _NOBODYS = 65534
 
