@@ -66,7 +66,7 @@ def test_the_job_does_what_the_manual_says() -> None:
         spec = document.values[0].get("spec", {}).get("template", {}).get("spec")
         assert spec is None or spec["automountServiceAccountToken"] is False
     kinds = {document.values[0]["kind"] for document in DOCUMENTS}
-    assert kinds == {"Job", "DaemonSet", "ConfigMap"}
+    assert kinds == {"Job", "DaemonSet", "ConfigMap", "CronJob"}
 
 
 class Pods:

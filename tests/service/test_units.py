@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "configs" / "systemd"
-UNITS = sorted([*FOLDER.glob("*.service"), *FOLDER.glob("*.socket")])
+UNITS = sorted(path for kind in ("service", "socket", "timer") for path in FOLDER.glob(f"*.{kind}"))
 #: Jobs would inherit these, or not see the machine's file systems.
 _HARMFUL = {
     "NoNewPrivileges",
