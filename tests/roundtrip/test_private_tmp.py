@@ -212,14 +212,15 @@ def test_a_job_that_ends_right_after_the_window(world: World) -> None:
 def test_the_tmp_of_a_users_job(world: World) -> None:
     nobody = Identity.of_user("nobody")
     job = world.start(identity=nobody)
-    assert inside(job).stat().st_uid == nobody.user
+    assert (inside(job).stat().st_uid, inside(job).stat().st_gid) == (0, 0)
     snapshot = world.dump(job, stop=True)
     # Another machine has another state directory, and none of the instances.
     shutil.rmtree(world.registry.state)
     world.registry = Registry(world.registry.state.with_name("other"))
     restored = world.restore(snapshot)
     world.goes_on(restored)
-    for path in (inside(restored), inside(restored) / "deep", inside(restored) / "link"):
+    assert (inside(restored).stat().st_uid, inside(restored).stat().st_gid) == (0, 0)
+    for path in (inside(restored) / "deep", inside(restored) / "link"):
         assert path.lstat().st_uid == nobody.user
     reached = subprocess.run(
         ["setpriv", f"--reuid={nobody.user}", "--clear-groups", "ls",
@@ -227,6 +228,35 @@ def test_the_tmp_of_a_users_job(world: World) -> None:
         capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert "Permission denied" in reached.stderr, "only root enters the way there"
+
+
+def test_a_user_does_not_touch_files_of_others_in_tmp(world: World) -> None:
+    """A set-user-ID program of the job has its temporary files there, as in the host's /tmp."""
+    nobody = Identity.of_user("nobody")
+    job = world.start(identity=nobody)
+    top = inside(job)
+    (top / "of-root").write_text("secret")
+    (top / "of-root").chmod(0o644)  # a dump reads it with the rights of the user
+    for words in (["rm", "-f"], ["mv", "-t", f"{top}/deep"]):
+        done = as_user(nobody, *words, f"{top}/of-root")
+        assert done.returncode and "not permitted" in done.stderr, done.stderr
+    assert as_user(nobody, "chmod", "0777", str(top)).returncode
+    assert as_user(nobody, "rm", f"{top}/link").returncode == 0, "its own"
+    (top / "link").symlink_to("deep")
+    os.chown(top / "link", nobody.user, -1, follow_symlinks=False)
+    restored = world.restore(world.dump(job, stop=True))
+    world.goes_on(restored)
+    assert (inside(restored) / "of-root").stat().st_uid == 0
+    assert as_user(nobody, "rm", "-f", f"{inside(restored)}/of-root").returncode
+
+
+def as_user(user: Identity, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of a user that finds the /proc of any process."""
+    return subprocess.run(
+        ["setpriv", f"--reuid={user.user}", "--clear-groups", "--inh-caps=+sys_ptrace",
+         "--ambient-caps=+sys_ptrace", *words],
+        capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
 
 
 def test_a_restore_that_fails_leaves_nothing(world: World) -> None:

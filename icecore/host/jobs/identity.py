@@ -168,6 +168,7 @@ class Identity:
         user = _only(pid, "uids", credentials["Uid"])
         group = _only(pid, "gids", credentials["Gid"])
         try:
+            nice, policy, priority = _scheduling(pid)
             return cls(
                 user=user,
                 group=group,
@@ -175,7 +176,9 @@ class Identity:
                 name=str(user),
                 limits=limits_of(pid),
                 umask=int(procfs.status_fields(pid)["Umask"][0], 8),
-                **_scheduling(pid),
+                nice=nice,
+                policy=policy,
+                priority=priority,
                 cpus=frozenset(os.sched_getaffinity(pid)),
                 io_priority=_io_priority(pid),
                 oom_score_adj=int(Path(f"/proc/{pid}/oom_score_adj").read_text()),
@@ -340,7 +343,7 @@ def _number(text: str, kind: str) -> int:
 _DATABASES = {"user": "passwd", "group": "group"}
 
 
-def _scheduling(pid: int) -> dict[str, int]:
+def _scheduling(pid: int) -> tuple[int, int, int]:
     """Return the nice value, policy and real-time priority that a child of a process has.
 
     With SCHED_RESET_ON_FORK (sched(7)), as rtkit sets it, a process may have a negative nice value or
@@ -354,7 +357,7 @@ def _scheduling(pid: int) -> dict[str, int]:
         nice = max(0, nice)
         if policy in _REAL_TIME:
             nice, policy, priority = 0, os.SCHED_OTHER, 0
-    return {"nice": nice, "policy": policy, "priority": priority}
+    return nice, policy, priority
 
 
 @contextmanager

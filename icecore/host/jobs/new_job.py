@@ -122,7 +122,7 @@ class NewJob:
         environment = dict(self.environment)
         own_tmp = job.record().tmp
         try:
-            temporary.make(job.directory, own_tmp, job.description.user)
+            temporary.make(job.directory, own_tmp)
             job = job.with_group(None if self.identity is None else self.identity.cgroups)
             if self.resident:
                 job = job.with_resident(keepers.keeper_place(job), keep=self.keep_resident)

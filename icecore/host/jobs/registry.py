@@ -280,7 +280,7 @@ class Registry:
             temporary.require_here(record.tmp, self.state)
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
-            temporary.make(job.directory, record.tmp, record.user)
+            temporary.make(job.directory, record.tmp)
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
         except OSError as error:
             job.discard()

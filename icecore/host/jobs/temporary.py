@@ -3,8 +3,10 @@
 directories.
 
 Each is a directory of the instance (`place`), which is bound over the host's in a mount namespace
-of the job. It belongs to the job's user, with mode 1777, in a directory that only root can enter.
-It is removed when the job has ended, because the job's snapshots have the content.
+of the job. It belongs to root, with mode 1777, like the host's: the owner of a sticky directory may
+rename and remove the files of others in it, such as those of a set-user-ID program of the job. It
+is in a directory that only root can enter. It is removed when the job has ended, because the job's
+snapshots have the content.
 """
 
 from __future__ import annotations
@@ -51,20 +53,13 @@ def covers(directory: Path, points: Sequence[str]) -> list[tuple[str, str]]:
     return [(str(place(directory, point)), point) for point in points]
 
 
-def make(directory: Path, points: Sequence[str], user: int) -> None:
-    """Make the directories of an instance, empty.
-
-    Args:
-        directory: The instance's.
-        user: The job's user.
-    """
+def make(directory: Path, points: Sequence[str]) -> None:
+    """Make the directories of the instance in ``directory``, empty."""
     if points:
         (directory / _FOLDER).mkdir(mode=0o700)
     for point in points:
         own = place(directory, point)
         own.mkdir(mode=0o700)
-        if user:
-            os.chown(own, user, -1)
         own.chmod(_MODE)
 
 

@@ -348,7 +348,7 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
     """
     files = plan.requirements.files
     record = plan.record
-    # Directories that the instance has for itself were the job's user's when they were read.
+    # The job could change directories that the instance has for itself when they were read.
     own = record is not None and (bool(record.tmp) or record.isolation.root)
     if not (files.exposed or own) or not all(file.inode for file in plan.manifest.files):
         return None

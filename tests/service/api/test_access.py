@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from icecore.config import Config, ServiceSettings
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
+from icecore.host.kernel import peer as peer_module
 from icecore.host.kernel.peer import Peer
 from icecore.node.backing import Repositories
 from icecore.repository import Repository
@@ -96,6 +98,29 @@ def test_the_kernel_says_who_calls(
     process.kill()
     process.wait()
     assert not peer.alive  # whoever gets its pid
+    peer.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("older", [False, True])
+def test_a_peer_that_has_gone_shares_nothing(
+    connected: tuple[socket.socket, subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    older: bool,
+) -> None:
+    """Whatever process has its pid now, also where the kernel has no SO_PEERPIDFD."""
+    if older:
+        monkeypatch.setattr(peer_module, "_SO_PEERPIDFD", 9999)
+    connection, process = connected
+    peer = Peer.of(connection)
+    assert (peer.pidfd < 0) == older and peer.shares_user_namespace()
+    if older:
+        another = replace(peer, pid=os.getpid())
+        assert another.alive and not another.shares_user_namespace()
+    process.kill()
+    process.wait()
+    assert not peer.shares_user_namespace()
+    assert not replace(peer, pid=0).shares_user_namespace()
     peer.close()
 
 

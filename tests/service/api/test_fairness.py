@@ -121,7 +121,7 @@ def test_waiting_for_a_job_that_does_not_end_delays_nobody(node: Node, go: Go) -
                 began = time.monotonic()
                 async with session.get(f"{node.url}/v1/jobs", headers=headers) as response:
                     assert response.status == 200
-                assert time.monotonic() - began < 1
+                assert time.monotonic() - began < 5
         assert set(await asyncio.gather(*kills)) == {"ended"}
 
     go(test)
@@ -169,7 +169,7 @@ def test_removals_delay_nobody(
                 began_at = time.monotonic()
                 async with session.get(f"{node.url}/v1/jobs", headers=headers) as response:
                     assert response.status == 200
-                assert time.monotonic() - began_at < 1
+                assert time.monotonic() - began_at < 5
             assert len(began) == min(at_once, 2)  # the threads that this caller has
         finally:
             goes_on.set()

@@ -261,7 +261,8 @@ def test_a_users_job_has_a_tmp_of_its_own(public: Path) -> None:
             until(lambda: len(node.ok(ALICE, "logs", "again").split()) > before + 3, "it goes on")
             job = node.client.get(at("jobs", "again"))
             assert job["isolation"]["tmp"] and job["data"] == ["/tmp", "/var/tmp"]
-            assert os.stat(f"/proc/{job['pid']}/root/tmp").st_uid == ALICE
+            top = os.stat(f"/proc/{job['pid']}/root/tmp")
+            assert (top.st_uid, top.st_gid, top.st_mode & 0o7777) == (0, 0, 0o1777)
         finally:
             _end_jobs(Path(name) / "state")
             if node.process is not None:
