@@ -99,7 +99,7 @@ def explain(job: str, known: Measured, settings: ScheduleSettings) -> Explained:
         prior_seconds=rate.prior_seconds,
         failures=rate.failures,
         ran_seconds=rate.seconds,
-        snapshots=len(known.taken),
+        snapshots=known.snapshots,
         every_seconds=own.every,
         max_overhead=own.max_overhead,
         max_loss_seconds=own.max_loss,

@@ -73,6 +73,7 @@ class Measured(msgspec.Struct, frozen=True):
         notice_seconds: Time that the job has from a notice until it must be gone; 0: not known.
         basis: Of the interval; None: no periodic snapshots are taken, or an older version recorded
             this.
+        shortened: How many snapshots ``taken`` had, if only the last is left; 0: it is whole.
     """
 
     taken: list[Taken] = []
@@ -86,6 +87,16 @@ class Measured(msgspec.Struct, frozen=True):
     due: float = 0.0
     notice_seconds: float = 0.0
     basis: Basis | None = None
+    shortened: int = 0
+
+    @property
+    def snapshots(self) -> int:
+        """How many of the newest snapshots are known."""
+        return self.shortened or len(self.taken)
+
+    def shorter(self) -> Measured:
+        """Return the same with the last snapshot only."""
+        return msgspec.structs.replace(self, taken=self.taken[-1:], shortened=self.snapshots)
 
     def after(self, done: Taken) -> Measured:
         """Return what is known once a snapshot was taken."""
@@ -221,14 +232,15 @@ class Records:
         self._read: dict[str, tuple[tuple[int, ...], Measured]] = {}
 
     def of(self, name: str) -> Measured:
-        """Return what is known of a job, as `read`."""
+        """Return what is known of a job, as `read`, with its last snapshot only."""
         try:
             about = os.stat(self._state / FOLDER / f"{name}.json")
             # It is only ever replaced as a whole.
             identity = (about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns)
             known = self._read.get(name)
             if known is None or known[0] != identity:
-                known = identity, _read(self._state, name)
+                # A node may have many jobs, and a service lives for long.
+                known = identity, _read(self._state, name).shorter()
         except OSError:
             self._read.pop(name, None)
             return Measured()

@@ -63,7 +63,7 @@ def as_job(
     schedule = None
     if measured.taken or operation:
         schedule = models.Schedule(
-            snapshots=len(measured.taken),
+            snapshots=measured.snapshots,
             last_snapshot=measured.taken[-1].at if measured.taken else None,
             window_seconds=measured.window_seconds,
             background_seconds=measured.background_seconds,

@@ -415,9 +415,12 @@ class Operations:
     def _settle(self, entry: Entry, result: Result, *, written: bool) -> None:
         """Note how an operation ended: in memory at once, on disk as soon as it can be written."""
         entry.settle(result)
-        shorter = entry.stored.environment is not None or bool(entry.stored.command)
+        given = entry.stored
+        shorter = bool(given.environment is not None or given.command or given.identity)
         if shorter:  # they may be large and hold secrets, and nobody needs them now
-            entry.stored = msgspec.structs.replace(entry.stored, environment=None, command=[])
+            entry.stored = msgspec.structs.replace(
+                given, environment=None, command=[], identity=None
+            )
         entry.written = written
         if shorter or not written:
             self._unwritten[entry.stored.id] = entry
