@@ -325,6 +325,10 @@ def words(event: Event) -> list[str]:
             ]
         case "run.resumed":
             return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
+        case "run.resume_failed":
+            snapshot = str(known["snapshot"])[:12]
+            source = f" from {snapshot}" if snapshot else ""
+            return [f"warning: restoring job {job}{source}: {known['error']}"]
         case "run.stopping":
             return [f"job {job}: {known['why']}; stopping it with a snapshot"]
         case "run.output_failed":

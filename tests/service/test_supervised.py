@@ -276,6 +276,61 @@ def test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one(cl
     assert len(restored) == 4 and restored[0] == restored[1] != restored[2], restored
 
 
+#: Opens a file, counts slowly and fails at the number 15 while a file ``bad`` is there.
+READER = """
+import os, sys, time
+if not os.path.exists("data"):
+    open("data", "w").write("content\\n")
+file = open("data")
+for number in range(40):
+    print("line", number, flush=True)
+    time.sleep(0.1)
+    if number == 15 and os.path.exists("bad"):
+        os.rename("data", "away")
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (("--restart", "on-failure:9"), 0),
+        (("--restart", "on-failure:2"), 17),
+        (("--resume", "--restart", "on-failure:2", "--or-start"), 0),
+    ],
+)
+def test_a_failed_restore_is_one_more_failure(
+    options: tuple[str, ...], found: int, cli: Cli
+) -> None:
+    cli.run("init")
+    (cli.folder / "bad").touch()
+    said = cli.folder / "said"
+    words = ("run", "--name", "reader", "--every", "0.5s", *options)
+    with open(said, "wb") as err, open(cli.folder / "output", "wb") as out:
+        process = subprocess.Popen(
+            [*cli.command(*words), "--", sys.executable, "-c", READER],
+            env=cli.environment,
+            cwd=cli.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+    try:
+        until(lambda: "restoring job reader from" in said.read_text(), "a restore fails", 20)
+        (cli.folder / "bad").unlink()
+        if "on-failure:9" in options:
+            (cli.folder / "away").rename(cli.folder / "data")
+        assert process.wait(SECONDS) == found, said.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    lines = (cli.folder / "output").read_text().splitlines()
+    whole = [f"line {number}" for number in range(40)]
+    assert lines[:16] == whole[:16]
+    assert (lines[16:] == whole) == ("--or-start" in options)
+    assert (lines[-1] == "line 39") == (found == 0)
+
+
 def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
     counter = Counter(cli, lines=3000)
     first = counter.start("--every", "1s")

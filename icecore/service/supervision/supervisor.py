@@ -21,6 +21,7 @@ from icecore.errors import (
     IcecoreError,
     JobHeld,
     NotFound,
+    ResumeFailed,
     StoreError,
     WindowExceeded,
 )
@@ -434,7 +435,7 @@ class Supervisor:
             exit_code=status.exit_code,
             failures=self._record.measured.failures,
         )
-        if self._plan.restarts >= 0 and self._since_snapshot > self._plan.restarts:
+        if self._has_failed_too_often:
             return status.exit_code
         return self._bring_back(status)
 
@@ -464,11 +465,16 @@ class Supervisor:
 
     def _bring_back(self, status: ExitStatus) -> int | None:
         """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
-        exit status if that is given up, or if the job has to leave.
+        exit status if that is given up, or if the job has to leave. A restore that fails is one
+        more failure.
+
+        Raises:
+            ResumeFailed: It is given up because the snapshots cannot be restored.
         """
         assert self._job is not None
         lineage = lineage_of(self._job)
         pause = back_off(self._since_snapshot - 1)
+        failed: ResumeFailed | None = None
         while True:
             asked = self._wait(pause)
             if asked:
@@ -479,22 +485,47 @@ class Supervisor:
                 self._tell("run.ended_on_request", how=str(status))
                 return status.exit_code
             try:
-                candidates = self._instances.candidates(lineage) if lineage else []
-                back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
-                if candidates and back >= len(candidates):
-                    self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
-                    return status.exit_code
-                if candidates:
-                    tried = candidates[back : back + 1 + self._plan.fall_back]
-                    begun = self._instances.restore(tried)
-                else:
-                    begun = self._instances.start()
+                begun = self._begin_again(lineage)
             except StoreError as error:  # the repository cannot be reached
                 self._tell("run.resume_failed", snapshot="", error=str(error))
                 pause = _UNREACHABLE_SECONDS
                 continue
+            except ResumeFailed as error:
+                failed = error
+                self._since_snapshot += 1
+                pause = back_off(self._since_snapshot - 1)
+                if not self._has_failed_too_often:
+                    continue
+                begun = None
+            if begun is None:
+                self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
+                if failed is None:
+                    return status.exit_code
+                if not self._plan.or_start:
+                    raise failed
+                begun = self._instances.start()
             self._begin(begun)
             return None
+
+    def _begin_again(self, lineage: str) -> Begun | None:
+        """Restore the job, from an older snapshot if it keeps failing, or start it anew if it has
+        none; None: it fails from every snapshot.
+
+        Raises:
+            ResumeFailed: The snapshots that were tried cannot be restored.
+            StoreError: The repository cannot be reached.
+        """
+        candidates = self._instances.candidates(lineage) if lineage else []
+        if not candidates:
+            return self._instances.start()
+        back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
+        if back >= len(candidates):
+            return None
+        return self._instances.restore(candidates[back : back + 1 + self._plan.fall_back])
+
+    @property
+    def _has_failed_too_often(self) -> bool:
+        return 0 <= self._plan.restarts < self._since_snapshot
 
     def _wait(self, seconds: float) -> int:
         """Wait for ``seconds``, and until no other process can hold the lease. Return the signal
