@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_restarts,
         default=0,
         metavar="no|on-failure[:N]",
-        help="restore the job when it fails, at most N times without a new snapshot in between",
+        help="restore the job when it fails, at most N times before it gets past its failure",
     )
     for key, what in (
         (
@@ -344,7 +344,9 @@ def words(event: Event) -> list[str]:
         case "run.failed":
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":
-            return [f"job {job} failed {known['failures']} times without a new snapshot; giving up"]
+            return [
+                f"job {job} failed {known['failures']} times and did not get past that; giving up"
+            ]
         case "run.notice":
             return [
                 f"job {job}: {seconds('notice_seconds')} from a signal to the kill"

@@ -4,6 +4,7 @@ and a real CRIU. What a job has written is always what an undisturbed run writes
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -274,6 +275,40 @@ def test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one(cl
     assert status == 85, said
     restored = [line.split()[-1] for line in said.splitlines() if "was restored from" in line]
     assert len(restored) == 4 and restored[0] == restored[1] != restored[2], restored
+
+
+#: Counts; its state is bad from line 30 on if a file ``bad`` is there. Then it fails at line 58.
+SPOILED = """
+import os, sys, time
+bad = False
+for number in range(80):
+    print("line", number, flush=True)
+    time.sleep(0.1)
+    bad = bad or (number == 30 and os.path.exists("bad"))
+    if bad and number == 58:
+        sys.exit(7)
+"""
+
+
+def test_a_job_is_brought_back_from_before_its_state_was_bad(cli: Cli) -> None:
+    """Snapshots of the bad state neither count as progress nor push out the good one."""
+    cli.run("init")
+    (cli.folder / "bad").touch()
+    words = ("--every", "1.8s", "--keep-last", "4", "--restart", "on-failure:9")
+    process = cli.start(
+        "--json", "run", "--name", "own", *words, "--", sys.executable, "-c", SPOILED
+    )
+    until(lambda: len(cli.registry.instances()) > 1, "restored once")
+    (cli.folder / "bad").unlink()
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    names = [event["event"] for event in events]
+    before = events[: names.index("run.failed")]
+    taken = [event["snapshot"] for event in before if event["event"] == "run.snapshot"]
+    restored = [event["snapshot"] for event in events if event["event"] == "run.resumed"]
+    assert len(restored) > 2, events
+    assert restored == [one for one in taken[::-1] for _ in range(2)][: len(restored)]
 
 
 #: Opens a file, counts slowly and fails at the number 15 while a file ``bad`` is there.

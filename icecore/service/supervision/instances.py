@@ -42,7 +42,11 @@ class Tell(Protocol):
 
 
 class Instances:
-    """Finds, restores and starts instances of one job."""
+    """Finds, restores and starts instances of one job.
+
+    Attributes:
+        created: When the snapshots were taken that were found, in Unix time.
+    """
 
     def __init__(self, plan: Plan, engine: Engine, record: Record, tell: Tell, emit: Sink) -> None:
         self._plan = plan
@@ -50,6 +54,7 @@ class Instances:
         self._record = record
         self._tell = tell
         self._emit = emit
+        self.created: dict[str, float] = {}
 
     def first(self) -> Begun:
         """Take over the job if it runs, else restore it, else start it.
@@ -87,6 +92,7 @@ class Instances:
         found = self._engine.snapshots(self._plan.name)[::-1]
         lineage = lineage or (found[0].lineage if found else "")
         own = [one for one in found if one.lineage == lineage]
+        self.created.update((one.snapshot, one.created_ns / 1e9) for one in own)
         whole = [one for one in own if not one.quarantined]
         if own and not whole:
             raise ResumeFailed(

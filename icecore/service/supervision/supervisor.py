@@ -29,6 +29,7 @@ from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, LogPiece, stopped_with
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
+from icecore.service.supervision.failures import Failures
 from icecore.service.supervision.hold import Hold
 from icecore.service.supervision.instances import Begun, Instances, lineage_of
 from icecore.service.supervision.leaving import leave, leave_before
@@ -58,8 +59,6 @@ _UNREACHABLE_SECONDS = 60.0
 _MOST_WIDENINGS = 6
 #: Maximum delay before a failed snapshot is repeated while the job is being stopped.
 _STOP_RETRY_SECONDS = 2.0
-#: A job that fails twice without a new snapshot in between is brought back from an older one.
-_SAME_SNAPSHOT = 2
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
 #: The signal that ends the job at once: a scheduler sends one as the notice, and TERM at its end.
@@ -101,6 +100,7 @@ class Supervisor:
         self._tally = Tally(self._registry.state)
         self._messages: Messages = queue.SimpleQueue() if messages is None else messages
         self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
+        self._failures = Failures(self._instances.created)
         self._timetable = Timetable(plan, self._record)
         self._output = Output(write, self._record, self._tell)
         self._hold = Hold(plan, engine, self._messages, self._record, self._tell)
@@ -112,6 +112,8 @@ class Supervisor:
             self._emit,
             session=lambda: self._hold.lease.session,
             needless=lambda: bool(self._stopping) or self._ended is not None,
+            # A bad state must not push out the good ones before it.
+            forgets=lambda: not self._failures.lasts,
         )
         self._job: Job | None = None
         self._dumping = False
@@ -127,7 +129,6 @@ class Supervisor:
         self._paused = False
         self._began = 0.0
         self._retries = self._too_long = 0
-        self._since_snapshot = 0
 
     def run(self) -> int:
         """Run the job until it ends, or until it has to leave; return the exit status.
@@ -250,6 +251,7 @@ class Supervisor:
         self._ended = self._passed = None
         self._passed_at = -math.inf
         self._began = time.monotonic()
+        self._failures.begin(job.description)
         self._timetable.schedule(self._timetable.first_delay())
         self._paused = False
         self._hold.watch_over(job)
@@ -279,6 +281,7 @@ class Supervisor:
                     self._stop(why)
                 case Ended(instance, ended) if self._job and instance == self._job.instance:
                     self._ended = ended
+                    self._failures.end()
                     self._unwanted = self._job.end_requested()
                     self._stopped_with = stopped_with(self._job)
                 case Dumped():
@@ -360,7 +363,8 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        self._since_snapshot = self._retries = self._too_long = 0
+        self._failures.take(taken)
+        self._retries = self._too_long = 0
         self._record.save(self._record.measured.after(taken))
         if done.stop:
             self._stopped = taken
@@ -428,7 +432,7 @@ class Supervisor:
             return self._leave_early(status)
         if over or not failed:
             return status.exit_code
-        self._since_snapshot += 1
+        self._failures.fail()
         self._tell(
             "run.failed",
             how=str(status),
@@ -448,7 +452,7 @@ class Supervisor:
         restarts = self._plan.restarts
         return (
             restarts < 0
-            or self._since_snapshot < restarts
+            or self._failures.count < restarts
             or (not self._fails_by_itself(status) and bool(self._last_snapshot()))
         )
 
@@ -473,7 +477,7 @@ class Supervisor:
         """
         assert self._job is not None
         lineage = lineage_of(self._job)
-        pause = back_off(self._since_snapshot - 1)
+        pause = back_off(self._failures.count - 1)
         failed: ResumeFailed | None = None
         while True:
             asked = self._wait(pause)
@@ -492,17 +496,18 @@ class Supervisor:
                 continue
             except ResumeFailed as error:
                 failed = error
-                self._since_snapshot += 1
-                pause = back_off(self._since_snapshot - 1)
+                self._failures.fail_to_begin()
+                pause = back_off(self._failures.count - 1)
                 if not self._has_failed_too_often:
                     continue
                 begun = None
             if begun is None:
-                self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
+                self._tell("run.gave_up", how=str(status), failures=self._failures.count)
                 if failed is None:
                     return status.exit_code
                 if not self._plan.or_start:
                     raise failed
+                self._failures.start_anew()
                 begun = self._instances.start()
             self._begin(begun)
             return None
@@ -515,17 +520,17 @@ class Supervisor:
             ResumeFailed: The snapshots that were tried cannot be restored.
             StoreError: The repository cannot be reached.
         """
-        candidates = self._instances.candidates(lineage) if lineage else []
-        if not candidates:
-            return self._instances.start()
-        back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
-        if back >= len(candidates):
+        found = self._instances.candidates(lineage) if lineage else []
+        chosen = self._failures.choose(found)
+        if chosen is None:
             return None
-        return self._instances.restore(candidates[back : back + 1 + self._plan.fall_back])
+        if not chosen:
+            return self._instances.start()
+        return self._instances.restore(chosen[: 1 + self._plan.fall_back])
 
     @property
     def _has_failed_too_often(self) -> bool:
-        return 0 <= self._plan.restarts < self._since_snapshot
+        return 0 <= self._plan.restarts < self._failures.count
 
     def _wait(self, seconds: float) -> int:
         """Wait for ``seconds``, and until no other process can hold the lease. Return the signal
