@@ -43,6 +43,10 @@ class UsageError(IcecoreError):
     exit_code = 2
 
 
+class NameTaken(UsageError):
+    """Another job of this node has the name."""
+
+
 class NotFound(IcecoreError):
     """A named thing (repository, snapshot, job, process) does not exist."""
 

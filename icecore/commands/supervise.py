@@ -162,21 +162,23 @@ def run(
     context: Context,
     start: Callable[[], Job],
     writer: Callable[[Job, Callable[[OSError], bool]], Callable[[LogPiece], None]],
+    owner: int,
 ) -> int:
     """Run a supervised job.
 
     Args:
         start: Starts the job anew.
+        owner: The uid with which it starts the job: other users' jobs of this name do not count.
         writer: Returns the function that writes the output of an instance. Its second argument decides
             whether to retry a failed write.
     """
     from icecore.service.supervision.messages import Early
 
     if context.origin is not None or arguments.on_term == "pass":
-        return _run(arguments, context, start, writer, None)
+        return _run(arguments, context, start, writer, owner, None)
     early = Early()
     try:
-        return _run(arguments, context, start, writer, early)
+        return _run(arguments, context, start, writer, owner, early)
     finally:
         early.close()
 
@@ -186,6 +188,7 @@ def _run(
     context: Context,
     start: Callable[[], Job],
     writer: Callable[[Job, Callable[[OSError], bool]], Callable[[LogPiece], None]],
+    owner: int,
     early: Early | None,
 ) -> int:
     from icecore.host.kernel.libc import keep_few_arenas
@@ -230,7 +233,7 @@ def _run(
         state = context.registry().state
         return leave_before(plan, asked.number, read(state, plan.name), tell)
     config = replace(context.config, dump=overridden(context.config.dump, arguments))
-    engine = RepositoryEngine(repository, config, (context.origin or Origin()).identity)
+    engine = RepositoryEngine(repository, config, (context.origin or Origin()).identity, owner)
     supervisor = Supervisor(
         plan,
         engine,

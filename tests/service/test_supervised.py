@@ -685,6 +685,58 @@ def test_a_job_of_another_user_is_neither_taken_over_nor_ended(cli: Cli) -> None
     cli.run("kill", "-s", "KILL", "train")
 
 
+def test_a_name_is_reserved_between_a_failure_and_the_restore(cli: Cli) -> None:
+    counter = Counter(cli, lines=40)
+    counter.marks.write_text("3")
+    process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=10, status=3)
+    until(written(cli, 3), "3 lines")
+    refused = 0
+    for _ in range(8):
+        done = cli.start("run", "-d", "--name", "counter", "--", "/bin/sleep", "600")
+        refused += ended(done)[0] == 2
+        time.sleep(0.4)
+    status, lines, said = ended(process)
+    assert status == 0 and lines[-1] == "line 39", said
+    assert refused == 8 and said.count("exited 3") == 3
+    cli.run("run", "-d", "--name", "counter", "--", "/bin/sleep", "600")
+
+
+def test_a_name_that_another_job_has_taken_is_waited_for(cli: Cli) -> None:
+    counter = Counter(cli, lines=40)
+    counter.marks.write_text("1")
+    process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=20, status=3)
+    until(written(cli, 3), "3 lines")
+    until(lambda: not any(job.alive for job in cli.registry.instances()), "its end", SECONDS)
+    with mock.patch("icecore.host.jobs.registry.is_reserved", lambda state, name: False):
+        other = cli.registry.start(["/bin/sleep", "600"], name="counter")
+    time.sleep(3.0)  # more than one try
+    assert process.poll() is None and other.alive
+    other.kill(signal.SIGKILL)
+    status, lines, said = ended(process)
+    assert status == 0 and lines[-1] == "line 39", said
+    assert "a job named counter runs" in said and "was restored from" in said
+
+
+def test_root_neither_takes_over_nor_restores_jobs_of_other_users(cli: Cli) -> None:
+    cli.run("init")
+    own = ("run", "--name", "train", "--resume")
+    count = (
+        "--",
+        "/bin/sh",
+        "-c",
+        "n=0; while [ $n -lt 90 ]; do n=$((n+1)); echo $n; sleep .1; done",
+    )
+    cli.run("run", "-d", "--user", "4242", "--cwd", "/", "--name", "train", *count)
+    status, _, said = ended(cli.start(*own, "--", "/bin/true"))
+    assert status == 16 and "another user of this node" in said
+    assert cli.job("train").alive
+    cli.run("dump", "train", "--stop")
+    status, lines, said = ended(cli.start(*own, "--", "/bin/echo", "root"))
+    assert (status, lines) == (0, ["root"]), said
+    status, lines, said = ended(cli.start(*own, "--user", "4242", "--cwd", "/", *count))
+    assert status == 0 and lines[-1] == "90" and lines[0] != "1", said
+
+
 @pytest.mark.parametrize("before", ["", "glibc.malloc.check=0"])
 def test_a_supervisor_keeps_no_freed_memory_for_threads_and_its_job_has_the_old_environment(
     cli: Cli, before: str

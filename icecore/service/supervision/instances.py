@@ -11,6 +11,7 @@ from icecore.errors import (
     Damaged,
     HookFailed,
     IcecoreError,
+    NameTaken,
     NotFound,
     ObjectMissing,
     RestoreFailed,
@@ -106,6 +107,7 @@ class Instances:
 
         Raises:
             ResumeFailed: None can.
+            NameTaken: Another job has the name.
         """
         last: IcecoreError | None = None
         for record in candidates:
@@ -121,6 +123,8 @@ class Instances:
                 job = self._engine.find(self._plan.name)  # it runs
                 self._tell_resumed(job, record)
                 return job, job.log_sizes()
+            except NameTaken:
+                raise
             except _NOT_THIS_ONE as error:
                 last = error
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))

@@ -20,6 +20,7 @@ from icecore.environment import without_secrets
 from icecore.errors import (
     IcecoreError,
     JobHeld,
+    NameTaken,
     NotFound,
     ResumeFailed,
     StoreError,
@@ -53,8 +54,6 @@ from icecore.service.supervision.watchdog import end
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
-#: Pause while the repository cannot be reached.
-_UNREACHABLE_SECONDS = 60.0
 #: Maximum number of times that the interval doubles while windows are too long.
 _MOST_WIDENINGS = 6
 #: Maximum delay before a failed snapshot is repeated while the job is being stopped.
@@ -479,6 +478,7 @@ class Supervisor:
         lineage = lineage_of(self._job)
         pause = back_off(self._failures.count - 1)
         failed: ResumeFailed | None = None
+        hindered = 0
         while True:
             asked = self._wait(pause)
             if asked:
@@ -490,9 +490,10 @@ class Supervisor:
                 return status.exit_code
             try:
                 begun = self._begin_again(lineage)
-            except StoreError as error:  # the repository cannot be reached
+            except (StoreError, NameTaken) as error:  # may pass
                 self._tell("run.resume_failed", snapshot="", error=str(error))
-                pause = _UNREACHABLE_SECONDS
+                hindered += 1
+                pause = back_off(hindered)
                 continue
             except ResumeFailed as error:
                 failed = error
@@ -519,6 +520,7 @@ class Supervisor:
         Raises:
             ResumeFailed: The snapshots that were tried cannot be restored.
             StoreError: The repository cannot be reached.
+            NameTaken: Another job has the name.
         """
         found = self._instances.candidates(lineage) if lineage else []
         chosen = self._failures.choose(found)
