@@ -84,7 +84,7 @@ class HookFailed(IcecoreError):
     """A hook failed or timed out; the operation that it follows is complete nevertheless.
 
     Attributes:
-        result: What the operation would have returned, if it is a dump (`DumpResult`).
+        result: What the operation would have returned: a `DumpResult`, or a `Restored`.
     """
 
     result: Any = None

@@ -139,6 +139,33 @@ def test_a_snapshot_that_has_not_frozen_the_job_yet_becomes_its_last(cli: Cli) -
     assert status == 0 and before + after == counter.whole(), said
 
 
+def test_a_hook_that_fails_after_the_restore_costs_nothing(cli: Cli) -> None:
+    """The job was stopped when its snapshot was taken; it goes on, and all its output is shown."""
+    counter = Counter(cli)
+    process = counter.start()
+    until(written(cli, 8), "8 lines")
+    os.kill(cli.job("counter").main_process(), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    status, before, said = ended(process)
+    assert status == 85, said
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_RESTORE_AFTER": "false"})
+    status, after, said = ended(counter.start())
+    assert status == 0 and "ended with status 1" in said, said
+    assert before + after == counter.whole()
+
+
+def test_what_a_job_writes_during_a_hook_that_fails_is_shown(cli: Cli) -> None:
+    counter = Counter(cli)
+    process = counter.start()
+    until(written(cli, 8), "8 lines")
+    process.send_signal(signal.SIGTERM)
+    _, before, _ = ended(process)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_RESTORE_AFTER": "sleep 1; false"})
+    status, after, said = ended(counter.start())
+    assert status == 0 and "ended with status 1" in said, said
+    assert before + after == counter.whole()
+
+
 @pytest.mark.parametrize(
     ("how", "options", "status"),
     [

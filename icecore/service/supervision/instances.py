@@ -21,6 +21,7 @@ from icecore.errors import (
 )
 from icecore.events import Sink, Value
 from icecore.host.jobs.job import Job, Stream
+from icecore.restorer.restored import Restored
 from icecore.service.record import Record
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.watchdog import resume_all
@@ -112,17 +113,7 @@ class Instances:
         last: IcecoreError | None = None
         for record in candidates:
             try:
-                restored = self._engine.restore(record.snapshot, self._plan.name, emit=self._emit)
-                if restored.job is None:
-                    raise ResumeFailed(
-                        f"snapshot {record.snapshot[:12]} is of a job that 'icecore run' did not start",
-                        cure="restore it without supervision: icecore restore",
-                    )
-            except HookFailed as error:
-                self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
-                job = self._engine.find(self._plan.name)  # it runs
-                self._tell_resumed(job, record)
-                return job, job.log_sizes()
+                restored = self._restored(record)
             except NameTaken:
                 raise
             except _NOT_THIS_ONE as error:
@@ -130,6 +121,11 @@ class Instances:
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
                 continue
             job = restored.job
+            if job is None:
+                raise ResumeFailed(
+                    f"snapshot {record.snapshot[:12]} is of a job that 'icecore run' did not start",
+                    cure="restore it without supervision: icecore restore",
+                )
             resume_all(job)  # it may have been paused when it was taken
             self._tell_resumed(job, record)
             return job, restored.log_sizes
@@ -138,6 +134,15 @@ class Instances:
             cure=f"'icecore restore -n {self._plan.name}' says what stands in the way;"
             " --fall-back N tries older ones, --or-start starts it anew",
         )
+
+    def _restored(self, record: SnapshotRecord) -> Restored:
+        """Restore a snapshot. If only the hook after it fails, report that."""
+        try:
+            return self._engine.restore(record.snapshot, self._plan.name, emit=self._emit)
+        except HookFailed as error:
+            self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
+            restored: Restored = error.result
+            return restored
 
     def _tell_resumed(self, job: Job, record: SnapshotRecord) -> None:
         self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)
