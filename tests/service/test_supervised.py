@@ -262,6 +262,20 @@ def test_what_the_user_ends_is_not_brought_back(number: signal.Signals, cli: Cli
     assert lines[-1] == counter.whole()[-1]
 
 
+def test_windows_that_are_too_long_do_not_stretch_the_interval_for_ever(cli: Cli) -> None:
+    counter = Counter(cli, lines=140)
+    (cli.folder / "icecore.toml").write_text('[dump]\nmax_window = "0.1 ms"\n')
+    words = ("run", "--name", "counter", "--resume", "--every", "0.4s", "--max-loss", "2s")
+    process = cli.start("--json", *words, "--", *counter.command, "-1", "1", "none")
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    failed = [event for event in events if event["event"] == "run.snapshot_failed"]
+    assert all("window" in event["error"] for event in failed), failed
+    pauses = [event["next_seconds"] for event in failed]
+    assert len(pauses) >= 5 and pauses[0] <= 1.0 and max(pauses) == 2.0, pauses
+
+
 def test_retention_after_a_commit(cli: Cli) -> None:
     counter = Counter(cli, lines=50)
     status, lines, _ = ended(counter.start("--every", "0.5s", "--keep-last", "2"))

@@ -54,8 +54,6 @@ from icecore.service.supervision.watchdog import end
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
-#: Maximum number of times that the interval doubles while windows are too long.
-_MOST_WIDENINGS = 6
 #: Maximum delay before a failed snapshot is repeated while the job is being stopped.
 _STOP_RETRY_SECONDS = 2.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
@@ -391,9 +389,8 @@ class Supervisor:
         if self._ended is not None:
             return  # it ended meanwhile
         if isinstance(done.error, WindowExceeded):
-            # The job stood still for nothing, and would again.
-            pause = max(pause, self._timetable.delay() * 2.0**self._too_long)
-            self._too_long = min(self._too_long + 1, _MOST_WIDENINGS)
+            pause = self._timetable.after_long_windows(self._too_long, pause)
+            self._too_long += 1
         elif done.error is not None:
             self._too_long = 0
         if self._stopping:
