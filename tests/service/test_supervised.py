@@ -28,6 +28,7 @@ from icecore.repository import Repository
 from icecore.service.supervision.instances import Instances
 from icecore.service.supervision.plan import Plan
 from icecore.service.supervision.supervisor import Supervisor
+from icecore.service.supervision.watchdog import end, lives
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log import lease
 from icecore.store.log.lease_clock import now
@@ -316,6 +317,50 @@ def test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one(cl
     assert status == 85, said
     restored = [line.split()[-1] for line in said.splitlines() if "was restored from" in line]
     assert len(restored) == 4 and restored[0] == restored[1] != restored[2], restored
+
+
+def runs(pid: int) -> bool:
+    return procfs.exists(pid) and not procfs.is_zombie(pid)
+
+
+def test_a_command_without_its_init_does_not_run_beside_its_successor(cli: Cli) -> None:
+    """Without a pid namespace of its own, a job's processes outlive their init."""
+    counter = Counter(cli, lines=3000)
+    process = counter.start("--restart", "on-failure", "--pid", "host")
+    until(written(cli, 3), "3 lines")
+    job = cli.job("counter")
+    command = job.main_process()
+    if job.group is None:
+        pytest.skip("no cgroup of its own")
+    os.kill(job.pid, signal.SIGKILL)
+    until(lambda: cli.job("counter").instance != job.instance, "its successor")
+    assert not runs(command)
+    until(written(cli, 3), "3 lines")
+    successor = cli.job("counter")
+    command = successor.main_process()
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    os.kill(successor.pid, signal.SIGKILL)
+    assert runs(command)
+    assert lives(successor)
+    end(successor)
+    assert not lives(successor) and not runs(command)
+
+
+def test_a_job_that_leaves_after_its_init_was_killed_leaves_nothing(cli: Cli) -> None:
+    counter = Counter(cli, lines=3000)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 5; false"})
+    process = counter.start("--restart", "on-failure", "--pid", "host")
+    until(written(cli, 3), "3 lines")
+    job = cli.job("counter")
+    command = job.main_process()
+    if job.group is None:
+        pytest.skip("no cgroup of its own")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    os.kill(job.pid, signal.SIGKILL)
+    status, _, said = ended(process)
+    assert status == 85 and not runs(command), said
 
 
 #: Counts; its state is bad from line 30 on if a file ``bad`` is there. Then it fails at line 58.

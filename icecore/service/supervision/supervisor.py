@@ -49,7 +49,7 @@ from icecore.service.supervision.patience import back_off, patiently
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.timetable import Timetable
-from icecore.service.supervision.watchdog import end
+from icecore.service.supervision.watchdog import end, lives
 
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
@@ -407,6 +407,7 @@ class Supervisor:
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain(hurried=bool(self._stopping))
+        self._end_rest()
         passed = self._passed is not None and (
             status == self._passed or time.monotonic() - self._passed_at < ASKED_SECONDS
         )
@@ -561,7 +562,6 @@ class Supervisor:
         """Leave a job that ended before it could be stopped with a snapshot, and is to be restored."""
         last = self._last_snapshot()
         self._tell("run.ended_early", how=str(status), snapshot=last)
-        self._end_job()  # processes that go on without their init
         return self._leave(last)
 
     def _leave_at_once(self, number: int) -> int:
@@ -581,13 +581,20 @@ class Supervisor:
             snapshot: The one to restore; empty: the job starts anew.
         """
         if self._plan.requeue:
-            self._hold.release()  # whoever comes next need not wait
+            if self._job is None or not lives(self._job):
+                self._hold.release()  # whoever comes next need not wait
             self._record.close()
         return leave(self._plan, snapshot, self._record.measured, self._tell)
 
     def _found(self) -> Job | None:
         """Return the instance; also one that was started, but is not followed yet."""
         return self._job if self._job is not None else self._instances.newest()
+
+    def _end_rest(self) -> None:
+        """End processes that go on without their init, as without a pid namespace of their own."""
+        assert self._job is not None
+        if lives(self._job):
+            end(self._job)
 
     def _end_job(self) -> None:
         job = self._found()
