@@ -132,6 +132,7 @@ class Record:
         self._lock_path = reserved.lock_path(state, name)
         self._shown = self._folder / f"{name}.shown"
         self._lock = self._showing = -1
+        self._held = False
         self.measured = read(state, name)
 
     def lock(self) -> bool:
@@ -153,6 +154,7 @@ class Record:
                     return False
                 time.sleep(0.05)  # a watchdog may just be looking
         os.ftruncate(self._lock, 0)
+        self._held = True
         reserved.hold(self._lock_path)
         return True
 
@@ -189,7 +191,8 @@ class Record:
 
     def close(self) -> None:
         """Release the lock."""
-        if self._lock >= 0:
+        if self._held:
+            self._held = False
             reserved.release(self._lock_path)
         for descriptor in (self._lock, self._showing):
             if descriptor >= 0:

@@ -128,6 +128,19 @@ def test_a_job_that_crashes_later_and_later_keeps_its_progress(world: World) -> 
         world.take(f"second-{number}")
 
 
+def test_a_failure_long_after_the_one_before_is_another_one(world: World) -> None:
+    """Also if only users take snapshots, of which the supervisor knows nothing."""
+    for number in range(5):
+        world.run(60)
+        world.records.insert(0, record(f"own-{number}", world.now))
+        world.run(60)
+        chosen = world.crash()
+        assert chosen is not None and chosen[0] == f"own-{number}"
+        assert world.failures.count == 1
+        world.failures._created = {one.snapshot: one.created_ns / 1e9 for one in world.records}
+        world.begin(chosen[0])
+
+
 def test_snapshots_that_were_taken_before_count_by_their_times() -> None:
     world = World()
     world.records = [record("new", world.now - 600.0), record("old", world.now - 1200.0)]

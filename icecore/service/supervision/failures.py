@@ -2,12 +2,13 @@
 
 Times of failures are the job's own: a job that was restored goes on at the time at which its
 snapshot was taken. A job whose state is bad fails again at about the same time, whatever snapshots
-are taken before. So a series of failures ends with the first snapshot of a job that has got past
-that time. Until then only those snapshots are restored that existed when the series began.
+are taken before. So a series of failures ends with the first snapshot or failure of a job that has
+got past that time. Until then only those snapshots are restored that existed when the series began.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -70,7 +71,8 @@ class Failures:
         else:
             self._base = self._started = job.created if self._started is None else self._started
         self._from = self._base
-        self._began = self._clock() - max(0.0, time.time() - job.created)
+        adopted = job.owner[0] != os.getpid()
+        self._began = self._clock() - (max(0.0, time.time() - job.created) if adopted else 0.0)
 
     def end(self) -> None:
         """Take note of the end of the instance."""
@@ -78,8 +80,10 @@ class Failures:
 
     def fail(self) -> None:
         """Count the end of the instance as a failure."""
-        self._count()
         now = self._ended
+        if now > self._past:
+            self._get_past()
+        self._count()
         margin = max(_LEAST_MARGIN_SECONDS, _MARGIN * (now - self._from))
         self._past = max(self._past, now + margin)
 
@@ -91,10 +95,8 @@ class Failures:
         """Take note of a snapshot of the instance that was just committed."""
         at = self._now() - taken.committing - taken.window
         self._taken[taken.snapshot] = at
-        if self.lasts and at > self._past:
-            self.count = 0
-            self._past = 0.0
-            self._candidates = None
+        if at > self._past:
+            self._get_past()
         if not self.lasts:
             self._from = at
 
@@ -122,6 +124,12 @@ class Failures:
     def start_anew(self) -> None:
         """Restore no snapshot any more that exists now."""
         self._candidates = frozenset()
+
+    def _get_past(self) -> None:
+        """End the series."""
+        self.count = 0
+        self._past = 0.0
+        self._candidates = None
 
     def _count(self) -> None:
         if not self.count:
