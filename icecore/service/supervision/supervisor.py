@@ -500,14 +500,14 @@ class Supervisor:
                 if not self._has_failed_too_often:
                     continue
                 begun = None
-            if begun is None:
-                self._tell("run.gave_up", how=str(status), failures=self._failures.count)
-                if failed is None:
-                    return status.exit_code
-                if not self._plan.or_start:
-                    raise failed
+            if begun is None and failed is not None and self._plan.or_start:
                 self._failures.start_anew()
                 begun = self._instances.start()
+            if begun is None:
+                self._tell("run.gave_up", how=str(status), failures=self._failures.count)
+                if failed is not None:
+                    raise failed
+                return status.exit_code
             self._begin(begun)
             return None
 
