@@ -363,13 +363,16 @@ def test_a_job_that_leaves_after_its_init_was_killed_leaves_nothing(cli: Cli) ->
     assert status == 85 and not runs(command), said
 
 
-#: Counts; its state is bad from line 30 on if a file ``bad`` is there. Then it fails at line 58.
+#: Counts; its state is bad from line 30 on if a file ``bad`` is there. Then it fails at line 58. It
+#: waits for a file ``one`` before the one, and for ``two`` before the other.
 SPOILED = """
 import os, sys, time
 bad = False
 for number in range(80):
     print("line", number, flush=True)
     time.sleep(0.1)
+    while not os.path.exists({30: "one", 58: "two"}.get(number, ".")):
+        time.sleep(0.1)
     bad = bad or (number == 30 and os.path.exists("bad"))
     if bad and number == 58:
         sys.exit(7)
@@ -380,13 +383,20 @@ def test_a_job_is_brought_back_from_before_its_state_was_bad(cli: Cli) -> None:
     """Snapshots of the bad state neither count as progress nor push out the good one."""
     cli.run("init")
     (cli.folder / "bad").touch()
-    words = ("--every", "1.8s", "--keep-last", "4", "--restart", "on-failure:9")
+    words = ("--every", "1.8s", "--keep-last", "9", "--restart", "on-failure:9")
     process = cli.start(
         "--json", "run", "--name", "own", *words, "--", sys.executable, "-c", SPOILED
     )
+    snapshots = lambda: len(cli.run("ls").stdout.splitlines()) - 1  # noqa: E731
+    until(lambda: snapshots() > 0, "a good snapshot")
+    (cli.folder / "one").touch()
+    until(written(cli, 33), "a bad state")
+    known = snapshots()
+    until(lambda: snapshots() > known + 1, "a bad snapshot")
+    (cli.folder / "two").touch()
     until(lambda: len(cli.registry.instances()) > 1, "restored once")
     (cli.folder / "bad").unlink()
-    out, err = process.communicate(timeout=SECONDS)
+    out, err = process.communicate(timeout=2 * SECONDS)
     assert process.returncode == 0, err
     events = [json.loads(line) for line in out.splitlines()]
     names = [event["event"] for event in events]
@@ -397,7 +407,8 @@ def test_a_job_is_brought_back_from_before_its_state_was_bad(cli: Cli) -> None:
     assert restored == [one for one in taken[::-1] for _ in range(2)][: len(restored)]
 
 
-#: Opens a file, counts slowly and fails at the number 15 while a file ``bad`` is there.
+#: Opens a file, counts slowly and fails at the number 15 while a file ``bad`` is there, once there
+#: is one ``ready``.
 READER = """
 import os, sys, time
 if not os.path.exists("data"):
@@ -407,6 +418,8 @@ for number in range(40):
     print("line", number, flush=True)
     time.sleep(0.1)
     if number == 15 and os.path.exists("bad"):
+        while not os.path.exists("ready"):
+            time.sleep(0.1)
         os.rename("data", "away")
         sys.exit(7)
 """
@@ -437,6 +450,8 @@ def test_a_failed_restore_is_one_more_failure(
             stderr=err,
         )
     try:
+        until(lambda: len(cli.run("ls").stdout.splitlines()) > 1, "a snapshot")
+        (cli.folder / "ready").touch()
         until(lambda: "restoring job reader from" in said.read_text(), "a restore fails", 20)
         (cli.folder / "bad").unlink()
         if "on-failure:9" in options:
