@@ -313,10 +313,7 @@ def words(event: Event) -> list[str]:
                 f"job {job}: host {known['host']} holds its lease; waiting for a heartbeat from there"
             ]
         case "run.waiting":
-            return [
-                f"job {job}: cannot reach the repository, retrying in"
-                f" {seconds('next_seconds')}: {known['error']}"
-            ]
+            return [f"job {job} waits for the repository, retrying in {seconds('next_seconds')}"]
         case "run.adopted":
             return [f"job {job} already runs, as process {known['pid']}; taking over"]
         case "run.data_ignored":
@@ -328,10 +325,6 @@ def words(event: Event) -> list[str]:
             ]
         case "run.resumed":
             return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
-        case "run.resume_failed":
-            snapshot = str(known["snapshot"])[:12]
-            source = f" from {snapshot}" if snapshot else ""
-            return [f"warning: restoring job {job}{source}: {known['error']}"]
         case "run.stopping":
             return [f"job {job}: {known['why']}; stopping it with a snapshot"]
         case "run.output_failed":

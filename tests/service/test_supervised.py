@@ -417,9 +417,9 @@ file = open("data")
 for number in range(40):
     print("line", number, flush=True)
     time.sleep(0.1)
+    while number == 15 and os.path.exists("bad") and not os.path.exists("ready"):
+        time.sleep(0.1)
     if number == 15 and os.path.exists("bad"):
-        while not os.path.exists("ready"):
-            time.sleep(0.1)
         os.rename("data", "away")
         sys.exit(7)
 """
@@ -452,7 +452,7 @@ def test_a_failed_restore_is_one_more_failure(
     try:
         until(lambda: len(cli.run("ls").stdout.splitlines()) > 1, "a snapshot")
         (cli.folder / "ready").touch()
-        until(lambda: "restoring job reader from" in said.read_text(), "a restore fails", 20)
+        until(lambda: "run.resume_failed" in said.read_text(), "a restore fails", 20)
         (cli.folder / "bad").unlink()
         if "on-failure:9" in options:
             (cli.folder / "away").rename(cli.folder / "data")
