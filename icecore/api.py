@@ -384,7 +384,8 @@ def restore(
         RestoreFailed: The restore failed; no process of the tree runs.
         Damaged: An object is damaged; no process of the tree runs.
         StoreError: The storage failed; no process of the tree runs.
-        HookFailed: The hook ``restore.after`` failed; the tree runs with all its memory.
+        HookFailed: The hook ``restore.after`` failed; the tree runs with all its memory. Its
+            ``result`` is the `Restored`.
     """
     from icecore.restorer.hooks import run_hook
     from icecore.restorer.restore import restore as _restore
@@ -419,9 +420,10 @@ def restore(
             run_hook(
                 config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit
             )
-        except HookFailed:
-            # The caller gets no result to wait for; if it exits early, the tree dies with it.
+        except HookFailed as error:
+            # If the caller exits early, the tree dies with it.
             restored.wait_resident()
+            error.result = restored
             raise
         return restored
 

@@ -43,6 +43,10 @@ class UsageError(IcecoreError):
     exit_code = 2
 
 
+class NameTaken(UsageError):
+    """Another job of this node has the name."""
+
+
 class NotFound(IcecoreError):
     """A named thing (repository, snapshot, job, process) does not exist."""
 
@@ -80,7 +84,7 @@ class HookFailed(IcecoreError):
     """A hook failed or timed out; the operation that it follows is complete nevertheless.
 
     Attributes:
-        result: What the operation would have returned, if it is a dump (`DumpResult`).
+        result: What the operation would have returned: a `DumpResult`, or a `Restored`.
     """
 
     result: Any = None

@@ -215,6 +215,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             context,
             start,
             lambda job, again: OutputWriter(job, context, "both", again).write,
+            0 if identity is None else identity.user,
         )
     job = start()
     if arguments.detach:

@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_restarts,
         default=0,
         metavar="no|on-failure[:N]",
-        help="restore the job when it fails, at most N times without a new snapshot in between",
+        help="restore the job when it fails, at most N times before it gets past its failure",
     )
     for key, what in (
         (
@@ -162,21 +162,23 @@ def run(
     context: Context,
     start: Callable[[], Job],
     writer: Callable[[Job, Callable[[OSError], bool]], Callable[[LogPiece], None]],
+    owner: int,
 ) -> int:
     """Run a supervised job.
 
     Args:
         start: Starts the job anew.
+        owner: The uid with which it starts the job: other users' jobs of this name do not count.
         writer: Returns the function that writes the output of an instance. Its second argument decides
             whether to retry a failed write.
     """
     from icecore.service.supervision.messages import Early
 
     if context.origin is not None or arguments.on_term == "pass":
-        return _run(arguments, context, start, writer, None)
+        return _run(arguments, context, start, writer, owner, None)
     early = Early()
     try:
-        return _run(arguments, context, start, writer, early)
+        return _run(arguments, context, start, writer, owner, early)
     finally:
         early.close()
 
@@ -186,6 +188,7 @@ def _run(
     context: Context,
     start: Callable[[], Job],
     writer: Callable[[Job, Callable[[OSError], bool]], Callable[[LogPiece], None]],
+    owner: int,
     early: Early | None,
 ) -> int:
     from icecore.host.kernel.libc import keep_few_arenas
@@ -230,7 +233,7 @@ def _run(
         state = context.registry().state
         return leave_before(plan, asked.number, read(state, plan.name), tell)
     config = replace(context.config, dump=overridden(context.config.dump, arguments))
-    engine = RepositoryEngine(repository, config, (context.origin or Origin()).identity)
+    engine = RepositoryEngine(repository, config, (context.origin or Origin()).identity, owner)
     supervisor = Supervisor(
         plan,
         engine,
@@ -310,10 +313,7 @@ def words(event: Event) -> list[str]:
                 f"job {job}: host {known['host']} holds its lease; waiting for a heartbeat from there"
             ]
         case "run.waiting":
-            return [
-                f"job {job}: cannot reach the repository, retrying in"
-                f" {seconds('next_seconds')}: {known['error']}"
-            ]
+            return [f"job {job} waits for the repository, retrying in {seconds('next_seconds')}"]
         case "run.adopted":
             return [f"job {job} already runs, as process {known['pid']}; taking over"]
         case "run.data_ignored":
@@ -340,7 +340,9 @@ def words(event: Event) -> list[str]:
         case "run.failed":
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":
-            return [f"job {job} failed {known['failures']} times without a new snapshot; giving up"]
+            return [
+                f"job {job} failed {known['failures']} times and did not get past that; giving up"
+            ]
         case "run.notice":
             return [
                 f"job {job}: {seconds('notice_seconds')} from a signal to the kill"

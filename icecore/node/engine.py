@@ -25,14 +25,20 @@ class RepositoryEngine:
     Args:
         repository: Where snapshots are.
         config: Settings of dumps and restores.
-        identity: The user whose snapshots alone count: others may have a job of the same name.
-            None: all count.
+        identity: With which jobs are restored; None: with that of the snapshot.
+        owner: The user whose jobs and snapshots alone count, if there is no identity: others may
+            have a job of the same name. Jobs without an identity are root's.
     """
 
     def __init__(
-        self, repository: Repository, config: Config, identity: Identity | None = None
+        self,
+        repository: Repository,
+        config: Config,
+        identity: Identity | None = None,
+        owner: int = 0,
     ) -> None:
         self._identity = identity
+        self._user = owner if identity is None else identity.user
         self.user = None if identity is None else identity.user
         self._owners: dict[str, int] = {}
         self.registry = api.registry(config)
@@ -43,7 +49,7 @@ class RepositoryEngine:
 
     def owns(self, job: Job) -> bool:
         """Return whether a job is of the user."""
-        return self._identity is None or job.description.user == self._identity.user
+        return job.description.user == self._user
 
     def find(self, name: str) -> Job:
         """Return the newest instance of a job.
@@ -69,10 +75,8 @@ class RepositoryEngine:
         Raises:
             StoreError: The repository cannot be reached.
         """
-        if self._identity is None:
-            return self._repository.snapshots(job=job)
         found = [(one, self._owner(one)) for one in self._repository.snapshots(job=job)]
-        own = [one for one, owner in found if owner == self._identity.user]
+        own = [one for one, owner in found if owner == self._user]
         return own or [one for one, owner in found if owner is None]
 
     def _owner(self, record: SnapshotRecord) -> int | None:
@@ -124,7 +128,7 @@ class RepositoryEngine:
         known = [
             one
             for one in self.snapshots(job)
-            if self._identity is None or self._owner(one) == self._identity.user
+            if self._identity is None or self._owner(one) == self._user
         ]
         newest = {one.snapshot for one in known[-max(1, policy.last) :]}
         gone = [

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from icecore.host.jobs import reserved
 from icecore.host.jobs.job import Stream
 from icecore.private import create_private, private_state
 from icecore.service.interval import Cost, FailureRate
 
-FOLDER = "schedules"
+FOLDER = reserved.FOLDER
 #: Weight of the newest measurement in a moving average.
 _NEWEST = 0.3
 _KEPT = 64
@@ -139,15 +140,17 @@ class Record:
         self._folder = state / FOLDER
         self._name = name
         self._path = self._folder / f"{name}.json"
+        self._lock_path = reserved.lock_path(state, name)
         self._shown = self._folder / f"{name}.shown"
         self._lock = self._showing = -1
+        self._held = False
         self.measured = read(state, name)
 
     def lock(self) -> bool:
         """Take the lock for as long as this process lives; False: another supervisor has it."""
         private_state(self._state, FOLDER)
         self._lock = os.open(
-            self._folder / f"{self._name}.lock",
+            self._lock_path,
             os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
             0o600,
         )
@@ -162,6 +165,8 @@ class Record:
                     return False
                 time.sleep(0.05)  # a watchdog may just be looking
         os.ftruncate(self._lock, 0)
+        self._held = True
+        reserved.hold(self._lock_path)
         return True
 
     def watches(self, instance: str) -> None:
@@ -197,6 +202,9 @@ class Record:
 
     def close(self) -> None:
         """Release the lock."""
+        if self._held:
+            self._held = False
+            reserved.release(self._lock_path)
         for descriptor in (self._lock, self._showing):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -255,7 +263,7 @@ def is_watched(state: Path, name: str, instance: str) -> bool:
     own beside the instance.
     """
     try:
-        descriptor = os.open(state / FOLDER / f"{name}.lock", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(reserved.lock_path(state, name), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:

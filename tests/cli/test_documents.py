@@ -18,7 +18,7 @@ from icecore.errors import IcecoreError
 from tests.cli.documents import ROOT, documented_events, rows
 
 #: Which argument of these calls is an event's name.
-NAMED = {"Event": 0, "phase": 1, "result": 0, "_tell": 0}
+NAMED = {"Event": 0, "phase": 1, "result": 0, "_tell": 0, "tell": 0}
 
 
 def said() -> dict[str, set[str]]:

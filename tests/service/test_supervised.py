@@ -4,6 +4,7 @@ and a real CRIU. What a job has written is always what an undisturbed run writes
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -27,6 +28,7 @@ from icecore.repository import Repository
 from icecore.service.supervision.instances import Instances
 from icecore.service.supervision.plan import Plan
 from icecore.service.supervision.supervisor import Supervisor
+from icecore.service.supervision.watchdog import end, lives
 from icecore.store.format.state import SnapshotRecord
 from icecore.store.log import lease
 from icecore.store.log.lease_clock import now
@@ -138,6 +140,33 @@ def test_a_snapshot_that_has_not_frozen_the_job_yet_becomes_its_last(cli: Cli) -
     assert status == 0 and before + after == counter.whole(), said
 
 
+def test_a_hook_that_fails_after_the_restore_costs_nothing(cli: Cli) -> None:
+    """The job was stopped when its snapshot was taken; it goes on, and all its output is shown."""
+    counter = Counter(cli)
+    process = counter.start()
+    until(written(cli, 8), "8 lines")
+    os.kill(cli.job("counter").main_process(), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    status, before, said = ended(process)
+    assert status == 85, said
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_RESTORE_AFTER": "false"})
+    status, after, said = ended(counter.start())
+    assert status == 0 and "ended with status 1" in said, said
+    assert before + after == counter.whole()
+
+
+def test_what_a_job_writes_during_a_hook_that_fails_is_shown(cli: Cli) -> None:
+    counter = Counter(cli)
+    process = counter.start()
+    until(written(cli, 8), "8 lines")
+    process.send_signal(signal.SIGTERM)
+    _, before, _ = ended(process)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_RESTORE_AFTER": "sleep 1; false"})
+    status, after, said = ended(counter.start())
+    assert status == 0 and "ended with status 1" in said, said
+    assert before + after == counter.whole()
+
+
 @pytest.mark.parametrize(
     ("how", "options", "status"),
     [
@@ -234,6 +263,20 @@ def test_what_the_user_ends_is_not_brought_back(number: signal.Signals, cli: Cli
     assert lines[-1] == counter.whole()[-1]
 
 
+def test_windows_that_are_too_long_do_not_stretch_the_interval_for_ever(cli: Cli) -> None:
+    counter = Counter(cli, lines=140)
+    (cli.folder / "icecore.toml").write_text('[dump]\nmax_window = "0.1 ms"\n')
+    words = ("run", "--name", "counter", "--resume", "--every", "0.4s", "--max-loss", "2s")
+    process = cli.start("--json", *words, "--", *counter.command, "-1", "1", "none")
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    failed = [event for event in events if event["event"] == "run.snapshot_failed"]
+    assert all("window" in event["error"] for event in failed), failed
+    pauses = [event["next_seconds"] for event in failed]
+    assert len(pauses) >= 5 and pauses[0] <= 1.0 and max(pauses) == 2.0, pauses
+
+
 def test_retention_after_a_commit(cli: Cli) -> None:
     counter = Counter(cli, lines=50)
     status, lines, _ = ended(counter.start("--every", "0.5s", "--keep-last", "2"))
@@ -274,6 +317,154 @@ def test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one(cl
     assert status == 85, said
     restored = [line.split()[-1] for line in said.splitlines() if "was restored from" in line]
     assert len(restored) == 4 and restored[0] == restored[1] != restored[2], restored
+
+
+def runs(pid: int) -> bool:
+    return procfs.exists(pid) and not procfs.is_zombie(pid)
+
+
+def test_a_command_without_its_init_does_not_run_beside_its_successor(cli: Cli) -> None:
+    """Without a pid namespace of its own, a job's processes outlive their init."""
+    counter = Counter(cli, lines=3000)
+    process = counter.start("--restart", "on-failure", "--pid", "host")
+    until(written(cli, 3), "3 lines")
+    job = cli.job("counter")
+    command = job.main_process()
+    if job.group is None:
+        pytest.skip("no cgroup of its own")
+    os.kill(job.pid, signal.SIGKILL)
+    until(lambda: cli.job("counter").instance != job.instance, "its successor")
+    assert not runs(command)
+    until(written(cli, 3), "3 lines")
+    successor = cli.job("counter")
+    command = successor.main_process()
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    os.kill(successor.pid, signal.SIGKILL)
+    assert runs(command)
+    assert lives(successor)
+    end(successor)
+    assert not lives(successor) and not runs(command)
+
+
+def test_a_job_that_leaves_after_its_init_was_killed_leaves_nothing(cli: Cli) -> None:
+    counter = Counter(cli, lines=3000)
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 5; false"})
+    process = counter.start("--restart", "on-failure", "--pid", "host")
+    until(written(cli, 3), "3 lines")
+    job = cli.job("counter")
+    command = job.main_process()
+    if job.group is None:
+        pytest.skip("no cgroup of its own")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    os.kill(job.pid, signal.SIGKILL)
+    status, _, said = ended(process)
+    assert status == 85 and not runs(command), said
+
+
+#: Counts; its state is bad from line 30 on if a file ``bad`` is there. Then it fails at line 58. It
+#: waits for a file ``one`` before the one, and for ``two`` before the other.
+SPOILED = """
+import os, sys, time
+bad = False
+for number in range(80):
+    print("line", number, flush=True)
+    time.sleep(0.1)
+    while not os.path.exists({30: "one", 58: "two"}.get(number, ".")):
+        time.sleep(0.1)
+    bad = bad or (number == 30 and os.path.exists("bad"))
+    if bad and number == 58:
+        sys.exit(7)
+"""
+
+
+def test_a_job_is_brought_back_from_before_its_state_was_bad(cli: Cli) -> None:
+    """Snapshots of the bad state neither count as progress nor push out the good one."""
+    cli.run("init")
+    (cli.folder / "bad").touch()
+    words = ("--every", "1.8s", "--keep-last", "9", "--restart", "on-failure:9")
+    process = cli.start(
+        "--json", "run", "--name", "own", *words, "--", sys.executable, "-c", SPOILED
+    )
+    snapshots = lambda: len(cli.run("ls").stdout.splitlines()) - 1  # noqa: E731
+    until(lambda: snapshots() > 0, "a good snapshot")
+    (cli.folder / "one").touch()
+    until(written(cli, 33), "a bad state")
+    known = snapshots()
+    until(lambda: snapshots() > known + 1, "a bad snapshot")
+    (cli.folder / "two").touch()
+    until(lambda: len(cli.registry.instances()) > 1, "restored once")
+    (cli.folder / "bad").unlink()
+    out, err = process.communicate(timeout=2 * SECONDS)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    names = [event["event"] for event in events]
+    before = events[: names.index("run.failed")]
+    taken = [event["snapshot"] for event in before if event["event"] == "run.snapshot"]
+    restored = [event["snapshot"] for event in events if event["event"] == "run.resumed"]
+    assert len(restored) > 2, events
+    assert restored == [one for one in taken[::-1] for _ in range(2)][: len(restored)]
+
+
+#: Opens a file, counts slowly and fails at the number 15 while a file ``bad`` is there, once there
+#: is one ``ready``.
+READER = """
+import os, sys, time
+if not os.path.exists("data"):
+    open("data", "w").write("content\\n")
+file = open("data")
+for number in range(40):
+    print("line", number, flush=True)
+    time.sleep(0.1)
+    while number == 15 and os.path.exists("bad") and not os.path.exists("ready"):
+        time.sleep(0.1)
+    if number == 15 and os.path.exists("bad"):
+        os.rename("data", "away")
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (("--restart", "on-failure:9"), 0),
+        (("--restart", "on-failure:2"), 17),
+        (("--resume", "--restart", "on-failure:2", "--or-start"), 0),
+    ],
+)
+def test_a_failed_restore_is_one_more_failure(
+    options: tuple[str, ...], found: int, cli: Cli
+) -> None:
+    cli.run("init")
+    (cli.folder / "bad").touch()
+    said = cli.folder / "said"
+    words = ("run", "--name", "reader", "--every", "0.5s", *options)
+    with open(said, "wb") as err, open(cli.folder / "output", "wb") as out:
+        process = subprocess.Popen(
+            [*cli.command(*words), "--", sys.executable, "-c", READER],
+            env=cli.environment,
+            cwd=cli.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+    try:
+        until(lambda: len(cli.run("ls").stdout.splitlines()) > 1, "a snapshot")
+        (cli.folder / "ready").touch()
+        until(lambda: "run.resume_failed" in said.read_text(), "a restore fails", 20)
+        (cli.folder / "bad").unlink()
+        if "on-failure:9" in options:
+            (cli.folder / "away").rename(cli.folder / "data")
+        assert process.wait(SECONDS) == found, said.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    lines = (cli.folder / "output").read_text().splitlines()
+    whole = [f"line {number}" for number in range(40)]
+    assert lines[:16] == whole[:16]
+    assert (lines[16:] == whole) == ("--or-start" in options)
+    assert (lines[-1] == "line 39") == (found == 0)
 
 
 def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
@@ -593,6 +784,58 @@ def test_a_job_of_another_user_is_neither_taken_over_nor_ended(cli: Cli) -> None
             supervisor.run()
     assert cli.job("train").alive
     cli.run("kill", "-s", "KILL", "train")
+
+
+def test_a_name_is_reserved_between_a_failure_and_the_restore(cli: Cli) -> None:
+    counter = Counter(cli, lines=40)
+    counter.marks.write_text("3")
+    process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=10, status=3)
+    until(written(cli, 3), "3 lines")
+    refused = 0
+    for _ in range(8):
+        done = cli.start("run", "-d", "--name", "counter", "--", "/bin/sleep", "600")
+        refused += ended(done)[0] == 2
+        time.sleep(0.4)
+    status, lines, said = ended(process)
+    assert status == 0 and lines[-1] == "line 39", said
+    assert refused == 8 and said.count("exited 3") == 3
+    cli.run("run", "-d", "--name", "counter", "--", "/bin/sleep", "600")
+
+
+def test_a_name_that_another_job_has_taken_is_waited_for(cli: Cli) -> None:
+    counter = Counter(cli, lines=40)
+    counter.marks.write_text("1")
+    process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=20, status=3)
+    until(written(cli, 3), "3 lines")
+    until(lambda: not any(job.alive for job in cli.registry.instances()), "its end", SECONDS)
+    with mock.patch("icecore.host.jobs.registry.is_reserved", lambda state, name: False):
+        other = cli.registry.start(["/bin/sleep", "600"], name="counter")
+    time.sleep(3.0)  # more than one try
+    assert process.poll() is None and other.alive
+    other.kill(signal.SIGKILL)
+    status, lines, said = ended(process)
+    assert status == 0 and lines[-1] == "line 39", said
+    assert "a job named counter runs" in said and "was restored from" in said
+
+
+def test_root_neither_takes_over_nor_restores_jobs_of_other_users(cli: Cli) -> None:
+    cli.run("init")
+    own = ("run", "--name", "train", "--resume")
+    count = (
+        "--",
+        "/bin/sh",
+        "-c",
+        "n=0; while [ $n -lt 90 ]; do n=$((n+1)); echo $n; sleep .1; done",
+    )
+    cli.run("run", "-d", "--user", "4242", "--cwd", "/", "--name", "train", *count)
+    status, _, said = ended(cli.start(*own, "--", "/bin/true"))
+    assert status == 16 and "another user of this node" in said
+    assert cli.job("train").alive
+    cli.run("dump", "train", "--stop")
+    status, lines, said = ended(cli.start(*own, "--", "/bin/echo", "root"))
+    assert (status, lines) == (0, ["root"]), said
+    status, lines, said = ended(cli.start(*own, "--user", "4242", "--cwd", "/", *count))
+    assert status == 0 and lines[-1] == "90" and lines[0] != "1", said
 
 
 @pytest.mark.parametrize("before", ["", "glibc.malloc.check=0"])

@@ -44,6 +44,7 @@ class OneOfMany:
             mock.Mock(),
             session=lambda: "",
             needless=lambda: self.needless,
+            forgets=lambda: True,
         )
 
     def take(self, *, stop: bool = False) -> None:

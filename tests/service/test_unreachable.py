@@ -92,7 +92,7 @@ def test_a_job_is_resumed_once_the_repository_can_be_reached(
         assert process.wait(SECONDS) == 85, network.said()
         network.fails = fails
         process = network.start(*_WORDS)
-        told = "cannot reach the repository, retrying in"
+        told = "waits for the repository, retrying in"
         until(lambda: network.said().count(told) >= 2 or process.poll() is not None, "two tries")
         assert process.poll() is None, network.said()
         network.fails = lambda method, path: False

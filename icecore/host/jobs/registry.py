@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from icecore.errors import Damaged, NotFound, UsageError
+from icecore.errors import Damaged, NameTaken, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host.jobs import keepers
 from icecore.host.jobs.description import Description, describe
 from icecore.host.jobs.job import Inits, Job
 from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, init_program
+from icecore.host.jobs.reserved import is_reserved
 from icecore.host.kernel import freezer, procfs
 from icecore.private import private_state, require_own, state_directory
 from icecore.text import job_name
@@ -204,7 +205,8 @@ class Registry:
                 ``run.limits`` if this process cannot raise a limit as far as ``identity`` has it.
 
         Raises:
-            UsageError: A bad name, or one that a living job has; a program that cannot be executed;
+            NameTaken: A living job has the name, or another process supervises it.
+            UsageError: A bad name; a program that cannot be executed;
                 a data directory that cannot be one (`icecore.host.jobs.data`); a directory that a
                 private /tmp would hide from the job; ``keep_resident`` without ``resident``; an
                 ``identity`` that only root can take.
@@ -252,7 +254,8 @@ class Registry:
             dumped: The copies of files that the snapshot's instance had.
 
         Raises:
-            UsageError: A bad name, or one that a living job has.
+            NameTaken: A living job has the name, or another process supervises it.
+            UsageError: A bad name.
             RestoreRefused: This machine lacks a mount that the job had, or a directory that was
                 private to it.
         """
@@ -412,11 +415,16 @@ class Registry:
             instances = self.instances()
             taken = {job.name for job in instances if job.state in ("running", "starting")}
             if exact and name in taken:
-                raise UsageError(
+                raise NameTaken(
                     f"a job named {name} runs", cure="choose another name, or end that one first"
                 )
+            if exact and is_reserved(self.state, name):
+                raise NameTaken(
+                    f"job {name} is supervised by another process of this node",
+                    cure="choose another name, or end that process first",
+                )
             base, number = name, 2
-            while name in taken:
+            while name in taken or is_reserved(self.state, name):
                 name, number = f"{base}-{number}", number + 1
             directory = self._jobs / wanted.instance
             directory.mkdir(mode=0o700)

@@ -5,6 +5,7 @@ of the freezer of version 1.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -95,6 +96,37 @@ def thaw_left(group: Path) -> bool:
     if procfs.runs(pid, start):
         return False
     frozen.thaw(group)
+    return True
+
+
+def processes(group: Path) -> list[int]:
+    """Return the processes in a cgroup and in those below it."""
+    found: list[int] = []
+    for folder, _, _ in os.walk(group):
+        with suppress(OSError):
+            found += map(int, Path(folder, "cgroup.procs").read_text().split())
+    return found
+
+
+def kill_group(group: Path, seconds: float) -> bool:
+    """Kill all processes of a cgroup, also those that are frozen or that are forked meanwhile.
+
+    Args:
+        seconds: How long to wait for their end.
+
+    Returns:
+        Whether none is left.
+    """
+    end = time.monotonic() + seconds
+    while left := processes(group):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if frozen.is_frozen(group):
+            frozen.thaw(group)  # of version 1, whose processes end only then
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_SECONDS)
     return True
 
 

@@ -12,7 +12,7 @@ from icecore.service.record import Record
 from icecore.service.supervision.instances import Tell
 from icecore.service.supervision.messages import Asked, Messages, Signalled
 from icecore.service.supervision.plan import Engine, Plan
-from icecore.service.supervision.watchdog import Watchdog
+from icecore.service.supervision.watchdog import Watchdog, lives
 from icecore.store.format.state import SessionRecord
 from icecore.store.log.lease import Lease, take
 from icecore.text import host_name
@@ -114,7 +114,7 @@ class Hold:
 
     def let_go(self, job: Job | None) -> None:
         """Release the lease, unless the job lives: the lease must not end before it."""
-        if job is not None and job.alive:
+        if job is not None and lives(job):
             if self._watchdog is not None:
                 self._watchdog.leave()
             return

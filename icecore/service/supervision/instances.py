@@ -11,6 +11,7 @@ from icecore.errors import (
     Damaged,
     HookFailed,
     IcecoreError,
+    NameTaken,
     NotFound,
     ObjectMissing,
     RestoreFailed,
@@ -20,6 +21,7 @@ from icecore.errors import (
 )
 from icecore.events import Sink, Value
 from icecore.host.jobs.job import Job, Stream
+from icecore.restorer.restored import Restored
 from icecore.service.record import Record
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.watchdog import resume_all
@@ -42,7 +44,11 @@ class Tell(Protocol):
 
 
 class Instances:
-    """Finds, restores and starts instances of one job."""
+    """Finds, restores and starts instances of one job.
+
+    Attributes:
+        created: When the snapshots were taken that were found, in Unix time.
+    """
 
     def __init__(self, plan: Plan, engine: Engine, record: Record, tell: Tell, emit: Sink) -> None:
         self._plan = plan
@@ -50,6 +56,7 @@ class Instances:
         self._record = record
         self._tell = tell
         self._emit = emit
+        self.created: dict[str, float] = {}
 
     def first(self) -> Begun:
         """Take over the job if it runs, else restore it, else start it.
@@ -87,6 +94,7 @@ class Instances:
         found = self._engine.snapshots(self._plan.name)[::-1]
         lineage = lineage or (found[0].lineage if found else "")
         own = [one for one in found if one.lineage == lineage]
+        self.created.update((one.snapshot, one.created_ns / 1e9) for one in own)
         whole = [one for one in own if not one.quarantined]
         if own and not whole:
             raise ResumeFailed(
@@ -100,26 +108,24 @@ class Instances:
 
         Raises:
             ResumeFailed: None can.
+            NameTaken: Another job has the name.
         """
         last: IcecoreError | None = None
         for record in candidates:
             try:
-                restored = self._engine.restore(record.snapshot, self._plan.name, emit=self._emit)
-                if restored.job is None:
-                    raise ResumeFailed(
-                        f"snapshot {record.snapshot[:12]} is of a job that 'icecore run' did not start",
-                        cure="restore it without supervision: icecore restore",
-                    )
-            except HookFailed as error:
-                self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
-                job = self._engine.find(self._plan.name)  # it runs
-                self._tell_resumed(job, record)
-                return job, job.log_sizes()
+                restored = self._restored(record)
+            except NameTaken:
+                raise
             except _NOT_THIS_ONE as error:
                 last = error
                 self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
                 continue
             job = restored.job
+            if job is None:
+                raise ResumeFailed(
+                    f"snapshot {record.snapshot[:12]} is of a job that 'icecore run' did not start",
+                    cure="restore it without supervision: icecore restore",
+                )
             resume_all(job)  # it may have been paused when it was taken
             self._tell_resumed(job, record)
             return job, restored.log_sizes
@@ -128,6 +134,15 @@ class Instances:
             cure=f"'icecore restore -n {self._plan.name}' says what stands in the way;"
             " --fall-back N tries older ones, --or-start starts it anew",
         )
+
+    def _restored(self, record: SnapshotRecord) -> Restored:
+        """Restore a snapshot. If only the hook after it fails, report that."""
+        try:
+            return self._engine.restore(record.snapshot, self._plan.name, emit=self._emit)
+        except HookFailed as error:
+            self._tell("run.resume_failed", snapshot=record.snapshot, error=str(error))
+            restored: Restored = error.result
+            return restored
 
     def _tell_resumed(self, job: Job, record: SnapshotRecord) -> None:
         self._tell("run.resumed", instance=job.instance, pid=job.pid, snapshot=record.snapshot)

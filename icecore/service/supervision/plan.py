@@ -36,7 +36,7 @@ class Plan:
         every: Interval between snapshots; None: none; ``auto``: `icecore.service.interval`.
         on_term: What a signal does: stop the job with a snapshot, or pass it to the job.
         preempted_exit: Exit status if the job is to be restored elsewhere.
-        restarts: How often a job that fails is brought back without a new snapshot in between; 0:
+        restarts: How often a job that fails is brought back before it gets past its failure; 0:
             never; -1: without a bound.
         requeue: Shell command that runs before that exit.
         notice: Time from a signal until the machine is gone; 0: not known.
@@ -77,7 +77,8 @@ class Engine(Protocol):
         registry: The jobs of this node.
         core: The repository of their snapshots.
         loop: The event loop in which ``core`` lives.
-        user: The uid for which it acts; None: for administrators, who have the jobs of all users.
+        user: The uid for which it acts; None: an administrator's, whose lease of a name excludes
+            those of all users.
     """
 
     registry: Registry

@@ -31,6 +31,7 @@ class Snapshots:
         messages: Gets the outcome.
         session: Returns the session that must still be held when a snapshot is committed.
         needless: Returns whether a periodic snapshot that waits for its turn is needed no more.
+        forgets: Returns whether the retention policy is applied now.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Snapshots:
         *,
         session: Callable[[], str],
         needless: Callable[[], bool],
+        forgets: Callable[[], bool],
     ) -> None:
         self._plan = plan
         self._engine = engine
@@ -51,6 +53,7 @@ class Snapshots:
         self._emit = emit
         self._session = session
         self._needless = needless
+        self._forgets = forgets
         self._stopping = StopRequest()
 
     def begin(self, job: Job, *, stop: bool) -> None:
@@ -124,7 +127,7 @@ class Snapshots:
 
     def _forget(self) -> None:
         """Apply the retention policy to this job's snapshots."""
-        if self._plan.keep is None:
+        if self._plan.keep is None or not self._forgets():
             return
         try:
             self._engine.forget(self._plan.keep, self._plan.name)

@@ -20,7 +20,9 @@ from icecore.environment import without_secrets
 from icecore.errors import (
     IcecoreError,
     JobHeld,
+    NameTaken,
     NotFound,
+    ResumeFailed,
     StoreError,
     WindowExceeded,
 )
@@ -28,6 +30,7 @@ from icecore.events import Event, Sink, Value
 from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, LogPiece, stopped_with
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
+from icecore.service.supervision.failures import Failures
 from icecore.service.supervision.hold import Hold
 from icecore.service.supervision.instances import Begun, Instances, lineage_of
 from icecore.service.supervision.leaving import leave, leave_before
@@ -46,19 +49,13 @@ from icecore.service.supervision.patience import back_off, patiently
 from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.timetable import Timetable
-from icecore.service.supervision.watchdog import end
+from icecore.service.supervision.watchdog import end, lives
 
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
 _TICK_SECONDS = 1.0
-#: Pause while the repository cannot be reached.
-_UNREACHABLE_SECONDS = 60.0
-#: Maximum number of times that the interval doubles while windows are too long.
-_MOST_WIDENINGS = 6
 #: Maximum delay before a failed snapshot is repeated while the job is being stopped.
 _STOP_RETRY_SECONDS = 2.0
-#: A job that fails twice without a new snapshot in between is brought back from an older one.
-_SAME_SNAPSHOT = 2
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
 #: The signal that ends the job at once: a scheduler sends one as the notice, and TERM at its end.
@@ -100,6 +97,7 @@ class Supervisor:
         self._tally = Tally(self._registry.state)
         self._messages: Messages = queue.SimpleQueue() if messages is None else messages
         self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
+        self._failures = Failures(self._instances.created)
         self._timetable = Timetable(plan, self._record)
         self._output = Output(write, self._record, self._tell)
         self._hold = Hold(plan, engine, self._messages, self._record, self._tell)
@@ -111,6 +109,8 @@ class Supervisor:
             self._emit,
             session=lambda: self._hold.lease.session,
             needless=lambda: bool(self._stopping) or self._ended is not None,
+            # A bad state must not push out the good ones before it.
+            forgets=lambda: not self._failures.lasts,
         )
         self._job: Job | None = None
         self._dumping = False
@@ -126,7 +126,6 @@ class Supervisor:
         self._paused = False
         self._began = 0.0
         self._retries = self._too_long = 0
-        self._since_snapshot = 0
 
     def run(self) -> int:
         """Run the job until it ends, or until it has to leave; return the exit status.
@@ -249,6 +248,7 @@ class Supervisor:
         self._ended = self._passed = None
         self._passed_at = -math.inf
         self._began = time.monotonic()
+        self._failures.begin(job.description)
         self._timetable.schedule(self._timetable.first_delay())
         self._paused = False
         self._hold.watch_over(job)
@@ -278,6 +278,7 @@ class Supervisor:
                     self._stop(why)
                 case Ended(instance, ended) if self._job and instance == self._job.instance:
                     self._ended = ended
+                    self._failures.end()
                     self._unwanted = self._job.end_requested()
                     self._stopped_with = stopped_with(self._job)
                 case Dumped():
@@ -359,7 +360,8 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        self._since_snapshot = self._retries = self._too_long = 0
+        self._failures.take(taken)
+        self._retries = self._too_long = 0
         self._record.save(self._record.measured.after(taken))
         if done.stop:
             self._stopped = taken
@@ -387,9 +389,8 @@ class Supervisor:
         if self._ended is not None:
             return  # it ended meanwhile
         if isinstance(done.error, WindowExceeded):
-            # The job stood still for nothing, and would again.
-            pause = max(pause, self._timetable.delay() * 2.0**self._too_long)
-            self._too_long = min(self._too_long + 1, _MOST_WIDENINGS)
+            pause = self._timetable.after_long_windows(self._too_long, pause)
+            self._too_long += 1
         elif done.error is not None:
             self._too_long = 0
         if self._stopping:
@@ -406,6 +407,7 @@ class Supervisor:
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain(hurried=bool(self._stopping))
+        self._end_rest()
         passed = self._passed is not None and (
             status == self._passed or time.monotonic() - self._passed_at < ASKED_SECONDS
         )
@@ -427,14 +429,14 @@ class Supervisor:
             return self._leave_early(status)
         if over or not failed:
             return status.exit_code
-        self._since_snapshot += 1
+        self._failures.fail()
         self._tell(
             "run.failed",
             how=str(status),
             exit_code=status.exit_code,
             failures=self._record.measured.failures,
         )
-        if self._plan.restarts >= 0 and self._since_snapshot > self._plan.restarts:
+        if self._has_failed_too_often:
             return status.exit_code
         return self._bring_back(status)
 
@@ -447,7 +449,7 @@ class Supervisor:
         restarts = self._plan.restarts
         return (
             restarts < 0
-            or self._since_snapshot < restarts
+            or self._failures.count < restarts
             or (not self._fails_by_itself(status) and bool(self._last_snapshot()))
         )
 
@@ -464,11 +466,17 @@ class Supervisor:
 
     def _bring_back(self, status: ExitStatus) -> int | None:
         """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
-        exit status if that is given up, or if the job has to leave.
+        exit status if that is given up, or if the job has to leave. A restore that fails is one
+        more failure.
+
+        Raises:
+            ResumeFailed: It is given up because the snapshots cannot be restored.
         """
         assert self._job is not None
         lineage = lineage_of(self._job)
-        pause = back_off(self._since_snapshot - 1)
+        pause = back_off(self._failures.count - 1)
+        failed: ResumeFailed | None = None
+        hindered = 0
         while True:
             asked = self._wait(pause)
             if asked:
@@ -479,22 +487,50 @@ class Supervisor:
                 self._tell("run.ended_on_request", how=str(status))
                 return status.exit_code
             try:
-                candidates = self._instances.candidates(lineage) if lineage else []
-                back = max(0, self._since_snapshot - 1) // _SAME_SNAPSHOT
-                if candidates and back >= len(candidates):
-                    self._tell("run.gave_up", how=str(status), failures=self._since_snapshot)
-                    return status.exit_code
-                if candidates:
-                    tried = candidates[back : back + 1 + self._plan.fall_back]
-                    begun = self._instances.restore(tried)
-                else:
-                    begun = self._instances.start()
-            except StoreError as error:  # the repository cannot be reached
+                begun = self._begin_again(lineage)
+            except (StoreError, NameTaken) as error:  # may pass
                 self._tell("run.resume_failed", snapshot="", error=str(error))
-                pause = _UNREACHABLE_SECONDS
+                hindered += 1
+                pause = back_off(hindered)
                 continue
+            except ResumeFailed as error:
+                failed = error
+                self._failures.fail_to_begin()
+                pause = back_off(self._failures.count - 1)
+                if not self._has_failed_too_often:
+                    continue
+                begun = None
+            if begun is None and failed is not None and self._plan.or_start:
+                self._failures.start_anew()
+                begun = self._instances.start()
+            if begun is None:
+                self._tell("run.gave_up", how=str(status), failures=self._failures.count)
+                if failed is not None:
+                    raise failed
+                return status.exit_code
             self._begin(begun)
             return None
+
+    def _begin_again(self, lineage: str) -> Begun | None:
+        """Restore the job, from an older snapshot if it keeps failing, or start it anew if it has
+        none; None: it fails from every snapshot.
+
+        Raises:
+            ResumeFailed: The snapshots that were tried cannot be restored.
+            StoreError: The repository cannot be reached.
+            NameTaken: Another job has the name.
+        """
+        found = self._instances.candidates(lineage) if lineage else []
+        chosen = self._failures.choose(found)
+        if chosen is None:
+            return None
+        if not chosen:
+            return self._instances.start()
+        return self._instances.restore(chosen[: 1 + self._plan.fall_back])
+
+    @property
+    def _has_failed_too_often(self) -> bool:
+        return 0 <= self._plan.restarts < self._failures.count
 
     def _wait(self, seconds: float) -> int:
         """Wait for ``seconds``, and until no other process can hold the lease. Return the signal
@@ -526,7 +562,6 @@ class Supervisor:
         """Leave a job that ended before it could be stopped with a snapshot, and is to be restored."""
         last = self._last_snapshot()
         self._tell("run.ended_early", how=str(status), snapshot=last)
-        self._end_job()  # processes that go on without their init
         return self._leave(last)
 
     def _leave_at_once(self, number: int) -> int:
@@ -546,13 +581,20 @@ class Supervisor:
             snapshot: The one to restore; empty: the job starts anew.
         """
         if self._plan.requeue:
-            self._hold.release()  # whoever comes next need not wait
+            if self._job is None or not lives(self._job):
+                self._hold.release()  # whoever comes next need not wait
             self._record.close()
         return leave(self._plan, snapshot, self._record.measured, self._tell)
 
     def _found(self) -> Job | None:
         """Return the instance; also one that was started, but is not followed yet."""
         return self._job if self._job is not None else self._instances.newest()
+
+    def _end_rest(self) -> None:
+        """End processes that go on without their init, as without a pid namespace of their own."""
+        assert self._job is not None
+        if lives(self._job):
+            end(self._job)
 
     def _end_job(self) -> None:
         job = self._found()

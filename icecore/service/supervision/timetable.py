@@ -14,6 +14,8 @@ from icecore.service.supervision.plan import Plan
 #: The first snapshot of a job whose cost is not known comes soon, so that it is.
 _FIRST_SECONDS = 30.0
 _JITTER = 0.05
+#: Maximum number of times that the interval doubles while windows are too long.
+_MOST_WIDENINGS = 6
 
 
 class Timetable:
@@ -68,6 +70,18 @@ class Timetable:
                 return _FIRST_SECONDS
             return self._interval() * random.uniform(1 - _JITTER, 1 + _JITTER)
         return self._interval() * random.uniform(1 - _JITTER, 1.0)
+
+    def after_long_windows(self, before: int, least: float) -> float:
+        """Return the time until the next snapshot after one whose window was too long. The job stood
+        still for nothing, and would again, so it grows; but not beyond twice the interval, unless a
+        failure may lose more than that.
+
+        Args:
+            before: The number of such snapshots in a row before this one.
+            least: The pause after any failed snapshot, within that bound.
+        """
+        most = max(self._plan.bounds.max_loss_seconds, 2.0 * self._interval())
+        return min(most, max(least, self.delay() * 2.0 ** min(before, _MOST_WIDENINGS)))
 
     def _interval(self) -> float:
         """Return the time from one snapshot to the next, without jitter."""

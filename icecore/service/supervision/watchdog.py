@@ -30,7 +30,7 @@ import msgspec
 
 from icecore.errors import IcecoreError
 from icecore.host.jobs.job import Job
-from icecore.host.kernel import procfs
+from icecore.host.kernel import freezer, procfs
 from icecore.private import create_private
 from icecore.service.record import FOLDER, is_watched
 from icecore.store.log.lease_clock import now
@@ -39,6 +39,8 @@ _LOOK_SECONDS = 0.25
 _RENEWED, _DISARMED = b"r", b"d"
 _MESSAGE = struct.Struct("<cd")
 _PASSES = 50
+#: How long the end of a job waits for processes that its init does not end.
+_END_SECONDS = 10.0
 
 
 class Watchdog:
@@ -166,13 +168,20 @@ def resume_all(job: Job) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def lives(job: Job) -> bool:
+    """Return whether a process of a job runs, even if its init has ended."""
+    return job.alive or (job.group is not None and bool(freezer.processes(job.group)))
+
+
 def end(job: Job) -> None:
-    """End a job at once, even if it is stopped."""
+    """End a job at once, even if it is stopped, or if its init has ended already."""
     with suppress(IcecoreError):
         job.kill(signal.SIGKILL)
     if job.alive:  # an init that is stopped would never collect its children
         with suppress(ProcessLookupError):
             os.kill(job.pid, signal.SIGCONT)
+    if job.group is not None:
+        freezer.kill_group(job.group, _END_SECONDS)
 
 
 class _Watch:
@@ -196,7 +205,7 @@ class _Watch:
             self._stopped.go_on()
         poll = select.poll()
         poll.register(0, select.POLLIN)
-        while self._job.alive:
+        while lives(self._job):
             for _ in [] if self._orphaned else poll.poll(_LOOK_SECONDS * 1000):
                 said = os.read(0, _MESSAGE.size)
                 if not said:

@@ -2,8 +2,8 @@
 
 A lease is a session of its own purpose: BEGIN is refused while a session that excludes it is open,
 and the log decides between two that begin at once. Leases of the same name exclude each other,
-unless they are of different users. A lease of no user is an administrator's, whose supervisor
-counts the snapshots of all users; it excludes those of all.
+unless they are of different users. A lease of no user is an administrator's; it excludes those of
+all.
 
 The holder gives signs of life. Whoever wants the lease and sees none for `SILENCE_SECONDS`, by its
 own clock, ends the holder's session, unless the holder has renewed it meanwhile. No one else ends
@@ -186,7 +186,7 @@ async def take(
     Args:
         repository: Where.
         name: The job's name.
-        user: The uid whose job it is. None: an administrator's, which counts all users' snapshots.
+        user: The uid whose job it is. None: an administrator's, which excludes those of all users.
         where: This node and its state directory. A holder of the same ``where`` whose process has
             ended is not waited for: its job can be seen from here. Empty: every holder is.
         told: Gets the holder's session once, before it is waited for.

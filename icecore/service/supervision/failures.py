@@ -1,0 +1,143 @@
+"""Decides from which snapshot a job that fails is brought back, and when that is given up.
+
+Times of failures are the job's own: a job that was restored goes on at the time at which its
+snapshot was taken. A job whose state is bad fails again at about the same time, whatever snapshots
+are taken before. So a series of failures ends with the first snapshot or failure of a job that has
+got past that time. Until then only those snapshots are restored that existed when the series began.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from icecore.host.jobs.description import Description
+from icecore.service.record import Taken
+from icecore.store.format.state import SnapshotRecord
+
+#: A job that fails twice from a snapshot is brought back from an older one.
+_SAME_SNAPSHOT = 2
+#: How far a job must get past its failure: a share of the time from its snapshot to the failure.
+_MARGIN = 0.1
+_LEAST_MARGIN_SECONDS = 5.0
+#: A job is not given up before it was tried for so long.
+_LEAST_TRIED_SECONDS = 30.0
+
+
+class Failures:
+    """The failures of one job since it last got past one.
+
+    Args:
+        created: When snapshots were taken that this supervisor did not take, in Unix time. The
+            differences between these times stand in for differences of the job's own.
+        clock: Monotonic, in seconds.
+
+    Attributes:
+        count: The number of failures in the series.
+    """
+
+    def __init__(
+        self, created: Mapping[str, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.count = 0
+        self._created = created
+        self._clock = clock
+        #: When snapshots of this supervisor were taken, by the job's own time.
+        self._taken: dict[str, float] = {}
+        self._started: float | None = None
+        #: The job's time when the instance began, and the monotonic clock's.
+        self._base = self._began = 0.0
+        #: The job's time at the snapshot from which it would be brought back if it failed.
+        self._from = 0.0
+        self._ended = 0.0
+        #: When the series began, by the monotonic clock.
+        self._first = 0.0
+        #: The job's time at which it has got past its failures.
+        self._past = 0.0
+        #: The snapshots from before the series; None: not known yet.
+        self._candidates: frozenset[str] | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the job has failed, and has not got past that yet."""
+        return self.count > 0
+
+    def begin(self, job: Description) -> None:
+        """Take note of an instance that runs now."""
+        if job.restored_from:
+            at = self._time_of(job.restored_from)
+            self._base = job.created if at is None else at
+        else:
+            self._base = self._started = job.created if self._started is None else self._started
+        self._from = self._base
+        adopted = job.owner[0] != os.getpid()
+        self._began = self._clock() - (max(0.0, time.time() - job.created) if adopted else 0.0)
+
+    def end(self) -> None:
+        """Take note of the end of the instance."""
+        self._ended = self._now()
+
+    def fail(self) -> None:
+        """Count the end of the instance as a failure."""
+        now = self._ended
+        if now > self._past:
+            self._get_past()
+        self._count()
+        margin = max(_LEAST_MARGIN_SECONDS, _MARGIN * (now - self._from))
+        self._past = max(self._past, now + margin)
+
+    def fail_to_begin(self) -> None:
+        """Take note of an instance that could not be restored."""
+        self._count()
+
+    def take(self, taken: Taken) -> None:
+        """Take note of a snapshot of the instance that was just committed."""
+        at = self._now() - taken.committing - taken.window
+        self._taken[taken.snapshot] = at
+        if at > self._past:
+            self._get_past()
+        if not self.lasts:
+            self._from = at
+
+    def choose(self, found: Sequence[SnapshotRecord]) -> list[SnapshotRecord] | None:
+        """Return the snapshots from which to bring the job back, the best first. Empty: start it
+        anew. None: give up.
+
+        Args:
+            found: Those of the job, newest first.
+        """
+        if self._candidates is None:
+            self._candidates = frozenset(one.snapshot for one in found)
+        known = [one for one in found if one.snapshot in self._candidates]
+        if self._candidates and not known:  # all were forgotten
+            known = list(found)
+        if not known:
+            return []
+        back = max(0, self.count - 1) // _SAME_SNAPSHOT
+        if back >= len(known):
+            if self._clock() - self._first >= _LEAST_TRIED_SECONDS:
+                return None
+            back = len(known) - 1
+        return known[back:]
+
+    def start_anew(self) -> None:
+        """Restore no snapshot any more that exists now."""
+        self._candidates = frozenset()
+
+    def _get_past(self) -> None:
+        """End the series."""
+        self.count = 0
+        self._past = 0.0
+        self._candidates = None
+
+    def _count(self) -> None:
+        if not self.count:
+            self._first = self._clock()
+        self.count += 1
+
+    def _now(self) -> float:
+        return self._base + self._clock() - self._began
+
+    def _time_of(self, snapshot: str) -> float | None:
+        return self._taken.get(snapshot, self._created.get(snapshot))
