@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -400,6 +401,38 @@ def test_files_over_the_budget(has: Has, store: Store) -> None:
     pid = has("f = open('big', 'wb'); f.write(bytes(3 << 20)); f.flush()")
     assert "big" in refused(store, pid, DumpOptions(file_budget=2 << 20))["file-budget"]
     store.dump(pid, DumpOptions(file_budget=2 << 20, files="check"))
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[None]:
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text(str(int(before) + 4))
+        if int(setting.read_text()) < int(before) + 2:
+            pytest.skip("this machine has no room for huge pages")
+        yield
+    finally:
+        setting.write_text(before)
+
+
+def test_files_on_huge_pages(has: Has, store: Store, huge_pages: None, tmp_path: Path) -> None:
+    """Huge pages without a file are no such files."""
+    anonymous = has("memory = mmap.mmap(-1, 2 << 20, flags=0x40021); memory[0] = 1")
+    assert "huge-file" not in refusals(anonymous)
+    # Where administrators mount it.
+    with tempfile.TemporaryDirectory(prefix="icecore-test-", dir="/dev") as top:
+        subprocess.run(["mount", "-t", "hugetlbfs", "x", top], timeout=60, check=True)
+        try:
+            code = f"""
+file = os.open("{top}/file", os.O_RDWR | os.O_CREAT); os.ftruncate(file, 2 << 20)
+memory = mmap.mmap(file, 2 << 20); memory[0] = 1; os.close(file)"""
+            message = refused(store, has(code))["huge-file"]
+            assert f"{top}/file" in message
+            deleted = has(f"{code}; os.unlink('{top}/file')")
+            assert f"{top}/file" in refusals(deleted)["huge-file"]
+        finally:
+            subprocess.run(["umount", "--lazy", top], timeout=60, check=True)
 
 
 def test_a_working_directory_that_is_too_small(has: Has, store: Store, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from icecore.dumper.observe.inspection import Inspection
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import LEAST_BYTES, hides
 from icecore.host.criu.libraries import CRIU_LIBRARY
-from icecore.host.kernel import limits, oom, procfs
+from icecore.host.kernel import libc, limits, oom, procfs
 from icecore.host.kernel.pagemap import Pagemap
 from icecore.store.format.manifest_rules import MAX_REGIONS
 
@@ -258,6 +258,28 @@ def file_budget(found: Inspection) -> list[Refusal]:
             "raise --file-budget, or leave the files out with --files check",
         )
     ]
+
+
+def huge_files(found: Inspection) -> list[Refusal]:
+    """Refuse files on a mounted hugetlbfs that the job can write to. CRIU leaves their content out,
+    and a restore could not write it: such files have no write(2).
+    """
+    return [
+        Refusal(
+            "huge-file",
+            f"{file.about.path} lies on hugetlbfs and is open for writing or deleted: a snapshot would lack its content",
+            "have the job use huge pages without a file: mmap(2) with MAP_HUGETLB, or memfd_create(2) with MFD_HUGETLB",
+        )
+        for file in found.files
+        if (file.about.writable or file.deleted) and _on_huge_pages(file.reach)
+    ]
+
+
+def _on_huge_pages(path: str) -> bool:
+    try:
+        return libc.file_system(path) == libc.HUGETLBFS
+    except OSError:
+        return False  # closed or unmapped since
 
 
 def workdir(found: Inspection) -> list[Refusal]:

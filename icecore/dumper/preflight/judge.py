@@ -46,6 +46,7 @@ CHECKS: tuple[Check, ...] = (
     checks_descriptors.unix_peers,
     checks.deleted,
     checks.file_budget,
+    checks.huge_files,
     checks.workdir,
     checks.mappings,
     checks_gpu.driver,
