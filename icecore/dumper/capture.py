@@ -28,6 +28,7 @@ from icecore.dumper.memory.present import has_shared_pages
 from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
+from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.facts import (
     describe_namespaces,
     describe_processes,
@@ -345,6 +346,7 @@ class Capture:
         """Read everything that CRIU has written: shared memory that it saw, and its image files."""
         images = captured.images
         complete(self._images, [*images.processes, *images.shared], self._version)
+        _require_no_requests(self._images, captured.pids)
         close_outside(self._images)
         _rename(captured, self._images)
         captured.surroundings = find_surroundings(
@@ -400,6 +402,14 @@ def _still_there(pids: list[int]) -> None:
     for pid in pids:
         if not procfs.exists(pid) or procfs.is_zombie(pid):
             raise DumpFailed(f"process {pid} was killed while it was being dumped")
+
+
+def _require_no_requests(images: Path, pids: Mapping[int, int]) -> None:
+    """Raise if a process may have had requests of asynchronous I/O in flight. Preflight refuses such
+    processes, but they may have begun since.
+    """
+    if (found := asynchronous_io.direct_user(images, pids)) is not None:
+        raise DumpFailed(asynchronous_io.unseen(*found), cure=asynchronous_io.CURE)
 
 
 def _rename(captured: Captured, images: Path) -> None:

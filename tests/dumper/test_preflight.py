@@ -28,7 +28,7 @@ from icecore.dumper.preflight import checks, checks_descriptors
 from icecore.dumper.preflight.checks_descriptors import kernel_refuses_options
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.target import Target
-from icecore.errors import NotFound, PreflightRefused
+from icecore.errors import DumpFailed, NotFound, PreflightRefused
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.program import find_criu
 from icecore.host.gpu.backend import Backend
@@ -38,6 +38,7 @@ from tests.programs import driving
 
 from .conftest import Start
 from .failing import Dumper, Job
+from .puppet import Puppet
 from .world import Events, Store, leftovers, standing
 
 pytestmark = pytest.mark.criu
@@ -483,7 +484,6 @@ FINE = {
     "netlink": "s = [socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, n) for n in (0, 4, 9, 15, 16)]; s[0].bind((0, 0))",
     "unix sockets": "s = socket.socketpair(); t = socket.socket(socket.AF_UNIX); t.bind('\\0icecore-test'); t.listen()",
     "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
-    "asynchronous i/o": "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c))",
     "memfd": "f = os.memfd_create('x'); os.write(f, b'hello')",
     "locks": "f = open('x', 'w'); fcntl.flock(f, 2); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))",
     "deleted folder": "os.mkdir('d'); os.chdir('d'); f = open('f', 'w'); os.unlink('f'); os.rmdir('../d')",
@@ -505,9 +505,51 @@ def test_what_is_not_refused_can_be_dumped(case: str, has: Has, store: Store) ->
     names = {
         Path(file.path).name for file in store.read(result.snapshot).manifest.files if file.writable
     }
-    assert not any(name.startswith("[aio]") for name in names)
     if case == "name like a deleted one":
         assert "x (deleted)" in names
+
+
+# -- asynchronous I/O
+
+_RING = "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c))"
+_DIRECT = "f = os.open('direct', os.O_RDWR | os.O_CREAT | os.O_DIRECT)"
+
+
+@pytest.mark.parametrize("descriptor", ["open", "shared with a child"])
+def test_asynchronous_requests_with_direct_io(descriptor: str, has: Has, store: Store) -> None:
+    child = "" if descriptor == "open" else "if os.fork(): time.sleep(1000)"
+    message = refused(store, has(f"{_DIRECT}\n{child}\n{_RING}"))["asynchronous-io"]
+    assert message.count("/direct") == 1
+
+
+@pytest.mark.parametrize(
+    "code", [_DIRECT, f"{_DIRECT}\nif os.fork() == 0: os.close(f); {_RING}; time.sleep(1000)"]
+)
+def test_direct_io_without_asynchronous_requests(code: str, has: Has, store: Store) -> None:
+    pid = has(code)
+    time.sleep(0.2)
+    store.dump(pid)
+
+
+def test_asynchronous_requests_without_direct_io(has: Has, store: Store) -> None:
+    pid = has(_RING)
+    events = Events()
+    result = store.dump(pid, events=events)
+    (warning,) = events.named("dump.warning")
+    assert warning.fields["name"] == "asynchronous-io"
+    files = store.read(result.snapshot).manifest.files
+    assert not any("[aio]" in file.path for file in files)
+
+
+def test_asynchronous_requests_that_begin_after_the_inspection(
+    puppet: Puppet, store: Store
+) -> None:
+    code = f"{_DIRECT}; c = ctypes.c_ulong(0); assert libc.syscall(206, 8, ctypes.byref(c)) == 0"
+    events = Events({("dump.preflight", "end"): lambda _: puppet.do(code)})
+    with pytest.raises(DumpFailed, match="open for direct I/O"):
+        store.dump(puppet.pid, events=events)
+    assert not store.snapshots()
+    puppet.do("pass")
 
 
 # -- warnings

@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     checks.guard_pages,
     checks.system_v,
     checks_descriptors.io_uring,
+    checks_descriptors.direct_requests,
     checks_descriptors.gpus,
     checks_descriptors.devices,
     checks_descriptors.descriptors,
@@ -65,6 +66,7 @@ CHECKS: tuple[Check, ...] = (
 WARNINGS: tuple[Check, ...] = (
     checks_descriptors.loose_pipes,
     checks_descriptors.closed_peers,
+    checks_descriptors.lost_requests,
     checks.message_queues,
     checks_gpu.nvml,
 )
