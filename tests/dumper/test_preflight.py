@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -507,6 +508,43 @@ def test_what_is_not_refused_can_be_dumped(case: str, has: Has, store: Store) ->
     }
     if case == "name like a deleted one":
         assert "x (deleted)" in names
+
+
+# -- threads
+
+#: A thread that does something and stays.
+_THREAD = """
+import threading
+ready = threading.Event()
+def run():
+    {}
+    ready.set()
+    time.sleep(1000)
+threading.Thread(target=run, daemon=True).start(); assert ready.wait(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("assert libc.unshare(0x400) == 0; global f; f = open('log', 'w')", "descriptors"),
+        ("assert libc.unshare(0x200) == 0; os.mkdir('d'); os.chdir('d')", "a working directory"),
+        ("assert libc.unshare(0x20000) == 0", "a working directory"),  # a mount namespace
+        ("assert libc.unshare(0x4000000) == 0", r"namespaces \(uts\)"),
+    ],
+)
+def test_a_thread_that_does_not_share(code: str, what: str, has: Has, store: Store) -> None:
+    message = refused(store, has(_THREAD.format(code)))["threads"]
+    assert re.search(f"thread [0-9]+ of process [0-9]+ has {what} of its own", message)
+
+
+def test_threads_that_come_and_go_share_everything(has: Has) -> None:
+    restless = """ready.set()
+    while True:
+        thread = threading.Thread(target=int); thread.start(); thread.join()"""
+    pid = has("\n".join([*[_THREAD.format("pass")] * 20, _THREAD.format(restless)]))
+    for _ in range(20):
+        assert "threads" not in refusals(pid)
 
 
 # -- asynchronous I/O

@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     checks.traced,
     checks.scheduling,
     checks.namespaces,
+    checks.threads,
     checks.proc,
     checks.foreign_limits,
     checks.pipes,
