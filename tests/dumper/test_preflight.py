@@ -484,7 +484,10 @@ FINE = {
     "devices": "f = [open(f'/dev/{n}', 'rb') for n in ('null', 'zero', 'full', 'urandom')]",
     "netlink": "s = [socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, n) for n in (0, 4, 9, 15, 16)]; s[0].bind((0, 0))",
     "unix sockets": "s = socket.socketpair(); t = socket.socket(socket.AF_UNIX); t.bind('\\0icecore-test'); t.listen()",
-    "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
+    "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()])",
+    "descriptor in flight for reading": "a, b = socket.socketpair(); f = open('/etc/hostname'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
+    "pipe in flight": "a, b = socket.socketpair(); r, w = os.pipe(); socket.send_fds(a, [b'x'], [r, w]); os.close(r); os.close(w)",
+    "deleted file in flight": "a, b = socket.socketpair(); f = open('x', 'w'); os.unlink('x'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
     "memfd": "f = os.memfd_create('x'); os.write(f, b'hello')",
     "locks": "f = open('x', 'w'); fcntl.flock(f, 2); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))",
     "deleted folder": "os.mkdir('d'); os.chdir('d'); f = open('f', 'w'); os.unlink('f'); os.rmdir('../d')",
@@ -588,6 +591,24 @@ def test_asynchronous_requests_that_begin_after_the_inspection(
         store.dump(puppet.pid, events=events)
     assert not store.snapshots()
     puppet.do("pass")
+
+
+# -- what only CRIU's images show
+
+
+def test_a_file_that_only_a_queue_has(puppet: Puppet, store: Store) -> None:
+    """Its content would be in no snapshot, and a restore would give the job whatever is there."""
+    puppet.do(
+        "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
+        "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"
+    )
+    with pytest.raises(DumpFailed, match=r"state is in the queue of a socket") as caught:
+        store.dump(puppet.pid)
+    assert "again" in caught.value.cure and not store.snapshots()
+    store.dump(puppet.pid, DumpOptions(files="check"))
+    puppet.do("got = b.recv(70_000)\n_, (f,), *_ = socket.recv_fds(b, 100, 1)")
+    recorded = store.read(store.dump(puppet.pid).snapshot)
+    assert recorded.content("file", str(puppet.folder / "state")) == b"1"
 
 
 # -- warnings
