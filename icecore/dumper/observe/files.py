@@ -22,10 +22,10 @@ _PSEUDO = ("/proc/", "/sys/")
 #: asynchronous I/O; and shared anonymous memory, also on huge pages.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
 _ANONYMOUS = ("/dev/zero (deleted)", "/anon_hugepage (deleted)")
-#: statfs(2): file systems below /dev whose regular files have no content of their own: mqueue,
-#: devpts, proc, sysfs.
+#: statfs(2): file systems that may be below /dev and whose regular files have no content of their
+#: own: mqueue, devpts, proc, sysfs, cgroup and cgroup2.
 _DEVICES = "/dev/"
-_WITHOUT_CONTENT = (0x19800202, 0x1CD1, 0x9FA0, 0x62656572)
+_WITHOUT_CONTENT = (0x19800202, 0x1CD1, 0x9FA0, 0x62656572, 0x27E0EB, 0x63677270)
 
 
 @dataclass(frozen=True)
