@@ -44,6 +44,7 @@ from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden, read_shared
 from icecore.host.criu.images import GHOST, load_files, load_remaps, load_rseq
 from icecore.host.criu.lost_names import LostNames
+from icecore.host.criu.opened_images import OpenedImages
 from icecore.host.criu.queue_images import files_in_flight
 from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
@@ -383,9 +384,12 @@ class Capture:
             for file in captured.files
             if file.policy == "content" and (file.device, file.inode) not in captured.lost
         }
-        nameless = {one.original for one in load_remaps(self._images) if one.kind == GHOST}
+        opened = OpenedImages(self._images)
+        for number in captured.pids.values():
+            flying -= {one.file.id for one in opened.descriptors(number).values()}
+        flying -= {one.original for one in load_remaps(self._images) if one.kind == GHOST}
         for file in load_files(self._images):
-            if file.id not in flying or file.id in nameless or file.external:
+            if file.id not in flying or file.external:
                 continue
             writable = stat.S_ISREG(file.mode) and file.flags & os.O_ACCMODE != os.O_RDONLY
             elsewhere = self._is_own(file.path) or (

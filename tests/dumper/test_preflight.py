@@ -486,6 +486,7 @@ FINE = {
     "unix sockets": "s = socket.socketpair(); t = socket.socket(socket.AF_UNIX); t.bind('\\0icecore-test'); t.listen()",
     "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()])",
     "descriptor in flight for reading": "a, b = socket.socketpair(); f = open('/etc/hostname'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
+    "lost name in flight": "a, b = socket.socketpair(); f = open('x', 'w'); os.link('x', 'y'); os.unlink('x'); socket.send_fds(a, [b'x'], [f.fileno()])",
     "pipe in flight": "a, b = socket.socketpair(); r, w = os.pipe(); socket.send_fds(a, [b'x'], [r, w]); os.close(r); os.close(w)",
     "deleted file in flight": "a, b = socket.socketpair(); f = open('x', 'w'); os.unlink('x'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
     "memfd": "f = os.memfd_create('x'); os.write(f, b'hello')",
