@@ -5,6 +5,7 @@ CRIU has written.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from icecore.dumper.memory.present import has_shared_pages
 from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
+from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.facts import (
     describe_namespaces,
     describe_processes,
@@ -41,8 +43,10 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden, read_shared
-from icecore.host.criu.images import load_rseq
+from icecore.host.criu.images import GHOST, load_files, load_remaps, load_rseq
 from icecore.host.criu.lost_names import LostNames
+from icecore.host.criu.opened_images import OpenedImages
+from icecore.host.criu.queue_images import files_in_flight
 from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
@@ -348,6 +352,8 @@ class Capture:
         """Read everything that CRIU has written: shared memory that it saw, and its image files."""
         images = captured.images
         complete(self._images, [*images.processes, *images.shared], self._version)
+        _require_no_requests(self._images, captured.pids)
+        self._require_stored(captured)
         close_outside(self._images)
         _rename(captured, self._images)
         captured.surroundings = find_surroundings(
@@ -368,6 +374,35 @@ class Capture:
             self._pages(capture, pagemap)
         for path in image_files(self._images):
             captured.spaces.append(self._image(path))
+
+    def _require_stored(self, captured: Captured) -> None:
+        """Raise if a file whose content a restore would not bring back is in the queue of a socket,
+        and no process has it open. It was not found in the window: the queues are in CRIU's images
+        alone.
+        """
+        if self._options.files != "content" or not (flying := files_in_flight(self._images)):
+            return
+        stored = {
+            file.path
+            for file in captured.files
+            if file.policy == "content" and (file.device, file.inode) not in captured.lost
+        }
+        opened = OpenedImages(self._images)
+        for number in captured.pids.values():
+            flying -= {one.file.id for one in opened.descriptors(number).values()}
+        flying -= {one.original for one in load_remaps(self._images) if one.kind == GHOST}
+        for file in load_files(self._images):
+            if file.id not in flying or file.external:
+                continue
+            writable = stat.S_ISREG(file.mode) and file.flags & os.O_ACCMODE != os.O_RDONLY
+            elsewhere = self._is_own(file.path) or (
+                self._data is not None and self._data.contain(file.path)
+            )
+            if writable and file.path not in stored and not elsewhere:
+                raise DumpFailed(
+                    f"{file.path} is in the queue of a socket (SCM_RIGHTS), open for writing, and was not read in the window",
+                    cure="snapshot again once the receiver has taken it",
+                )
 
     def _pages(self, capture: SpaceCapture, pagemap: Pagemap) -> None:
         if not len(pagemap.written):
@@ -403,6 +438,14 @@ def _still_there(pids: list[int]) -> None:
     for pid in pids:
         if not procfs.exists(pid) or procfs.is_zombie(pid):
             raise DumpFailed(f"process {pid} was killed while it was being dumped")
+
+
+def _require_no_requests(images: Path, pids: Mapping[int, int]) -> None:
+    """Raise if a process may have had requests of asynchronous I/O in flight. Preflight refuses such
+    processes, but they may have begun since.
+    """
+    if (found := asynchronous_io.direct_user(images, pids)) is not None:
+        raise DumpFailed(asynchronous_io.unseen(*found), cure=asynchronous_io.CURE)
 
 
 def _rename(captured: Captured, images: Path) -> None:

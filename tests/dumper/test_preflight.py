@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from icecore.dumper.preflight import checks, checks_descriptors
 from icecore.dumper.preflight.checks_descriptors import kernel_refuses_options
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.target import Target
-from icecore.errors import NotFound, PreflightRefused
+from icecore.errors import DumpFailed, NotFound, PreflightRefused
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.program import find_criu
 from icecore.host.gpu.backend import Backend
@@ -37,6 +39,7 @@ from tests.programs import driving
 
 from .conftest import Start
 from .failing import Dumper, Job
+from .puppet import Puppet
 from .world import Events, Store, leftovers, standing
 
 pytestmark = pytest.mark.criu
@@ -403,6 +406,38 @@ def test_files_over_the_budget(has: Has, store: Store) -> None:
     store.dump(pid, DumpOptions(file_budget=2 << 20, files="check"))
 
 
+@pytest.fixture
+def huge_pages() -> Iterator[None]:
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text(str(int(before) + 4))
+        if int(setting.read_text()) < int(before) + 2:
+            pytest.skip("this machine has no room for huge pages")
+        yield
+    finally:
+        setting.write_text(before)
+
+
+def test_files_on_huge_pages(has: Has, store: Store, huge_pages: None, tmp_path: Path) -> None:
+    """Huge pages without a file are no such files."""
+    anonymous = has("memory = mmap.mmap(-1, 2 << 20, flags=0x40021); memory[0] = 1")
+    assert "huge-file" not in refusals(anonymous)
+    # Where administrators mount it.
+    with tempfile.TemporaryDirectory(prefix="icecore-test-", dir="/dev") as top:
+        subprocess.run(["mount", "-t", "hugetlbfs", "x", top], timeout=60, check=True)
+        try:
+            code = f"""
+file = os.open("{top}/file", os.O_RDWR | os.O_CREAT); os.ftruncate(file, 2 << 20)
+memory = mmap.mmap(file, 2 << 20); memory[0] = 1; os.close(file)"""
+            message = refused(store, has(code))["huge-file"]
+            assert f"{top}/file" in message
+            deleted = has(f"{code}; os.unlink('{top}/file')")
+            assert f"{top}/file" in refusals(deleted)["huge-file"]
+        finally:
+            subprocess.run(["umount", "--lazy", top], timeout=60, check=True)
+
+
 def test_a_working_directory_that_is_too_small(has: Has, store: Store, tmp_path: Path) -> None:
     shared = has("m = mmap.mmap(-1, 100 << 20); m[::4096] = bytes(100 << 8)\nos.fork()")
     small_ones = has(
@@ -450,8 +485,11 @@ FINE = {
     "devices": "f = [open(f'/dev/{n}', 'rb') for n in ('null', 'zero', 'full', 'urandom')]",
     "netlink": "s = [socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, n) for n in (0, 4, 9, 15, 16)]; s[0].bind((0, 0))",
     "unix sockets": "s = socket.socketpair(); t = socket.socket(socket.AF_UNIX); t.bind('\\0icecore-test'); t.listen()",
-    "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
-    "asynchronous i/o": "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c))",
+    "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()])",
+    "descriptor in flight for reading": "a, b = socket.socketpair(); f = open('/etc/hostname'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
+    "lost name in flight": "a, b = socket.socketpair(); f = open('x', 'w'); os.link('x', 'y'); os.unlink('x'); socket.send_fds(a, [b'x'], [f.fileno()])",
+    "pipe in flight": "a, b = socket.socketpair(); r, w = os.pipe(); socket.send_fds(a, [b'x'], [r, w]); os.close(r); os.close(w)",
+    "deleted file in flight": "a, b = socket.socketpair(); f = open('x', 'w'); os.unlink('x'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
     "memfd": "f = os.memfd_create('x'); os.write(f, b'hello')",
     "locks": "f = open('x', 'w'); fcntl.flock(f, 2); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))",
     "deleted folder": "os.mkdir('d'); os.chdir('d'); f = open('f', 'w'); os.unlink('f'); os.rmdir('../d')",
@@ -473,9 +511,106 @@ def test_what_is_not_refused_can_be_dumped(case: str, has: Has, store: Store) ->
     names = {
         Path(file.path).name for file in store.read(result.snapshot).manifest.files if file.writable
     }
-    assert not any(name.startswith("[aio]") for name in names)
     if case == "name like a deleted one":
         assert "x (deleted)" in names
+
+
+# -- threads
+
+#: A thread that does something and stays.
+_THREAD = """
+import threading
+ready = threading.Event()
+def run():
+    {}
+    ready.set()
+    time.sleep(1000)
+threading.Thread(target=run, daemon=True).start(); assert ready.wait(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("assert libc.unshare(0x400) == 0; global f; f = open('log', 'w')", "descriptors"),
+        ("assert libc.unshare(0x200) == 0; os.mkdir('d'); os.chdir('d')", "a working directory"),
+        ("assert libc.unshare(0x20000) == 0", "a working directory"),  # a mount namespace
+        ("assert libc.unshare(0x4000000) == 0", r"namespaces \(uts\)"),
+    ],
+)
+def test_a_thread_that_does_not_share(code: str, what: str, has: Has, store: Store) -> None:
+    message = refused(store, has(_THREAD.format(code)))["threads"]
+    assert re.search(f"thread [0-9]+ of process [0-9]+ has {what} of its own", message)
+
+
+def test_threads_that_come_and_go_share_everything(has: Has) -> None:
+    restless = """ready.set()
+    while True:
+        thread = threading.Thread(target=int); thread.start(); thread.join()"""
+    pid = has("\n".join([*[_THREAD.format("pass")] * 20, _THREAD.format(restless)]))
+    for _ in range(20):
+        assert "threads" not in refusals(pid)
+
+
+# -- asynchronous I/O
+
+_RING = "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c))"
+_DIRECT = "f = os.open('direct', os.O_RDWR | os.O_CREAT | os.O_DIRECT)"
+
+
+@pytest.mark.parametrize("descriptor", ["open", "shared with a child"])
+def test_asynchronous_requests_with_direct_io(descriptor: str, has: Has, store: Store) -> None:
+    child = "" if descriptor == "open" else "if os.fork(): time.sleep(1000)"
+    message = refused(store, has(f"{_DIRECT}\n{child}\n{_RING}"))["asynchronous-io"]
+    assert message.count("/direct") == 1
+
+
+@pytest.mark.parametrize(
+    "code", [_DIRECT, f"{_DIRECT}\nif os.fork() == 0: os.close(f); {_RING}; time.sleep(1000)"]
+)
+def test_direct_io_without_asynchronous_requests(code: str, has: Has, store: Store) -> None:
+    pid = has(code)
+    time.sleep(0.2)
+    store.dump(pid)
+
+
+def test_asynchronous_requests_without_direct_io(has: Has, store: Store) -> None:
+    pid = has(_RING)
+    events = Events()
+    result = store.dump(pid, events=events)
+    (warning,) = events.named("dump.warning")
+    assert warning.fields["name"] == "asynchronous-io"
+    files = store.read(result.snapshot).manifest.files
+    assert not any("[aio]" in file.path for file in files)
+
+
+def test_asynchronous_requests_that_begin_after_the_inspection(
+    puppet: Puppet, store: Store
+) -> None:
+    code = f"{_DIRECT}; c = ctypes.c_ulong(0); assert libc.syscall(206, 8, ctypes.byref(c)) == 0"
+    events = Events({("dump.preflight", "end"): lambda _: puppet.do(code)})
+    with pytest.raises(DumpFailed, match="open for direct I/O"):
+        store.dump(puppet.pid, events=events)
+    assert not store.snapshots()
+    puppet.do("pass")
+
+
+# -- what only CRIU's images show
+
+
+def test_a_file_that_only_a_queue_has(puppet: Puppet, store: Store) -> None:
+    """Its content would be in no snapshot, and a restore would give the job whatever is there."""
+    puppet.do(
+        "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
+        "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"
+    )
+    with pytest.raises(DumpFailed, match=r"state is in the queue of a socket") as caught:
+        store.dump(puppet.pid)
+    assert "again" in caught.value.cure and not store.snapshots()
+    store.dump(puppet.pid, DumpOptions(files="check"))
+    puppet.do("got = b.recv(70_000)\n_, (f,), *_ = socket.recv_fds(b, 100, 1)")
+    recorded = store.read(store.dump(puppet.pid).snapshot)
+    assert recorded.content("file", str(puppet.folder / "state")) == b"1"
 
 
 # -- warnings

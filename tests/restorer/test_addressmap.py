@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +71,46 @@ def test_the_map_agrees_with_a_model(steps: list[Operation]) -> None:
                 o: now_at[o] for o in range(first, min(first + 11, limit)) if o in now_at
             }
             assert {o: c for o, c in found.items() if o < limit} == expected_pieces
+
+
+def pages(addresses: AddressMap, first: int, count: int) -> list[int | None]:
+    """The original pages of what lies at some current ones."""
+    found = [addresses.original(page * 4096) for page in range(first, first + count)]
+    return [None if one is None else one // 4096 for one in found]
+
+
+def shrink(addresses: AddressMap, source: int, target: int, old: int, new: int, told: int) -> None:
+    """The events of an mremap that moves and shrinks, and tells a length."""
+    addresses.unmap((source + new) * 4096, (source + old) * 4096)
+    addresses.remap(source * 4096, target * 4096, told * 4096)
+    addresses.unmap(source * 4096, (source + new) * 4096)
+
+
+@pytest.mark.parametrize("told", ["old", "new"])
+def test_what_moves_and_shrinks_leaves_its_new_neighbour_alone(told: str) -> None:
+    """Before Linux 6.15, the kernel tells the old length."""
+    addresses = AddressMap()
+    addresses.unmap(100 * 4096, 103 * 4096)  # the target, with MREMAP_FIXED
+    shrink(addresses, 10, 100, 8, 3, 8 if told == "old" else 3)
+    assert pages(addresses, 10, 8) == [None] * 8
+    assert pages(addresses, 100, 8) == [10, 11, 12, 103, 104, 105, 106, 107]
+
+
+def test_what_moves_whole_after_a_part_of_it_came_back() -> None:
+    addresses = AddressMap()
+    addresses.remap(13 * 4096, 200 * 4096, 5 * 4096)
+    addresses.unmap(13 * 4096, 18 * 4096)
+    addresses.remap(200 * 4096, 13 * 4096, 5 * 4096)
+    addresses.unmap(200 * 4096, 205 * 4096)
+    addresses.remap(10 * 4096, 100 * 4096, 8 * 4096)
+    assert pages(addresses, 100, 9) == [*range(10, 18), 108]
+
+
+def test_what_moves_whole_after_a_part_of_it_was_discarded() -> None:
+    addresses = AddressMap()
+    addresses.remove(13 * 4096, 18 * 4096)
+    addresses.remap(10 * 4096, 100 * 4096, 8 * 4096)
+    assert pages(addresses, 100, 9) == [10, 11, 12, *[None] * 5, 108]
 
 
 def test_everything_is_where_it_was_at_first() -> None:

@@ -115,6 +115,10 @@ class DataDirectories:
         """Return the spaces of all directories."""
         return self._do(lambda: [space for one in self._captures for space in one.after_window()])
 
+    def contain(self, path: str) -> bool:
+        """Return whether a path of the job lies in one of the directories."""
+        return any(path.startswith(f"{one.path}/") for one in self._captures)
+
     @property
     def summaries(self) -> list[DataDirectory]:
         """Return what the manifest says of the directories, after `after_window`."""

@@ -42,6 +42,7 @@ from icecore.dumper.memory.present import (
 from icecore.dumper.memory.scan import ReadElsewhere
 from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
+from icecore.dumper.observe.asynchronous_io import has_ring
 from icecore.dumper.observe.files import tree_pids
 from icecore.errors import NotFound
 from icecore.events import Sink, phase
@@ -53,7 +54,6 @@ from icecore.store.format.manifest import Region
 _POLL_SECONDS = 0.001
 #: Least private memory of a process for which the early scan pays off.
 _LEAST_BYTES = 8 << 20
-_RING = "/[aio]"
 #: An image that CRIU opens once every thread stands still (cr-dump.c: collect_pstree comes before
 #: cr_glob_imgset_open).
 ALL_STOPPED = "files.img"
@@ -201,7 +201,7 @@ class EarlyScan:
             for pid in held:
                 image = images[pid]
                 mappings = procfs.read_maps(pid)
-                if any(mapping.path.startswith(_RING) for mapping in mappings):
+                if has_ring(mappings):
                     rings = True
                     continue
                 regions = [

@@ -12,17 +12,21 @@ from dataclasses import dataclass, field, replace
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
-from icecore.host.kernel import procfs
+from icecore.host.kernel import libc, procfs
 from icecore.host.kernel.filesystem import may_be_in_memory
 from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import FilePolicy, OpenFile
 
 _DELETED = " (deleted)"
-_PSEUDO = ("/proc/", "/sys/", "/dev/")
-_SHARED_MEMORY = "/dev/shm/"
+_PSEUDO = ("/proc/", "/sys/")
 #: How /proc names memory that it shows as files: memfds, System V shared memory, rings of
-#: asynchronous I/O.
+#: asynchronous I/O; and shared anonymous memory, also on huge pages.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
+_ANONYMOUS = ("/dev/zero (deleted)", "/anon_hugepage (deleted)")
+#: statfs(2): file systems that may be below /dev and whose regular files have no content of their
+#: own: mqueue, devpts, proc, sysfs, cgroup and cgroup2.
+_DEVICES = "/dev/"
+_WITHOUT_CONTENT = (0x19800202, 0x1CD1, 0x9FA0, 0x62656572, 0x27E0EB, 0x63677270)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 continue
             shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
                 bool(mapping.protection & procfs.PROT_WRITE)
-                or (not _is_special(mapping.path) and _may_become_writable(reach))
+                or (not _is_special(mapping.path, reach) and _may_become_writable(reach))
             )
             if known and not shared_writable:
                 continue
@@ -114,11 +118,21 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
     return sorted(files, key=lambda f: f.about.path)
 
 
-def _is_special(path: str) -> bool:
-    """Return whether a path is that of a device, of the kernel, or of memory without a name."""
-    return path.startswith(_MEMORY) or (
-        path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY)
-    )
+def _is_special(target: str, reach: str) -> bool:
+    """Return whether what /proc shows as a file is the kernel's, or memory without a name.
+
+    Args:
+        target: The path that /proc shows.
+        reach: A path under /proc through which it can be opened.
+    """
+    if target.startswith((*_MEMORY, *_PSEUDO)) or target in _ANONYMOUS:
+        return True
+    if not target.startswith(_DEVICES):
+        return False
+    try:
+        return libc.file_system(reach) in _WITHOUT_CONTENT
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # closed or unmapped since, which happens only before the window
 
 
 def _may_become_writable(reach: str) -> bool:
@@ -151,7 +165,7 @@ def _add(
         return  # closed or unmapped since, which happens only before the window
     deleted = target.endswith(_DELETED) and not _is_there(reach, target, about)
     path = target.removesuffix(_DELETED) if deleted else target
-    if not stat.S_ISREG(about.st_mode) or _is_special(path):
+    if not stat.S_ISREG(about.st_mode) or _is_special(target, reach):
         return
     lost = [reach] if deleted else []
     before = found.get((about.st_dev, about.st_ino))

@@ -40,9 +40,10 @@ from icecore.store.format.surroundings import (
     Surroundings,
 )
 
-#: File systems of the kernel; a restore makes nothing there.
-_PSEUDO = ("/proc", "/sys", "/dev")
-_SHARED_MEMORY = "/dev/shm"
+#: File systems of the kernel; a restore makes nothing there. What lies below /dev may be on others.
+_PSEUDO = ("/proc", "/sys")
+_DEVICES = "/dev"
+_OF_DEVICES = frozenset(("devtmpfs", "devpts", "mqueue", "hugetlbfs", "proc", "sysfs"))
 _TEMPORARY = ("/tmp", "/var/tmp")
 #: Where daemons put their pid files.
 _PID_FOLDERS = ("/run", "/var/run")
@@ -62,11 +63,13 @@ class _Search:
         top: A path under /proc through which the tree's root directory is reached.
         is_own: Whether a path is the instance's own.
         users: Users of the tree's processes.
+        mounts: Mount points of the tree → types of file systems.
     """
 
     top: str
     is_own: Callable[[str], bool]
     users: frozenset[int]
+    mounts: dict[str, str]
     folders: dict[str, Folder] = field(default_factory=dict)
     fifos: dict[str, Fifo] = field(default_factory=dict)
     sockets: dict[str, SocketName] = field(default_factory=dict)
@@ -76,8 +79,14 @@ class _Search:
         """Return whether a restore makes nothing at a path."""
         if path == "/" or not path.startswith("/") or self.is_own(path):
             return True
-        pseudo = any(path == one or path.startswith(f"{one}/") for one in _PSEUDO)
-        return pseudo and not path.startswith(f"{_SHARED_MEMORY}/")
+        if not path.startswith(f"{_DEVICES}/"):
+            return path in (*_PSEUDO, _DEVICES) or path.startswith(tuple(f"{p}/" for p in _PSEUDO))
+        return path in self.mounts or self._mount(path) in _OF_DEVICES
+
+    def _mount(self, path: str) -> str:
+        """Return the type of the file system of a path."""
+        above = [point for point in self.mounts if path.startswith(f"{point.rstrip('/')}/")]
+        return self.mounts[max(above, key=len)] if above else ""
 
     def stat(self, path: str) -> os.stat_result | None:
         """Return what is at a path of the tree; None: nothing, or it cannot be examined."""
@@ -167,7 +176,7 @@ def find_surroundings(
     """
     root = next(iter(pids))
     users = frozenset(process.user for process in processes if process.alive) or frozenset({0})
-    search = _Search(f"/proc/{root}/root", is_own, users)
+    search = _Search(f"/proc/{root}/root", is_own, users, _mounts(root))
     _from_images(search, images, pids.values())
     for file in files:
         if file.policy != "absent":
@@ -184,6 +193,17 @@ def find_surroundings(
         list(search.small.values()),
         _programs(search.top, images, pids.values(), files),
     )
+
+
+def _mounts(root: int) -> dict[str, str]:
+    """Map the mount points of a tree, or of this process if the tree has ended, to the types of
+    their file systems.
+    """
+    try:
+        found = procfs.mounts(root)
+    except OSError:
+        found = procfs.mounts()
+    return {mount.point: mount.kind for mount in found}
 
 
 def _depth(path: str) -> tuple[int, str]:

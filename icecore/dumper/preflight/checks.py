@@ -5,17 +5,19 @@ what was seen to make CRIU's dump, or a restore of it, fail.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from icecore.dumper.memory.shared import open_shared
 from icecore.dumper.observe.files import ghosts
-from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.observe.inspection import Inspection, ProcessInspection
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import LEAST_BYTES, hides
 from icecore.host.criu.libraries import CRIU_LIBRARY
-from icecore.host.kernel import limits, oom, procfs
+from icecore.host.kernel import libc, limits, oom, procfs
+from icecore.host.kernel.kcmp import kcmp
 from icecore.host.kernel.pagemap import Pagemap
 from icecore.store.format.manifest_rules import MAX_REGIONS
 
@@ -106,6 +108,44 @@ def namespaces(found: Inspection) -> list[Refusal]:
             )
         )
     return out
+
+
+def threads(found: Inspection) -> list[Refusal]:
+    """Refuse threads that do not share everything with their process. CRIU looks at the first
+    thread of a process, and gives what that one has to all.
+    """
+    return [
+        Refusal(
+            "threads",
+            f"thread {thread} of process {process.pid} has {what} of its own, and CRIU would give it the process's",
+            "have the program's threads share it (no unshare(2) or setns(2) in a thread), or do that thread's work in a process",
+        )
+        for process in found.living
+        if process.status.threads > 1
+        for thread, what in islice(_apart(process), 1)
+    ]
+
+
+def _apart(process: ProcessInspection) -> Iterator[tuple[int, str]]:
+    """Yield threads that have something of their own, and what that is."""
+    pid = process.pid
+    with suppress(NotFound):
+        for thread in procfs.threads(pid):
+            with suppress(NotFound, ProcessLookupError):
+                what = _own(pid, thread, process.namespaces or {}) if thread != pid else ""
+                if what and not procfs.thread_ends(pid, thread):
+                    yield thread, what
+
+
+def _own(pid: int, thread: int, namespaces: Mapping[str, int]) -> str:
+    """Return what a thread does not share with its process; empty: it shares all."""
+    if kcmp(pid, thread, "files"):
+        return "descriptors"
+    if kcmp(pid, thread, "fs"):
+        return "a working directory"
+    theirs = procfs.thread_namespaces(pid, thread)
+    kinds = [kind for kind in theirs if theirs[kind] != namespaces.get(kind)]
+    return f"namespaces ({', '.join(kinds)})" if kinds else ""
 
 
 def proc(found: Inspection) -> list[Refusal]:
@@ -266,6 +306,28 @@ def over_budget(size: int, most: int, largest: str) -> tuple[str, str, str]:
         f" largest {largest}; the budget is {most >> 20} MiB",
         "raise --file-budget, or leave the files out with --files check",
     )
+
+
+def huge_files(found: Inspection) -> list[Refusal]:
+    """Refuse files on a mounted hugetlbfs that the job can write to. CRIU leaves their content out,
+    and a restore could not write it: such files have no write(2).
+    """
+    return [
+        Refusal(
+            "huge-file",
+            f"{file.about.path} lies on hugetlbfs and is open for writing or deleted: a snapshot would lack its content",
+            "have the job use huge pages without a file: mmap(2) with MAP_HUGETLB, or memfd_create(2) with MFD_HUGETLB",
+        )
+        for file in found.files
+        if (file.about.writable or file.deleted) and _on_huge_pages(file.reach)
+    ]
+
+
+def _on_huge_pages(path: str) -> bool:
+    try:
+        return libc.file_system(path) == libc.HUGETLBFS
+    except OSError:
+        return False  # closed or unmapped since
 
 
 def workdir(found: Inspection) -> list[Refusal]:

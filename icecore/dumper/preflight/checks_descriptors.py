@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from itertools import islice
 
+from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection, mount_ids
 from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
 from icecore.dumper.preflight.checks import Refusal, in_hosts
@@ -77,6 +78,15 @@ def io_uring(found: Inspection) -> list[Refusal]:
             if found.run is not None
             else "start the job with 'icecore run', which denies it io_uring, or after 'sysctl -w kernel.io_uring_disabled=2'",
         )
+    ]
+
+
+def direct_requests(found: Inspection) -> list[Refusal]:
+    return [
+        Refusal("asynchronous-io", asynchronous_io.unseen(process.pid, path), asynchronous_io.CURE)
+        for process in found.processes
+        if asynchronous_io.has_ring(process.mappings)
+        and (path := asynchronous_io.direct_file(process.descriptors))
     ]
 
 
@@ -337,6 +347,20 @@ def _datagram_to_name(peer: UnixSocket | None) -> bool:
 
 
 # -- warnings
+
+
+def lost_requests(found: Inspection) -> list[Refusal]:
+    """Warn of rings without direct I/O: requests to poll or to flush may still be in flight."""
+    return [
+        Refusal(
+            "asynchronous-io",
+            f"process {process.pid} uses Linux's asynchronous I/O (io_setup): a restored job waits for ever for polls and flushes that were in flight",
+            "turn it off in the program's configuration, unless the program only reads and writes with it",
+        )
+        for process in found.processes
+        if asynchronous_io.has_ring(process.mappings)
+        and not asynchronous_io.direct_file(process.descriptors)
+    ]
 
 
 def loose_pipes(found: Inspection) -> list[Refusal]:

@@ -32,7 +32,8 @@ _libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
 _libc.statfs.restype = ctypes.c_int
 
 #: File systems without a disk: tmpfs, ramfs, hugetlbfs (statfs(2)).
-_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
+HUGETLBFS = 0x958458F6
+_IN_MEMORY = (0x01021994, 0x858458F6, HUGETLBFS)
 
 _M_ARENA_MAX = -8  # malloc.h
 _TUNABLES = "GLIBC_TUNABLES"  # read by the loader

@@ -191,16 +191,30 @@ def is_over(pid: int) -> bool:
     may still be a zombie, or wait for others to end.
     """
 
-    def ends(thread: int) -> bool:
-        try:
-            return bool(int(_stat_fields(pid, f"task/{thread}/")[1][6]) & _PF_EXITING)
-        except NotFound:
-            return True
-
     try:
-        return all(map(ends, threads(pid)))
+        return all(thread_ends(pid, thread) for thread in threads(pid))
     except NotFound:
         return True
+
+
+def thread_ends(pid: int, thread: int) -> bool:
+    """Return whether a thread has ended or is about to."""
+    try:
+        return bool(int(_stat_fields(pid, f"task/{thread}/")[1][6]) & _PF_EXITING)
+    except NotFound:
+        return True
+
+
+def thread_namespaces(pid: int, thread: int) -> dict[str, int]:
+    """Return the inode numbers of the namespaces that one thread of a process can have for itself,
+    by kind. A mount namespace is not among them: the thread then also has a working directory of
+    its own.
+    """
+    with _process(pid):
+        return {
+            kind: os.stat(f"/proc/{pid}/task/{thread}/ns/{kind}").st_ino
+            for kind in ("cgroup", "ipc", "net", "uts")
+        }
 
 
 def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]]:

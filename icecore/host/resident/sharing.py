@@ -8,19 +8,16 @@ all that come from the keeper of one memory are duplicates of each other.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cmp_to_key
 
 from icecore.errors import IcecoreError
+from icecore.host.kernel.kcmp import kcmp
 from icecore.host.resident.protocol import Allocation
 
 Taken = tuple[Allocation, int]
-_KCMP = {"x86_64": 312, "aarch64": 272}
-_KCMP_FILE = 0
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SharingUnclear(IcecoreError):
@@ -131,19 +128,10 @@ def _groups(shared: Sequence[tuple[int, Taken]]) -> Iterator[list[tuple[int, Tak
 def _compare(one: int, other: int) -> int:
     """Compare open files (kcmp(2)): 0 if they are the same."""
     pid = os.getpid()
-    result = int(
-        _libc.syscall(
-            _KCMP[os.uname().machine],
-            pid,
-            pid,
-            _KCMP_FILE,
-            ctypes.c_ulong(one),
-            ctypes.c_ulong(other),
-        )
-    )
-    if result < 0:
+    try:
+        return kcmp(pid, pid, "file", one, other)
+    except OSError as error:
         raise SharingUnclear(
-            f"cannot determine which processes share device memory: kcmp: {os.strerror(ctypes.get_errno())}",
+            f"cannot determine which processes share device memory: {error.strerror}",
             cure="a kernel with CONFIG_KCMP, which CRIU needs, too",
-        )
-    return {0: 0, 1: -1, 2: 1}.get(result, 0)
+        ) from error

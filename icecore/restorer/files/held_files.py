@@ -22,7 +22,7 @@ from icecore.host.cuda.holder import replaced_mappings
 from icecore.host.kernel import procfs
 from icecore.restorer.files.rights import Inode, inode_of
 
-#: File systems of the kernel, in which no user makes names; files there are no part of a snapshot.
+#: File systems of the kernel, in which no user makes names.
 _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
@@ -34,6 +34,7 @@ def require_files(
     expected: Set[Inode],
     own: tuple[str, ...] = (),
     given: Set[str] = frozenset(),
+    recorded: Set[str] = frozenset(),
     *,
     surroundings: bool = False,
 ) -> None:
@@ -47,6 +48,8 @@ def require_files(
         own: Beginnings of paths where the instance has file systems of its own.
         given: Recorded paths whose files CRIU inherits instead of opening them. Those that its
             plugin replaces are added.
+        recorded: Paths of files in the snapshot. Others below /proc, /sys and /dev are the
+            kernel's.
         surroundings: Check directories and FIFOs, too: ``expected`` contains them.
 
     Raises:
@@ -56,7 +59,7 @@ def require_files(
     given = given | replaced_mappings(images)
     for pid in procfs.tree(root):
         with suppress(NotFound):  # it ended meanwhile
-            _require_of_process(pid, opened, expected, own, given, surroundings)
+            _require_of_process(pid, opened, expected, own, given, recorded, surroundings)
 
 
 def _require_of_process(
@@ -65,17 +68,18 @@ def _require_of_process(
     expected: Set[Inode],
     own: tuple[str, ...],
     given: Set[str],
+    recorded: Set[str],
     surroundings: bool,
 ) -> None:
-    recorded = procfs.status(pid).own_pid
+    own_pid = procfs.status(pid).own_pid
     links = [
-        (f"/proc/{pid}/fd/{number}", file) for number, file in opened.descriptors(recorded).items()
+        (f"/proc/{pid}/fd/{number}", file) for number, file in opened.descriptors(own_pid).items()
     ]
     if surroundings:
         links += [
-            (f"/proc/{pid}/{name}", file) for name, file in opened.directories(recorded).items()
+            (f"/proc/{pid}/{name}", file) for name, file in opened.directories(own_pid).items()
         ]
-    mapped = list(opened.mappings(recorded))
+    mapped = list(opened.mappings(own_pid))
     if mapped:
         starts = [start for start, _, _ in mapped]
         for mapping in procfs.read_maps(pid):
@@ -94,7 +98,7 @@ def _require_of_process(
         if surroundings and _is_around(about):
             right = _is_right_place(file, target, about, expected, own)
         else:
-            right = _is_right(file, target, about, expected, own)
+            right = _is_right(file, target, about, expected, own, recorded)
         if not right:
             raise RestoreFailed(
                 f"CRIU opened {target} for process {pid}, which is not the file that was checked: it was replaced during the restore",
@@ -134,6 +138,7 @@ def _is_right(
     about: os.stat_result,
     expected: Set[Inode],
     own: tuple[str, ...],
+    recorded: Set[str],
 ) -> bool:
     """Return whether CRIU opened the file that the images mean."""
     path, mode = opened.file.path, opened.file.mode
@@ -147,6 +152,7 @@ def _is_right(
         return True
     if opened.ghost_user is not None:
         return not about.st_nlink and about.st_uid == opened.ghost_user
-    if path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY):
+    pseudo = path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY)
+    if pseudo and path not in recorded:
         return target.removesuffix(_DELETED) == path
     return False

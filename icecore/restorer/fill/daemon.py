@@ -363,7 +363,9 @@ class Daemon:
                     self._watch(family, member.child(descriptor, next(born), family.wiped))
                 case Remap(source, target, length):
                     member.map.remap(source, target, length)
-                case Unmap(start, end) | Remove(start, end):
+                case Unmap(start, end):
+                    member.map.unmap(start, end)
+                case Remove(start, end):
                     # A discarded range stays registered: unregistering it would split the VMA, and
                     # a process that then moves it as the one mapping that it made would fail.
                     member.map.remove(start, end)

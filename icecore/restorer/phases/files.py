@@ -66,12 +66,14 @@ class ExpectedFiles:
         inodes: Those that were put back or left as they are.
         places: Paths that the instance has for itself begin with one of these.
         given: Files that CRIU is handed as descriptors.
+        recorded: The paths of files in the snapshot.
         surroundings: Whether ``inodes`` contains directories and FIFOs, too.
     """
 
     inodes: frozenset[Inode]
     places: tuple[str, ...]
     given: frozenset[str]
+    recorded: frozenset[str]
     surroundings: bool
 
 
@@ -206,6 +208,7 @@ def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:
             expected.inodes,
             expected.places,
             expected.given,
+            expected.recorded,
             surroundings=expected.surroundings,
         )
     prepared.put_back.hand_over()
@@ -360,7 +363,11 @@ def _expected_files(plan: Plan, put_back: PutBack) -> ExpectedFiles | None:
             places = (f"{INSTANCE_MOUNT}/", *OWN_FOLDERS)
         places += tuple(f"{point}/" for point in plan.record.tmp)
     return ExpectedFiles(
-        files.untouched | put_back.inodes, places, frozenset(given), KEY in plan.manifest.extra
+        files.untouched | put_back.inodes,
+        places,
+        frozenset(given),
+        frozenset(file.path for file in plan.manifest.files),
+        KEY in plan.manifest.extra,
     )
 
 

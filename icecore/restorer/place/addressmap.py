@@ -8,10 +8,13 @@ address is at one place at most, and a current address outside all segments hold
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from typing import NamedTuple
 
 #: No user address is higher (five-level page tables).
 TOP = 1 << 56
+#: Unmapped ranges that are remembered: more than threads unmap between two events of one mremap.
+_RECENT = 64
 
 
 class MovedPiece(NamedTuple):
@@ -34,6 +37,7 @@ class AddressMap:
         self._end = [TOP]
         self._shift = [0]
         self._by_original: tuple[list[int], list[MovedPiece]] | None = None
+        self._unmapped: deque[tuple[int, int]] = deque(maxlen=_RECENT)
 
     def copy(self) -> AddressMap:
         """Return the map of a child that was just forked."""
@@ -81,16 +85,30 @@ class AddressMap:
         return found
 
     def remove(self, start: int, end: int) -> None:
-        """Note that the process discarded or unmapped ``start`` to ``end``."""
+        """Note that the process discarded ``start`` to ``end``."""
         if start < end:
             self._cut(start, end)
+
+    def unmap(self, start: int, end: int) -> None:
+        """Note that the process unmapped ``start`` to ``end``."""
+        self.remove(start, end)
+        self._unmapped.append((start, end))
 
     def remap(self, source: int, target: int, length: int) -> None:
         """Note that the process moved ``length`` bytes from ``source`` to ``target``; the ranges do
         not overlap.
+
+        Before Linux 6.15, the kernel reports the old length of memory that mremap(2) moves and
+        shrinks, after it has reported that it unmapped what is cut off. Nothing moved from there,
+        and what lies behind the shorter target is still there.
         """
         if source == target or length <= 0:
             return
+        length = self._shrunk(source, length)
+        self._unmapped = deque(
+            (one for one in self._unmapped if one[1] <= target or target + length <= one[0]),
+            _RECENT,
+        )
         moved = self._cut(source, source + length)
         self._cut(target, target + length)
         if not moved:
@@ -99,6 +117,13 @@ class AddressMap:
         self._start[at:at] = [start + target - source for start, _, _ in moved]
         self._end[at:at] = [end + target - source for _, end, _ in moved]
         self._shift[at:at] = [shift + source - target for _, _, shift in moved]
+
+    def _shrunk(self, source: int, length: int) -> int:
+        """Return the length that really moved: up to what was unmapped at the end of the range."""
+        for start, end in self._unmapped:
+            if source < start and end == source + length:
+                return start - source
+        return length
 
     def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """Remove ``start`` to ``end`` from the map; return that part as (start, end, shift)."""
