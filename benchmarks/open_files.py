@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """A large file on disk that a job has open for writing: how much longer the job stands still than
-without it.
+it does without the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.worker import Worker
 from tests.dumper.puppet import Puppet
 
 PART = "open files"
-#: The issue that asked for it names no figure for this: that of reserved memory.
+#: The target of reserved memory, because none was given for this case.
 _TARGET = 1.2
 _DISK = "/var/tmp"
 _OPEN = (
@@ -36,7 +36,7 @@ _CASES = {
 
 
 def measure(mib: int, rounds: int) -> list[Result]:
-    """All figures of this part, with a file of ``mib``."""
+    """Return all figures of this part, with a file of ``mib`` MiB."""
     found = Rounds()
     for turn in range(rounds):
         order = ("with", "without") if turn % 2 == 0 else ("without", "with")
@@ -47,10 +47,10 @@ def measure(mib: int, rounds: int) -> list[Result]:
     return [
         Result(
             PART,
-            f"window, {mib} MiB {case} by no file",
+            f"window, {mib} MiB {case} / no file",
             found.ratio(f"with, {case}", f"without, {case}"),
             _TARGET,
-            note=f"{found.median(f'with, {case}'):.3f} s by {found.median(f'without, {case}'):.3f} s",
+            note=f"{found.median(f'with, {case}'):.3f} s / {found.median(f'without, {case}'):.3f} s",
         )
         for case in ("first", *_CASES)
     ]
@@ -77,7 +77,7 @@ def _one(kind: str, mib: int, folder: Path, worker: Worker, found: Rounds) -> No
 
 
 def main() -> None:
-    """This part alone."""
+    """Run this part alone."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

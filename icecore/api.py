@@ -297,8 +297,8 @@ def dump(
         repository: The repository, open or as a location. Empty: the configured one.
         options: Default: the configured options.
         config: Default: `icecore.config.loading.load`.
-        stopping: Can still have the dump end the job while it is under way, until its window
-            begins. A streamed dump cannot.
+        stopping: Can ask the dump to end the job, until the dump's window begins. A streamed dump
+            ignores it.
         emit: Gets the events (docs/reference/events.md), from several threads.
 
     Returns:

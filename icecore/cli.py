@@ -243,7 +243,7 @@ def main(
     finally:
         threading.excepthook = threads_before
         for number, handler in before.items():
-            # What is ignored by now must not change the exit status of a process that ends.
+            # A signal that is ignored by now must not change the exit status of the ending process.
             if words is not None or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler)
 

@@ -1,4 +1,4 @@
-"""A file system that records whole seconds."""
+"""A file system that records only whole seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 @contextmanager
 def mounted_with_seconds(folder: Path) -> Iterator[Path]:
-    """Mount an ext4 whose inodes have no room for nanoseconds; skip where that is impossible.
+    """Mount an ext4 whose inodes have no room for nanoseconds; skip the test where that is
+    impossible.
 
     Args:
         folder: Where the image and the mount point are made.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from icecore.commands.progress import Bars
     from icecore.commands.relay import Relay
 
-#: Time for what a relay still has to print at the end.
+#: Time at the end for a relay to print what still waits.
 _LAST_SECONDS = 5.0
 #: SGR parameters (ECMA-48) of a table's header and title.
 _BOLD, _ITALIC = "1", "3"
@@ -92,16 +92,16 @@ class Output:
             self._bars = Bars(self._stderr)
 
     def relay(self) -> None:
-        """From now on, print events and remarks in a thread of their own: nobody who reports
-        something waits for a reader. Those that nobody reads are dropped at last. Results and a
-        job's output still wait.
+        """From now on, print events and remarks in a separate thread, so that no caller waits for a
+        reader. If too many wait, drop further ones. Results and a job's output still wait for their
+        reader.
         """
         from icecore.commands.relay import Relay
 
         self._relay = Relay()
 
     def _report(self, call: Callable[[], None]) -> None:
-        """Print what nobody should wait for."""
+        """Print something for which no caller should wait."""
         if self._relay is None:
             call()
         else:
@@ -163,7 +163,7 @@ class Output:
         """
         stream = self._stderr if error else self._stdout
         if self._relay is not None:
-            self._relay.settle()  # what was said before comes first
+            self._relay.settle()  # earlier remarks come first
         left = memoryview(data)
         while left:
             try:
@@ -171,7 +171,7 @@ class Output:
                     with self._lock:
                         self._pause()
                         stream.flush()
-                written = os.write(stream.fileno(), left)  # may wait: nobody else must
+                written = os.write(stream.fileno(), left)  # may block, so it does not hold the lock
             except OSError as failed:
                 if not again(failed):
                     raise
@@ -281,7 +281,7 @@ class Output:
             self._pause()
 
     def _give_up(self) -> None:
-        """Discard what else is written, so that nothing waits for a reader that does not read."""
+        """Discard all further output, so that nothing waits for a reader that does not read."""
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         for stream in (self._stdout, self._stderr):
             with suppress(OSError):

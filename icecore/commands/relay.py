@@ -1,4 +1,4 @@
-"""Does what may wait for a reader in a thread of its own, so that nobody else waits."""
+"""Runs calls that may wait for a reader in a separate thread, so that nobody else waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-#: Maximum number of calls that wait for their turn.
+#: Maximum number of waiting calls.
 _MOST_WAITING = 2000
 #: A call that takes longer than this waits for a reader that does not read.
 _STUCK_SECONDS = 1.0
@@ -21,7 +21,7 @@ Call = Callable[[], None]
 
 
 class Relay:
-    """Runs calls one after the other, in a daemon thread. A call that fails is done."""
+    """Runs calls one after the other, in a daemon thread. A call that fails counts as done."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,7 +31,7 @@ class Relay:
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 
     def put(self, call: Call) -> None:
-        """Run a call in its turn. Drop it if too many wait."""
+        """Run a call in its turn. Drop it if too many calls wait."""
         with self._changed:
             if len(self._waiting) < _MOST_WAITING:
                 self._add(call)
@@ -43,8 +43,8 @@ class Relay:
             self._changed.wait_for(lambda: self._done >= mine)
 
     def settle(self, seconds: float = math.inf) -> bool:
-        """Wait until all calls that were put before are done; return whether they are. Do not wait
-        for a call that takes long, nor longer than ``seconds``.
+        """Wait until all earlier calls are done, and return whether they are. Stop waiting after
+        ``seconds``, or if a call takes too long.
         """
         until = time.monotonic() + seconds
         with self._changed:
@@ -78,7 +78,7 @@ class Relay:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write bytes past Python's buffer, whose lock would keep the interpreter from ending.
+    """Write bytes without Python's buffer, whose lock could keep the interpreter from exiting.
 
     Raises:
         OSError: The rest could not be written.

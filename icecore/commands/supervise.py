@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from icecore.store.maintenance.forget import Policy
 
 _BARS = 40
-#: What of the explanation is in the command's result.
+#: The fields of the explanation that the command's result contains.
 _OF_RESULT = (
     *("job", "interval_seconds", "auto_seconds", "optimum_seconds", "bound", "overhead"),
     *("expected_loss", "window_seconds", "background_seconds", "commit_seconds", "stop_seconds"),
@@ -168,7 +168,7 @@ def run(
 
     Args:
         start: Starts the job anew.
-        owner: The uid with which it starts the job: other users' jobs of this name do not count.
+        owner: The uid of the jobs that it starts. Other users' jobs of this name are ignored.
         writer: Returns the function that writes the output of an instance. Its second argument decides
             whether to retry a failed write.
     """
@@ -201,8 +201,8 @@ def _run(
     require(arguments)
     if context.config.dump.memory == "streamed" and arguments.on_term != "pass":
         raise UsageError(
-            "a streamed snapshot cannot end the job, so this job could not be stopped with one",
-            cure="choose another [dump] memory, or --on-term pass",
+            "a job cannot be stopped with a streamed snapshot",
+            cure="choose another value of [dump] memory, or use --on-term pass",
         )
     keep_few_arenas()
     if context.origin is None:
@@ -287,13 +287,13 @@ def _with_grace(plan: Plan, tell: Tell) -> Plan:
 
 
 def _repository(context: Context, plan: Plan, tell: Tell) -> Repository:
-    """Return the repository; if the job is to be resumed, once it can be reached."""
+    """Return the repository. If the job is to be resumed, wait until it can be reached."""
     from icecore.service.supervision.patience import patiently
 
     def told(error: StoreError, pause: float) -> None:
         tell("run.waiting", error=str(error), next_seconds=pause)
 
-    if not plan.resume or context.origin is not None:  # the service starts another attempt
+    if not plan.resume or context.origin is not None:  # the service retries by itself
         return context.repository()
     return patiently(context.repository, told=told, wait=time.sleep)
 
@@ -341,7 +341,8 @@ def words(event: Event) -> list[str]:
             return [f"job {job}: {known['how']}"]
         case "run.gave_up":
             return [
-                f"job {job} failed {known['failures']} times and did not get past that; giving up"
+                f"job {job} failed {known['failures']} times and did not get past its failure;"
+                " giving up"
             ]
         case "run.notice":
             return [
@@ -442,7 +443,7 @@ def schedule(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _explained(job: str, context: Context) -> Explained:
-    """Return the numbers behind a job's interval; of the service: of a job of this user.
+    """Return the numbers behind a job's interval. Ask the service, if it is used.
 
     Raises:
         NotFound: No snapshot of it was taken under supervision on this node.

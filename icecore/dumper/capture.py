@@ -85,7 +85,7 @@ class Captured:
         reused: Spaces taken over from the parent as they are.
         files: What the manifest records of open files.
         lost: Open files that lost the name in ``files`` but have others, by device and inode: two
-            files may have lost the same name, or a file the name that another one has now.
+            files may have lost the same name, and another file may have the lost name now.
         scanned: Bytes read in the window.
         surroundings: What a restore needs around open files; read after the window.
     """
@@ -376,9 +376,9 @@ class Capture:
             captured.spaces.append(self._image(path))
 
     def _require_stored(self, captured: Captured) -> None:
-        """Raise if a file whose content a restore would not bring back is in the queue of a socket,
-        and no process has it open. It was not found in the window: the queues are in CRIU's images
-        alone.
+        """Raise if a file is in the queue of a socket, no process has it open, and a restore would
+        not bring back its content. The window does not find such a file, because only CRIU's images
+        show the queues.
         """
         if self._options.files != "content" or not (flying := files_in_flight(self._images)):
             return
@@ -401,7 +401,7 @@ class Capture:
             if writable and file.path not in stored and not elsewhere:
                 raise DumpFailed(
                     f"{file.path} is in the queue of a socket (SCM_RIGHTS), open for writing, and was not read in the window",
-                    cure="snapshot again once the receiver has taken it",
+                    cure="take the snapshot again once the receiver has received the file",
                 )
 
     def _pages(self, capture: SpaceCapture, pagemap: Pagemap) -> None:
@@ -441,8 +441,8 @@ def _still_there(pids: list[int]) -> None:
 
 
 def _require_no_requests(images: Path, pids: Mapping[int, int]) -> None:
-    """Raise if a process may have had requests of asynchronous I/O in flight. Preflight refuses such
-    processes, but they may have begun since.
+    """Raise if a process may have had asynchronous I/O requests in flight. Preflight refuses such
+    processes, but one may have begun since.
     """
     if (found := asynchronous_io.direct_user(images, pids)) is not None:
         raise DumpFailed(asynchronous_io.unseen(*found), cure=asynchronous_io.CURE)
@@ -460,7 +460,7 @@ def _rename(captured: Captured, images: Path) -> None:
     if left := links.left():
         raise DumpFailed(
             f"{left[0]} is open but was deleted or replaced, and a restore could not bring it back",
-            cure="have the job close it, or open it through one mount only",
+            cure="have the job close the file, or open it through one mount only",
         )
     captured.files = [
         msgspec.structs.replace(file, path=name)

@@ -89,8 +89,8 @@ def dump(
         workdir: Directory on tmpfs for CRIU's images while the dump lasts.
         committed: Called with the result once the snapshot is committed and the job runs, before
             the command after the dump.
-        stopping: Can still have the dump end the job until the window begins. A streamed dump
-            cannot.
+        stopping: Can ask the dump to end the job, until the window begins. A streamed dump ignores
+            it.
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:

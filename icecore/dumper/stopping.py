@@ -1,5 +1,5 @@
-"""Whether a dump ends the job. It may be asked to while it is under way: a job that has to leave in
-the middle of a periodic snapshot need not wait for it and then be dumped once more.
+"""Decides whether a dump ends the job. A dump can be asked to end the job while it is under way. So
+a job that has to leave during a periodic snapshot need not wait for it and then be dumped again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class StopRequest:
         return self._ends
 
     def ask(self) -> None:
-        """Ask for it. Once the window has begun, this changes nothing: the job goes on."""
+        """Ask the dump to end the job. Once the window has begun, this has no effect: the job goes
+        on.
+        """
         with self._lock:
             self._asked = True
             hurry, self._hurry = self._hurry, []
@@ -40,7 +42,7 @@ class StopRequest:
             call()
 
     def when_asked(self, call: Callable[[], None]) -> None:
-        """Call something once, as soon as the dump is asked, from the thread that asks."""
+        """Call a function once, as soon as the dump is asked, in the thread that asks."""
         with self._lock:
             if not self._asked:
                 self._hurry.append(call)
@@ -48,7 +50,9 @@ class StopRequest:
         call()
 
     def decide(self) -> bool:
-        """Return whether the dump ends the job; for the dump, when its window begins."""
+        """Decide and return whether the dump ends the job. The dump calls this when its window
+        begins.
+        """
         with self._lock:
             self._ends = self._asked
             return self._ends

@@ -25,9 +25,9 @@ class RepositoryEngine:
     Args:
         repository: Where snapshots are.
         config: Settings of dumps and restores.
-        identity: With which jobs are restored; None: with that of the snapshot.
-        owner: The user whose jobs and snapshots alone count, if there is no identity: others may
-            have a job of the same name. Jobs without an identity are root's.
+        identity: The identity with which jobs are restored; None: that of the snapshot.
+        owner: The user whose jobs and snapshots count, if there is no identity: others may have a
+            job of the same name. Jobs without an identity are root's.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RepositoryEngine:
         self._config = config
 
     def owns(self, job: Job) -> bool:
-        """Return whether a job is of the user."""
+        """Return whether a job belongs to the user."""
         return job.description.user == self._user
 
     def find(self, name: str) -> Job:
@@ -94,10 +94,10 @@ class RepositoryEngine:
         """Take a snapshot of a job; raises what `icecore.dump` does.
 
         Args:
-            stopping: Whether the job is to end with it; may still be asked.
+            stopping: Whether the job is to end with it; can be asked during the dump.
             under: Session without which the snapshot is not committed.
         """
-        stop = stopping.asked  # what is asked now matters to the checks, too
+        stop = stopping.asked  # the checks also depend on what is asked by now
         options = replace(api.dump_options(self._config), under=under, stop=stop)
         return api.dump(
             instance,

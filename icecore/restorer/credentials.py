@@ -21,11 +21,10 @@ _NOBODYS = 65534
 
 def require_credentials(images: Path, identity: Identity | None, init: int) -> None:
     """Require that every process is the user's for whom a snapshot is restored, and has no group
-    or capability that the user lacks now. Root, and a user on an administrator's behalf, may have
-    everything restored.
+    or capability that the user lacks now. Root may have everything restored.
 
-    A set-user-ID program would act with the rights and on the data that it had when the snapshot was
-    taken, as often as the user likes, and the user may have left a group since.
+    Otherwise, a set-user-ID program would act with the rights and the data that it had when the
+    snapshot was taken, as often as the user likes. The user may also have left a group since.
 
     Args:
         images: CRIU's images.
@@ -44,23 +43,23 @@ def require_credentials(images: Path, identity: Identity | None, init: int) -> N
         who = user_name(identity.user)
         if one.users != {identity.user}:
             other = min(one.users - {identity.user})
-            raise _refused(f"runs as user {user_name(other)}, and user {who} restores it")
+            raise _refused(f"runs as user {user_name(other)}, but the restore is for user {who}")
         if one.capable:
-            raise _refused(f"has capabilities, and user {who} restores it")
+            raise _refused(f"has capabilities, but the restore is for user {who}")
         if more := sorted(one.groups - allowed):
-            raise _refused(f"has group {_group_name(more[0])}, which user {who} does not have")
+            raise _refused(f"has group {_group_name(more[0])}, of which user {who} is no member")
 
 
 def require_names(criu: Criu) -> None:
-    """Require a CRIU of which the library preloaded into it knows that it is one.
+    """Require a CRIU that the preloaded library recognises.
 
     Raises:
         MissingTool: It would make names with root's rights.
     """
     if _OF_CRIU not in criu.path.read_bytes():
         raise MissingTool(
-            f"{criu.path} exports no functions to plugins, so icecore could not bound its rights",
-            cure="use the CRIU that tools/install-criu installs, or the program itself, not a script",
+            f"{criu.path} exports no functions to plugins, so icecore cannot limit its rights",
+            cure="use the CRIU that tools/install-criu installs, or the path of the program itself instead of a script",
         )
 
 

@@ -101,7 +101,7 @@ def restore(
         following = attempt.after(failed)
         if following is None:
             raise RestoreFailed(failed.message, cure=failed.cure) from failed
-        message = f"{failed.message}; the restore is tried again{how}"
+        message = f"{failed.message}; retrying the restore{how}"
         emit(Event("restore.warning", {"name": name, "message": message}))
         attempt = following
 

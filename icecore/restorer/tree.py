@@ -48,7 +48,7 @@ done
 
 
 class PidTaken(RestoreFailed):
-    """Another process got an id of the tree's between the check and CRIU's use of it."""
+    """Another process got an id of the tree between the check and CRIU's use of it."""
 
 
 def criu_arguments(

@@ -1,5 +1,5 @@
-"""Why a job's snapshots are as far apart as they are: the numbers behind the interval, for the
-command line and the API.
+"""Explains the interval between a job's snapshots: the numbers behind it, for the command line and
+the API.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STEPS = range(-4, 5)
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """The shares of a job's time that snapshots and failures cost at an interval in seconds."""
+    """The shares of a job's time that snapshots and failures cost at an interval of ``seconds``."""
 
     seconds: float
     overhead: float
@@ -24,13 +24,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """The interval between a supervised job's snapshots, and what it comes from.
+    """The interval between a supervised job's snapshots, and the numbers behind it.
 
-    Times are in seconds. ``interval_seconds`` is used, ``auto_seconds`` is what ``--every auto``
-    chooses; ``bound`` decided it: ``optimum``, ``overhead``, ``commit`` or ``loss``. ``overhead``
-    and ``expected_loss`` are shares of the job's time at ``auto_seconds``. ``stop_seconds`` is how
-    long it takes at most to stop the job with a snapshot. ``mean_seconds`` is the estimated time
-    between failures, ``prior_seconds`` the one assumed at first.
+    Times are in seconds. ``interval_seconds`` is used; ``auto_seconds`` is what ``--every auto``
+    chooses, and ``bound`` says what decided that: ``optimum``, ``overhead``, ``commit`` or
+    ``loss``. ``overhead`` and ``expected_loss`` are shares of the job's time at ``auto_seconds``.
+    ``stop_seconds`` is the longest time that stopping the job with a snapshot takes.
+    ``mean_seconds`` is the estimated time between failures, ``prior_seconds`` the one assumed at
+    first.
     """
 
     job: str

@@ -64,8 +64,8 @@ class Measured(msgspec.Struct, frozen=True):
 
     Attributes:
         taken: The newest snapshots, oldest first.
-        stop_seconds: Moving average of how long it takes at most to stop the job with a snapshot: a
-            periodic one may have to be stored before.
+        stop_seconds: Moving average of the longest time that stopping the job with a snapshot
+            takes: a periodic snapshot may have to be stored first.
         window_seconds, background_seconds, commit_seconds: Moving averages over its snapshots.
         failures: How often it has failed.
         ran_seconds: How long it has run under supervision.
@@ -74,7 +74,7 @@ class Measured(msgspec.Struct, frozen=True):
         notice_seconds: Time that the job has from a notice until it must be gone; 0: not known.
         basis: Of the interval; None: no periodic snapshots are taken, or an older version recorded
             this.
-        shortened: How many snapshots ``taken`` had, if only the last is left; 0: it is whole.
+        shortened: How many snapshots ``taken`` had, if only the last is left; 0: it is complete.
     """
 
     taken: list[Taken] = []
@@ -96,7 +96,7 @@ class Measured(msgspec.Struct, frozen=True):
         return self.shortened or len(self.taken)
 
     def shorter(self) -> Measured:
-        """Return the same with the last snapshot only."""
+        """Return a copy with only the last snapshot."""
         return msgspec.structs.replace(self, taken=self.taken[-1:], shortened=self.snapshots)
 
     def after(self, done: Taken) -> Measured:
@@ -240,7 +240,7 @@ class Records:
         self._read: dict[str, tuple[tuple[int, ...], Measured]] = {}
 
     def of(self, name: str) -> Measured:
-        """Return what is known of a job, as `read`, with its last snapshot only."""
+        """Return what is known of a job, as `read` does, but only its last snapshot."""
         try:
             about = os.stat(self._state / FOLDER / f"{name}.json")
             # It is only ever replaced as a whole.

@@ -1,4 +1,4 @@
-"""An output whose reader does not read delays nobody but those who show a job's output."""
+"""An output whose reader does not read delays only those who show a job's output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_events_and_remarks_do_not_wait(pipe: tuple[int, TextIOWrapper]) -> None
     assert b'"number": 0' in read(reader, b'"number": 0')
 
 
-def test_the_order_stays(pipe: tuple[int, TextIOWrapper]) -> None:
+def test_the_order_is_kept(pipe: tuple[int, TextIOWrapper]) -> None:
     reader, stream = pipe
     output = Output(stdout=stream, stderr=stream)
     output.relay()

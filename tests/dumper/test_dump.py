@@ -606,7 +606,7 @@ def overlay(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def place(kind: str, folder: Path) -> Iterator[Path]:
-    """Make a directory on a disk, in memory, or on an overlay over either."""
+    """Make a directory on a disk, in memory, or on an overlay of either."""
     with ExitStack() as stack:
         if "memory" in kind:
             path = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))

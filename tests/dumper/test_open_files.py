@@ -115,7 +115,7 @@ def test_a_file_that_was_written_just_before_it_was_looked_at(
 
 
 @pytest.mark.parametrize("act", [None, "os.pwrite(f, b'x', 5 << 20)"], ids=["still", "written"])
-def test_the_budget_is_for_what_the_window_reads(
+def test_the_budget_counts_only_what_the_window_reads(
     puppet: Puppet, file: Path, store: Store, act: str | None
 ) -> None:
     events = Events()

@@ -420,7 +420,7 @@ def huge_pages() -> Iterator[None]:
 
 
 def test_files_on_huge_pages(has: Has, store: Store, huge_pages: None, tmp_path: Path) -> None:
-    """Huge pages without a file are no such files."""
+    """Huge pages without a file are accepted."""
     anonymous = has("memory = mmap.mmap(-1, 2 << 20, flags=0x40021); memory[0] = 1")
     assert "huge-file" not in refusals(anonymous)
     # Where administrators mount it.
@@ -598,8 +598,10 @@ def test_asynchronous_requests_that_begin_after_the_inspection(
 # -- what only CRIU's images show
 
 
-def test_a_file_that_only_a_queue_has(puppet: Puppet, store: Store) -> None:
-    """Its content would be in no snapshot, and a restore would give the job whatever is there."""
+def test_a_file_that_is_only_in_the_queue_of_a_socket(puppet: Puppet, store: Store) -> None:
+    """No snapshot would contain its content, and a restore would give the job whatever file is
+    there.
+    """
     puppet.do(
         "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
         "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"

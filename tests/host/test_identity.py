@@ -47,7 +47,7 @@ def test_a_confined_caller_is_refused(
         assert Identity.of_process(pid).user == os.geteuid()
 
 
-#: Takes a nice value and a policy, and says the pid of a child.
+#: Takes a nice value and a policy, and prints the pid of a child.
 SCHEDULED = """
 import os, sys, time
 nice, policy, priority = map(int, sys.argv[1:])

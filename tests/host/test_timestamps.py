@@ -1,4 +1,4 @@
-"""What a ctime proves about writes after a look at a file."""
+"""What a ctime proves about writes after a look at the file."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ _CLONE3 = 435
 
 
 def spawn_with_id(pid: int, program: str, *arguments: str) -> None:
-    """Run a program in a child of this process with an id of the caller's choice (clone3(2)).
+    """Run a program in a child of this process, with a pid of the caller's choice (clone3(2)).
 
     Raises:
         OSError: FileExistsError: a process or thread has it. PermissionError.

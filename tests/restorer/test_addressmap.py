@@ -74,13 +74,13 @@ def test_the_map_agrees_with_a_model(steps: list[Operation]) -> None:
 
 
 def pages(addresses: AddressMap, first: int, count: int) -> list[int | None]:
-    """The original pages of what lies at some current ones."""
+    """Return the original pages of what lies at some current ones."""
     found = [addresses.original(page * 4096) for page in range(first, first + count)]
     return [None if one is None else one // 4096 for one in found]
 
 
 def shrink(addresses: AddressMap, source: int, target: int, old: int, new: int, told: int) -> None:
-    """The events of an mremap that moves and shrinks, and tells a length."""
+    """Apply the events of an mremap(2) that moves, shrinks and reports the length ``told``."""
     addresses.unmap((source + new) * 4096, (source + old) * 4096)
     addresses.remap(source * 4096, target * 4096, told * 4096)
     addresses.unmap(source * 4096, (source + new) * 4096)
@@ -88,7 +88,7 @@ def shrink(addresses: AddressMap, source: int, target: int, old: int, new: int, 
 
 @pytest.mark.parametrize("told", ["old", "new"])
 def test_what_moves_and_shrinks_leaves_its_new_neighbour_alone(told: str) -> None:
-    """Before Linux 6.15, the kernel tells the old length."""
+    """Before Linux 6.15, the kernel reports the old length."""
     addresses = AddressMap()
     addresses.unmap(100 * 4096, 103 * 4096)  # the target, with MREMAP_FIXED
     shrink(addresses, 10, 100, 8, 3, 8 if told == "old" else 3)

@@ -491,8 +491,8 @@ def test_a_guard_that_is_killed_ends_the_restore_and_the_tree(tmp_path: Path, ca
 
 
 class Taker:
-    """Takes an id of a tree while it is being built, and gives it back once the restore says that
-    it tries again.
+    """Takes an id of a tree while it is being built, and gives it back once the restore reports a
+    retry.
     """
 
     def __init__(self, wanted: int, times: int) -> None:
@@ -522,7 +522,7 @@ def test_an_id_that_another_process_gets_meanwhile(tmp_path: Path, cache: Path, 
         with pytest.raises(RestoreFailed, match="in use on this machine"):
             it.restore(FULL, emit=stubborn)
         assert stubborn.warnings == ["pid", "pid"] and it.remains() == []
-        stubborn.give_back()  # the restore has not killed what had the id
+        stubborn.give_back()  # the restore did not kill the process with the id
         once = Taker(wanted, 1)
         restored = it.restore(FULL, emit=once)
         assert once.warnings == ["pid"] and restored.pid == it.running.pid

@@ -538,7 +538,7 @@ time.sleep(1000)
 
 
 def test_what_changes_in_the_second_of_the_window(world: World) -> None:
-    """The file system records seconds: changes before and after a look give the same times."""
+    """The file system records only seconds: changes before and after a look give the same times."""
     with mounted_with_seconds(world.top) as top:
         kept, folder = top / "kept", top / "folder"
         kept.write_bytes(b"before")

@@ -1,4 +1,4 @@
-"""Files that a job has below /dev are files like others, whatever is mounted there."""
+"""Files that a job has below /dev are treated like others, whatever is mounted there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = pytest.mark.criu
 
-#: Has a file, a FIFO and a mapped file open; prints what it finds in them with each USR1.
+#: Has a file, a FIFO and a mapped file open; prints what it finds in them on each USR1.
 JOB = """
 import mmap, os, signal, sys
 top = sys.argv[1]

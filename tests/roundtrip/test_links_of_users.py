@@ -240,7 +240,7 @@ def test_a_socket_is_not_named_where_its_user_may_not(world: World) -> None:
         world.restore(snapshot)
 
 
-#: Has a directory, and a file of one byte, open that have no name any more.
+#: Has open a directory, and a file of one byte, that no longer have names.
 UNNAMED = """
 import os, sys, time
 home, what = sys.argv[1:]
@@ -290,7 +290,8 @@ def test_what_has_no_name_is_not_made_through_a_link_of_the_user(
     ]
 
 
-#: Goes where a socket's name was relative to, through a link to root's directory, as CRIU does.
+#: Changes to the directory of a relative socket name, through a link to root's directory, as CRIU
+#: does.
 RELATIVE = """
 import ctypes, os, socket, sys
 folder, user = sys.argv[1], int(sys.argv[2])
@@ -311,7 +312,7 @@ print(libc.unlinkat(-100, b"own", 0))
 """
 
 
-#: Binds a socket as CRIU does, exchanges its name for a link to a file of root's, and gives it away.
+#: Binds a socket as CRIU does, replaces its name by a link to a file of root's, and gives it away.
 EXCHANGED = """
 import ctypes, os, socket, sys
 name, victim, user = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -330,8 +331,8 @@ print(*os.getresuid(), *os.getgroups())
 
 
 def as_criu(world: World, program: str, *words: str, cwd: str = "/") -> list[str]:
-    """Run a program as CRIU runs for a job of the user; return its lines."""
-    # The library acts in CRIU alone, which has this function.
+    """Run a program as CRIU runs for a job of the user; return the lines of its output."""
+    # The library acts only in CRIU, which has this function.
     criu = world.home.parent / "criu.so"
     subprocess.run(
         ["gcc", "-shared", "-o", criu, "-x", "c", "-"],

@@ -18,7 +18,7 @@ from tests.roundtrip.test_instances import bring_back, take
 pytestmark = pytest.mark.criu
 
 #: Replaces its file twice while it is open, as an update of packages does: each older one has
-#: another hard link. It has the oldest open twice, and prints what it sees with each USR1.
+#: another hard link. It has the oldest open twice, and prints what it sees on each USR1.
 JOB = """
 import json, mmap, os, signal, sys
 mode = os.O_RDWR if sys.argv[1] == "write" else os.O_RDONLY

@@ -251,7 +251,7 @@ def test_a_user_does_not_touch_files_of_others_in_tmp(world: World) -> None:
 
 
 def as_user(user: Identity, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of a user that finds the /proc of any process."""
+    """Run a command as a user who can read the /proc of any process."""
     return subprocess.run(
         ["setpriv", f"--reuid={user.user}", "--clear-groups", "--inh-caps=+sys_ptrace",
          "--ambient-caps=+sys_ptrace", *words],

@@ -1,5 +1,6 @@
-"""A snapshot remembers what its user could open, and was, when it was taken. Restored for that user,
-it brings back no rights that were taken away since, and changes no file of anybody else's.
+"""A snapshot remembers the user's identity, and what the user could open, when it was taken.
+Restored for that user, it brings back no rights that were revoked since, and changes no other
+user's files.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def test_an_administrator_who_asks_for_it_has_files_of_others_put_back(world: Wo
     assert (written.read_bytes(), roots.read_bytes()) == (OLD, NEW)
 
 
-def test_a_file_in_a_directory_that_is_roots(world: World) -> None:
+def test_a_missing_file_in_a_directory_of_roots(world: World) -> None:
     path = world.file("own.sh", 0o644, world.user.user)
     snapshot = world.dump(world.start(str(path), str(os.O_RDWR)))
     path.unlink()

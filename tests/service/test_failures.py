@@ -1,4 +1,4 @@
-"""From which snapshot a job that fails is brought back; with a clock of its own."""
+"""From which snapshot a failing job is brought back, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_job_that_crashes_later_and_later_keeps_its_progress(world: World) -> 
 
 
 def test_a_failure_long_after_the_one_before_is_another_one(world: World) -> None:
-    """Also if only users take snapshots, of which the supervisor knows nothing."""
+    """Even if only users take snapshots, of which the supervisor knows nothing."""
     for number in range(5):
         world.run(60)
         world.records.insert(0, record(f"own-{number}", world.now))

@@ -74,4 +74,4 @@ def test_what_was_measured() -> None:
     known = known.after(Taken(100.0, 0.5, 20.0, 2.0, 1 << 20, "f" * 32))
     assert 10.0 < known.stop_seconds < 20.0
     periodic = Measured(interval_seconds=60.0).after(Taken(0.0, 0.5, 10.0, 2.0, 1, "f" * 32))
-    assert periodic.stop_seconds == 12.0  # one whose window is over is stored first
+    assert periodic.stop_seconds == 12.0  # a snapshot whose window is over is stored first

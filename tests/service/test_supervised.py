@@ -263,7 +263,7 @@ def test_what_the_user_ends_is_not_brought_back(number: signal.Signals, cli: Cli
     assert lines[-1] == counter.whole()[-1]
 
 
-def test_windows_that_are_too_long_do_not_stretch_the_interval_for_ever(cli: Cli) -> None:
+def test_windows_that_are_too_long_do_not_stretch_the_interval_forever(cli: Cli) -> None:
     counter = Counter(cli, lines=140)
     (cli.folder / "icecore.toml").write_text('[dump]\nmax_window = "0.1 ms"\n')
     words = ("run", "--name", "counter", "--resume", "--every", "0.4s", "--max-loss", "2s")
@@ -363,8 +363,8 @@ def test_a_job_that_leaves_after_its_init_was_killed_leaves_nothing(cli: Cli) ->
     assert status == 85 and not runs(command), said
 
 
-#: Counts; its state is bad from line 30 on if a file ``bad`` is there. Then it fails at line 58. It
-#: waits for a file ``one`` before the one, and for ``two`` before the other.
+#: Counts. If a file ``bad`` exists at line 30, its state is bad from then on, and it fails at line
+#: 58. It waits for a file ``one`` at line 30, and for ``two`` at line 58.
 SPOILED = """
 import os, sys, time
 bad = False
@@ -407,8 +407,8 @@ def test_a_job_is_brought_back_from_before_its_state_was_bad(cli: Cli) -> None:
     assert restored == [one for one in taken[::-1] for _ in range(2)][: len(restored)]
 
 
-#: Opens a file, counts slowly and fails at the number 15 while a file ``bad`` is there, once there
-#: is one ``ready``.
+#: Opens a file and counts slowly. While a file ``bad`` exists, it fails at the number 15, once a
+#: file ``ready`` exists.
 READER = """
 import os, sys, time
 if not os.path.exists("data"):
@@ -484,12 +484,12 @@ def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
 
 
 def is_busy(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Whether a process still runs after so many seconds."""
+    """Return whether a process still runs after ``seconds``."""
     time.sleep(seconds)
     return process.poll() is None
 
 
-def test_a_stop_is_not_ended_by_a_second_signal_but_by_a_third(cli: Cli) -> None:
+def test_a_third_signal_ends_a_stop_but_a_second_does_not(cli: Cli) -> None:
     counter = Counter(cli, lines=1000)
     process = counter.start()
     until(written(cli, 3), "3 lines")
@@ -502,7 +502,7 @@ def test_a_stop_is_not_ended_by_a_second_signal_but_by_a_third(cli: Cli) -> None
         process = counter.start("--requeue-command", note)
         until(written(cli, len(before) + 3), "it goes on")
         process.send_signal(number)
-        if number == signal.SIGTERM:  # with HUP, as service managers do: not a second one
+        if number == signal.SIGTERM:  # HUP follows at once, as from service managers: one signal
             process.send_signal(signal.SIGHUP)
         assert is_busy(process, 4.0)
         process.send_signal(number)
@@ -658,7 +658,7 @@ def test_output_waits_for_room(cli: Cli) -> None:
 
 
 def full_pipe() -> tuple[int, int]:
-    """Both ends of a pipe into which no more bytes fit."""
+    """Return both ends of a full pipe."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with pytest.raises(BlockingIOError):
@@ -802,7 +802,7 @@ def test_a_name_is_reserved_between_a_failure_and_the_restore(cli: Cli) -> None:
     assert tried.count(2) > 3 and tried.count(0) <= 1  # only once the supervisor has ended
 
 
-def test_a_name_that_another_job_has_taken_is_waited_for(cli: Cli) -> None:
+def test_the_supervisor_waits_for_a_name_that_another_job_has(cli: Cli) -> None:
     counter = Counter(cli, lines=40)
     counter.marks.write_text("1")
     process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=20, status=3)

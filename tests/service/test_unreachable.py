@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
 _COUNTER = "import time; [print(n, flush=True) or time.sleep(0.1) for n in range(30)]"
 _WORDS = ("run", "--name", "counter", "--resume", "--", sys.executable, "-c", _COUNTER)
 
-#: Tells which requests fail, by method and path.
+#: Returns whether a request fails, by method and path.
 Failing = Callable[[str, str], bool]
 
 
@@ -133,7 +133,7 @@ def test_a_signal_ends_the_wait_for_the_repository(
         assert requeued.read_text().strip() in network.cli.run("ls", "--json").stdout
 
 
-def test_what_does_not_pass_is_not_waited_for(network: Network) -> None:
+def test_lasting_failures_are_not_retried(network: Network) -> None:
     network.cli.run("init")
     network.fails = lambda method, path: True
     plain = network.start(

@@ -39,7 +39,7 @@ class Window:
     Args:
         guard: Runs CRIU.
         version: CRIU's version.
-        limit: Seconds the tree may stand still, unless it is to be ended.
+        limit: Seconds the tree may stand still, unless the dump ends it.
         explain: Turns CRIU's log into an error once CRIU has failed.
         abandon: Called once, from another thread, when the limit is reached. It must stop the
             threads that read the tree.
@@ -124,7 +124,7 @@ class Window:
             raise self._explain(ended)
 
     def begin(self, *, limited: bool = True) -> None:
-        """Start the limit, if there is to be one: from now on the job stands still, or soon will."""
+        """Start the time limit, if ``limited``: from now on the job stands still, or soon will."""
         self.started = time.monotonic()
         if not limited:
             self._limit = None

@@ -1,5 +1,5 @@
-"""Files that a tree has open for writing, as spaces that are stored before the window. Files on disks
-whose times show that they have not changed since are not read in it.
+"""Files that a tree has open for writing, as spaces that are stored before the window. The window
+does not read files on disk whose times show that they have not changed since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from icecore.host.kernel.libc import file_system
 from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import SpaceKind
 
-#: File systems whose times are another machine's or a program's: NFS, CIFS (both types), FUSE, 9p,
+#: File systems whose times another machine or a program sets: NFS, CIFS (both types), FUSE, 9p,
 #: Ceph, Lustre, AFS.
 _ELSEWHERE = frozenset(
     {
@@ -26,7 +26,8 @@ _ELSEWHERE = frozenset(
         *(0x00C36400, 0x0BD00BD0, 0x5346414F),
     }
 )
-#: All but the largest are read in the window alone: each takes a descriptor.
+#: Maximum number of files that are stored before the window, largest first: each takes a
+#: descriptor.
 _MOST = 256
 
 
@@ -43,7 +44,7 @@ class _Times:
 
     @property
     def tell(self) -> bool:
-        """Return whether every later change shows."""
+        """Return whether every later change shows in the times."""
         return shows_later_writes(self.ctime_ns, self.looked_ns)
 
     def same(self, size: int, mtime_ns: int, ctime_ns: int) -> bool:
@@ -55,7 +56,7 @@ class OpenFiles(SharedMemory):
     """The files that are stored before the window; the keys are their paths.
 
     Attributes:
-        times: Of those whose times show every change.
+        times: Times of the files whose times show every change, by key.
     """
 
     kind: SpaceKind = "file"
@@ -98,7 +99,7 @@ class OpenFiles(SharedMemory):
         return None
 
     def to_read(self, files: Iterable[FoundFile], parent: Parent | None) -> list[FoundFile]:
-        """Return which of some files the window would have to read if it began now."""
+        """Return the files that the window would have to read if it began now."""
         return [
             file for file in files if self.unchanged(file) is None and not is_stored(file, parent)
         ]
@@ -118,7 +119,7 @@ def is_stored(file: FoundFile, parent: Parent | None) -> bool:
 
 def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitStack) -> OpenFiles:
     """Open the files that the window would have to read. Those that cannot be opened now are read
-    in the window alone.
+    only in the window.
 
     Args:
         files: The files that the tree has open or mapped.
@@ -137,7 +138,7 @@ def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitSta
             volatile = may_be_in_memory(file.reach) or file_system(file.reach) in _ELSEWHERE
             descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            continue  # closed or unmapped since, or this process may not
+            continue  # closed or unmapped since, or this process may not open it
         stack.callback(os.close, descriptor)
         now = os.fstat(descriptor)
         if (now.st_dev, now.st_ino) != (about.device, about.inode):

@@ -1,8 +1,8 @@
 """Linux's asynchronous I/O (io_setup(2)): processes that may have requests in flight.
 
-The kernel shows the requests that are complete, not those in flight. For a file without O_DIRECT,
-io_submit(2) reads and writes before it returns. Only requests with O_DIRECT go on while a process
-stands still, and change its memory and its files.
+The kernel shows completed requests, but not those in flight. For a file without O_DIRECT,
+io_submit(2) reads and writes before it returns. Only requests with O_DIRECT continue while a
+process stands still, and change its memory and its files.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def direct_file(descriptors: Iterable[procfs.Descriptor]) -> str:
 
 
 def unseen(pid: int, path: str) -> str:
-    """Return why a process with a ring and this file open for direct I/O has no snapshot."""
+    """Return why a process with a ring and this file open for direct I/O cannot be snapshotted."""
     return (
         f"process {pid} uses Linux's asynchronous I/O (io_setup) and has {path} open for direct I/O: "
-        "requests in flight cannot be seen, and a restored job would lack their data and completion"
+        "requests in flight cannot be seen, and a restored job would lose their data and completion"
     )
 
 
@@ -58,7 +58,7 @@ def direct_user(images: Path, pids: Mapping[int, int]) -> tuple[int, str] | None
         try:
             status = load_mm(images, number).vmas["status"]
         except FileNotFoundError:
-            continue  # it had ended
+            continue  # it has ended
         if not (status & VMA_AIORING).any():
             continue
         opened = opened or OpenedImages(images)

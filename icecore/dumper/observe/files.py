@@ -44,7 +44,7 @@ class FoundFile:
         links: Hard links left.
         lost: The paths under /proc through which it can be opened and that show a name it lost.
         changed_ns: Its ctime, ns since the epoch. Unlike the mtime, programs cannot set it.
-        looked_ns: When the search began that found it, ns since the epoch.
+        looked_ns: When the search that found it began, ns since the epoch.
         direct: It is open with O_DIRECT: a write changes the times before its data is there.
     """
 
@@ -119,7 +119,7 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
 
 
 def _is_special(target: str, reach: str) -> bool:
-    """Return whether what /proc shows as a file is the kernel's, or memory without a name.
+    """Return whether a file that /proc shows belongs to the kernel, or is memory without a name.
 
     Args:
         target: The path that /proc shows.
@@ -175,7 +175,7 @@ def _add(
         before.lost.extend(lost)
         lost = before.lost
         if deleted and not before.deleted:
-            pass  # a restore makes the file under the name that it lost
+            pass  # use the lost name, under which a restore makes the file
         elif before.about.writable == writable and before.mapped_writable == mapped:
             return
         else:

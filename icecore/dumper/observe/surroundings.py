@@ -40,7 +40,8 @@ from icecore.store.format.surroundings import (
     Surroundings,
 )
 
-#: File systems of the kernel; a restore makes nothing there. What lies below /dev may be on others.
+#: File systems of the kernel; a restore makes nothing there. Paths below /dev may be on other file
+#: systems.
 _PSEUDO = ("/proc", "/sys")
 _DEVICES = "/dev"
 _OF_DEVICES = frozenset(("devtmpfs", "devpts", "mqueue", "hugetlbfs", "proc", "sysfs"))

@@ -35,8 +35,8 @@ def look_ahead(
     shared: Sequence[SharedMemory],
     budget: CpuBudget,
 ) -> cpu.Activity | None:
-    """Measure what runs, and bound the CPU time of the work in the background from now on (unless
-    the dump is asked to end the job: often the machine soon ends, too).
+    """Measure what runs, and bound the CPU time of background work from now on. There is no bound
+    if the dump is asked to end the job, because the machine may soon be gone, too.
 
     Returns:
         What runs; None: not measured, because there is too little memory for pre-copy.

@@ -20,7 +20,7 @@ class CaptureResult:
         capture: Reads, after the window, what CRIU wrote.
         tree: What has been read.
         window_seconds: How long the job stood still; if it is to be ended, until here.
-        ends: It stands still, and is to be ended once the snapshot is committed.
+        ends: The job stands still, and the dump ends it once the snapshot is committed.
     """
 
     capture: Capture

@@ -48,13 +48,13 @@ class Committed:
 def commit(
     request: Request, accepted: Accepted, ready: Ready, result: CaptureResult, deaths: DeathWatch
 ) -> Committed:
-    """Store everything and commit it; end the job then, if it is to end.
+    """Store everything and commit it. Then end the job, if the dump is to end it.
 
     Args:
         deaths: Stops watching the processes before they are killed.
 
     Raises:
-        DumpFailed: A process does not run again, or, if it is to end, does not.
+        DumpFailed: A process does not run again, or does not end although it should.
         StoreError: The snapshot could not be stored.
     """
     options, target, devices = request.options, request.target, ready.devices

@@ -44,7 +44,7 @@ class Frozen:
     """A tree that stands still.
 
     Attributes:
-        ends: It is to be ended once the snapshot is committed.
+        ends: The dump ends it once the snapshot is committed.
         device: Host pid → where device memory lies in the process's memory, (start, end),
             ascending.
         early: What was read while CRIU was at work; None: nothing.

@@ -69,7 +69,7 @@ class Ready:
         storing: Where cells go.
         copied: What pre-copy learnt, by image id.
         shared: Shared memory that is read in place.
-        files: Files that the tree has open for writing, of those that are stored before the window.
+        files: Files open for writing that are stored before the window.
         hiding: Whether CRIU is kept from seeing memory that is read in place.
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
@@ -155,11 +155,11 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
 def _require_budget(
     request: Request, found: Inspection, files: OpenFiles, storing: Storing
 ) -> None:
-    """Require that the window will not read more of files than it may. The logs that icecore keeps of
-    the job do not count: the job cannot help it.
+    """Require that the window would not read more file content than the budget allows. icecore's
+    own logs of the job do not count, because the job does not control them.
 
     Raises:
-        PreflightRefused: It would.
+        PreflightRefused: It would read more.
     """
     most = request.options.file_budget
     if 2 * sum(file.about.size for file in found.files) <= most:

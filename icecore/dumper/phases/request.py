@@ -15,8 +15,8 @@ from icecore.store.runtime.loop import LoopThread
 
 @dataclass(frozen=True)
 class Request:
-    """One dump as its caller wants it; see `icecore.dumper.dump.dump`. Whether it ends the job,
-    ``stopping`` says, not the options.
+    """One dump as its caller wants it; see `icecore.dumper.dump.dump`. ``stopping``, not the
+    options, decides whether it ends the job.
     """
 
     repository: StoredRepository

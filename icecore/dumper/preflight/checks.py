@@ -111,14 +111,14 @@ def namespaces(found: Inspection) -> list[Refusal]:
 
 
 def threads(found: Inspection) -> list[Refusal]:
-    """Refuse threads that do not share everything with their process. CRIU looks at the first
-    thread of a process, and gives what that one has to all.
+    """Refuse threads that do not share everything with their process. CRIU examines only the first
+    thread of a process, and gives what that thread has to all of them.
     """
     return [
         Refusal(
             "threads",
             f"thread {thread} of process {process.pid} has {what} of its own, and CRIU would give it the process's",
-            "have the program's threads share it (no unshare(2) or setns(2) in a thread), or do that thread's work in a process",
+            "do not call unshare(2) or setns(2) in a thread of the program, or do that thread's work in a separate process",
         )
         for process in found.living
         if process.status.threads > 1
@@ -284,7 +284,7 @@ def deleted(found: Inspection) -> list[Refusal]:
 
 
 def file_budget(found: Inspection) -> list[Refusal]:
-    # Of others, the times show whether they change once they are stored (`prepare`).
+    # Of the others, the times show whether they change after they are stored (`prepare`).
     read = [
         file
         for file in found.files
@@ -309,13 +309,13 @@ def over_budget(size: int, most: int, largest: str) -> tuple[str, str, str]:
 
 
 def huge_files(found: Inspection) -> list[Refusal]:
-    """Refuse files on a mounted hugetlbfs that the job can write to. CRIU leaves their content out,
-    and a restore could not write it: such files have no write(2).
+    """Refuse files on a mounted hugetlbfs that the job can write to. CRIU omits their content, and
+    a restore could not write it: hugetlbfs does not support write(2).
     """
     return [
         Refusal(
             "huge-file",
-            f"{file.about.path} lies on hugetlbfs and is open for writing or deleted: a snapshot would lack its content",
+            f"{file.about.path} lies on hugetlbfs and is open for writing or deleted, and a snapshot would not contain its content",
             "have the job use huge pages without a file: mmap(2) with MAP_HUGETLB, or memfd_create(2) with MFD_HUGETLB",
         )
         for file in found.files

@@ -354,7 +354,7 @@ def lost_requests(found: Inspection) -> list[Refusal]:
     return [
         Refusal(
             "asynchronous-io",
-            f"process {process.pid} uses Linux's asynchronous I/O (io_setup): a restored job waits for ever for polls and flushes that were in flight",
+            f"process {process.pid} uses Linux's asynchronous I/O (io_setup): a restored job waits forever for polls and flushes that were in flight",
             "turn it off in the program's configuration, unless the program only reads and writes with it",
         )
         for process in found.processes

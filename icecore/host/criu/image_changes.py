@@ -286,10 +286,11 @@ def rearm_timers(folder: Path) -> None:
 
 
 def forget_signals(folder: Path, process: int) -> None:
-    """Remove the pending signals of a job's init, except that a child has ended.
+    """Remove the pending signals of a job's init, except SIGCHLD.
 
-    It got them in the window, and would pass them on to the command. They were meant for the
-    instance that was running then: one that asked it to end would end each restored one.
+    The init received them in the window, and would pass them on to the command. They were meant for
+    the instance that was running then. A signal that asked it to end would end each restored
+    instance.
 
     Args:
         folder: CRIU's images.

@@ -226,7 +226,7 @@ class Credentials:
     """The credentials of a thread.
 
     Attributes:
-        process: The number in the image's name: of the thread.
+        process: The id in the image's name, which is the thread's.
         users: Its real, effective, saved and file system user.
         group: Its effective group.
         groups: All its groups.

@@ -47,7 +47,7 @@ _PIPES_CURE = (
 #: Name of the cause of a dump that fails because processes or threads come and go meanwhile.
 RESTLESS = "ended"
 
-#: Name of the cause of a restore that fails because another process got an id of the tree's.
+#: Name of the cause of a restore that fails because another process has an id of the tree.
 PID_TAKEN = "pid-taken"
 
 #: Pattern in an error line, and what it means. The first match of the earliest line counts.

@@ -1,8 +1,8 @@
 """Open files that lost their name but have others, in CRIU's images (images/remap-file-path.proto).
 
 CRIU makes a link ``link_remap.N`` for each open file description and removes it when it leaves the
-tree running. A restore must have the file there. The images do not record inodes: which files are
-one and the same, only the processes show.
+tree running. A restore requires the file there. The images do not record inodes: only the processes
+show which files are the same.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class LostNames:
         return found
 
     def join(self, reached: Iterable[str]) -> str:
-        """Have CRIU look for one file under one name, however often it is open; return that name.
-        Empty: CRIU does not look for it, because it kept its content.
+        """Have CRIU look for a file under a single name, however often it is open, and return that
+        name. Empty: CRIU does not look for the file, because its images contain the content.
 
         Args:
             reached: The paths under /proc through which processes have the file.

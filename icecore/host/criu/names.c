@@ -1,15 +1,16 @@
-/* Preloaded into a CRIU that restores a job of a user other than root: it makes and removes names with
- * the rights of that user.
+/* Preloaded into a CRIU that restores a job of a user other than root, so that CRIU makes and
+ * removes names with the rights of that user.
  *
- * CRIU is root. It makes files and directories that the job has open without a name, binds unix
- * sockets, changes owner and mode of both, and removes the names again, each by a path that the user
- * can change meanwhile: a link in its place gives the user a file of root's. No check before helps.
- * So the way is gone as root only as far as nobody but root can have made it; from there on, and for
- * the change itself, the kernel applies the user's rights (setfsuid(2)). What they do not allow, root
- * does where only root can change the directory.
+ * CRIU runs as root. It makes files and directories that the job has open but that have no name,
+ * and binds unix sockets. It changes the owner and mode of both, and removes the names again. The
+ * user can change each of these paths meanwhile: a link in a path would give the user a file of
+ * root's. Checks before the call do not help. So a path is followed as root only as far as only
+ * root can have made it. From there on, and for the change itself, the kernel applies the user's
+ * rights (setfsuid(2)). If these do not allow the change, it is made as root, provided that only
+ * root can change the directory.
  *
- * ICECORE_NAMES contains the user, the group, and the supplementary groups, separated by spaces. In
- * its absence CRIU acts as root. Files that CRIU merely opens are checked afterwards
+ * ICECORE_NAMES contains the user, the group and the supplementary groups, separated by spaces.
+ * Without it, CRIU acts as root. Files that CRIU merely opens are checked afterwards
  * (icecore/restorer/files/held_files.py).
  */
 #define _GNU_SOURCE
@@ -36,12 +37,12 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-/* CRIU's own, for its plugins; missing in other programs. */
+/* A function of CRIU for its plugins; missing in other programs. */
 extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
 
 #define SHOWN __attribute__((visibility("default")))
 #define OTHERS_WRITE (S_IWGRP | S_IWOTH)
-/* What a file system user other than root lacks (capabilities(7)). */
+/* Capabilities that a file system user other than root lacks (capabilities(7)). */
 #define OF_FILES \
 	(1u << CAP_CHOWN | 1u << CAP_DAC_OVERRIDE | 1u << CAP_DAC_READ_SEARCH | 1u << CAP_FOWNER | \
 	    1u << CAP_FSETID)
@@ -54,17 +55,17 @@ static struct {
 	size_t count;
 } owner;
 
-/* Whether somebody other than root may have chosen the working directory: CRIU goes where a socket's
- * name was relative to, and follows links. */
+/* Whether somebody other than root may have chosen the working directory. CRIU changes to the
+ * directory to which a socket's name was relative, and follows links. */
 static bool astray;
-static struct stat trusted; /* the last working directory of which that is not so */
+static struct stat trusted; /* the last working directory that only root can have chosen */
 
 __attribute__((constructor)) static void learn_owner(void)
 {
 	const char *given = getenv("ICECORE_NAMES");
 
 	if (!given || !print_on_level)
-		return; /* the program that executes CRIU is not it */
+		return; /* this is the program that executes CRIU */
 	size_t room = 1;
 	for (const char *at = given; *at; at++)
 		room += *at == ' ';
@@ -112,7 +113,7 @@ struct rights {
 	pid_t parent;
 };
 
-/* Undo `become_owner`. A process that cannot be root again must not go on. */
+/* Undo `become_owner`. A process that cannot become root again must not continue. */
 static void be_root(const struct rights *before)
 {
 	int error = errno;
@@ -121,7 +122,7 @@ static void be_root(const struct rights *before)
 	setfsgid(0);
 	if (setfsuid((uid_t)-1) || syscall(SYS_setgroups, before->count, before->groups))
 		abort();
-	/* A change of the file system user resets both. */
+	/* A change of the file system user resets both of these. */
 	prctl(PR_SET_DUMPABLE, before->dumpable, 0, 0, 0);
 	prctl(PR_SET_PDEATHSIG, before->death, 0, 0, 0);
 	if (before->death && getppid() != before->parent)
@@ -154,14 +155,14 @@ static bool become_owner(struct rights *before)
 	return false;
 }
 
-/* The end of a way that only root could have made. */
+/* The end of the part of a path that only root can have made. */
 struct place {
 	int directory; /* open; -1: it cannot be reached */
 	const char *rest; /* of the path, from there */
 	bool of_root; /* `rest` is one name, and only root can change the names in the directory */
 };
 
-/* A file system in user space may claim any owner. */
+/* A file system in user space (FUSE) may report any owner. */
 static bool is_in_user_space(int directory)
 {
 	struct statfs kind;
@@ -186,8 +187,8 @@ static bool is_lasting(int here, int child)
 	    !is_in_user_space(child);
 }
 
-/* Return whether a name is that of a directory which CRIU has made for itself (mkdtemp(3)) among those
- * of others, and `here` is where only root can have made it. */
+/* Return whether `name` is that of a directory that CRIU made for itself (mkdtemp(3)) in a sticky
+ * directory, `here`, where only root can have made it. */
 static bool is_of_criu(int here, const struct stat *above, const char *name)
 {
 	static const char *const own[] = {"crtools-put-root.", ".criu."};
@@ -252,10 +253,10 @@ static void leave(const struct place *place)
 	errno = error;
 }
 
-/* A system call whose arguments the caller has set. */
+/* Makes a system call with the caller's arguments. */
 typedef long call(const struct place *place, const struct place *other, const void *arguments);
 
-/* Make a change at one or two places as the owner, or as root where only root can have made it. */
+/* Make a change at one or two places as the owner, or as root if only root can change it there. */
 static int change(call *make, const struct place *place, const struct place *other,
     const void *arguments)
 {
@@ -312,7 +313,7 @@ static long open_new(const struct place *place, const struct place *other, const
 	    SYS_openat, place->directory, place->rest, (long)node->flags, (long)node->mode);
 }
 
-/* As open(2). Only the files that CRIU makes for the job are new. */
+/* As open(2). The only new files (O_EXCL) are those that CRIU makes for the job. */
 int make_file(const char *path, int flags, mode_t mode)
 {
 	struct node node = {flags, mode, 0};
@@ -476,7 +477,7 @@ SHOWN int chdir(const char *path)
 
 		if (asprintf(&whole, "%s/.", path) > 0)
 			place = find_place(AT_FDCWD, whole);
-		/* If the way is root's to its end, nothing but the last "." is left. */
+		/* If only root can have made the whole path, only the last "." is left. */
 		astray = place.directory < 0 || strcmp(place.rest, ".") || (*path != '/' && astray);
 		leave(&place);
 		free(whole);
@@ -505,7 +506,7 @@ struct address {
 	socklen_t length;
 };
 
-/* The kernel keeps the name as it is given, for others to see: it is not to be taken apart. */
+/* The kernel keeps the name as given and shows it to others, so it must not be split. */
 static long bind_name(const struct place *place, const struct place *other, const void *given)
 {
 	const struct address *address = given;

@@ -346,12 +346,12 @@ _DATABASES = {"user": "passwd", "group": "group"}
 def _scheduling(pid: int) -> tuple[int, int, int]:
     """Return the nice value, policy and real-time priority that a child of a process has.
 
-    With SCHED_RESET_ON_FORK (sched(7)), as rtkit sets it, a process may have a negative nice value or
-    real-time priority, and its children may not.
+    With SCHED_RESET_ON_FORK (sched(7)), as rtkit sets it, a process may have a negative nice value
+    or a real-time priority that its children do not inherit.
     """
     nice = os.getpriority(os.PRIO_PROCESS, pid)
     priority = os.sched_getparam(pid).sched_priority
-    policy = os.sched_getscheduler(pid)  # last: the flag comes with the others, and stays
+    policy = os.sched_getscheduler(pid)  # last: the flag is set with the others, and stays
     if policy & os.SCHED_RESET_ON_FORK:
         policy &= ~os.SCHED_RESET_ON_FORK
         nice = max(0, nice)

@@ -20,12 +20,12 @@ def lock_path(state: Path, name: str) -> Path:
 
 
 def hold(path: Path) -> None:
-    """Take note that this process has locked a file, so it may start jobs of that name."""
+    """Record that this process has locked a file, and so may start jobs of that name."""
     _OWN.add(path)
 
 
 def release(path: Path) -> None:
-    """Take note that this process does not hold a lock any more."""
+    """Record that this process no longer holds a lock."""
     _OWN.discard(path)
 
 

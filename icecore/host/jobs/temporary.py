@@ -54,7 +54,7 @@ def covers(directory: Path, points: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def make(directory: Path, points: Sequence[str]) -> None:
-    """Make the directories of the instance in ``directory``, empty."""
+    """Make the empty directories of the instance in ``directory``."""
     if points:
         (directory / _FOLDER).mkdir(mode=0o700)
     for point in points:

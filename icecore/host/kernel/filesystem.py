@@ -42,8 +42,8 @@ _BIRTH = struct.Struct("=I76xqI")
 
 #: statfs(2): overlayfs.
 _OVERLAY = 0x794C7630
-#: ioctl(2): which blocks a range of a file has; and the question for the first byte, with no room
-#: for an answer.
+#: ioctl(2) that returns the blocks of a range of a file, and a request for the first byte, with no
+#: room for an answer.
 _FIEMAP = 0xC020660B
 _FIRST_BYTE = struct.pack("=QQIIII", 0, 1, 0, 0, 0, 0)
 
@@ -109,8 +109,8 @@ def may_be_in_memory(path: str) -> bool:
     """Return whether a file lies in memory, also below an overlay, or whether that is unknown.
 
     An overlay hides where a file lies, and the paths of its layers are those of another mount
-    namespace. But it passes on the question which blocks a file has, and file systems in memory
-    have no answer.
+    namespace. But it forwards a request for a file's blocks, which file systems in memory do not
+    support.
 
     Raises:
         OSError: There is no such file, or it cannot be read.

@@ -109,7 +109,7 @@ def processes(group: Path) -> list[int]:
 
 
 def kill_group(group: Path, seconds: float) -> bool:
-    """Kill all processes of a cgroup, also those that are frozen or that are forked meanwhile.
+    """Kill all processes of a cgroup, including those that are frozen or forked meanwhile.
 
     Args:
         seconds: How long to wait for their end.
@@ -123,7 +123,7 @@ def kill_group(group: Path, seconds: float) -> bool:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if frozen.is_frozen(group):
-            frozen.thaw(group)  # of version 1, whose processes end only then
+            frozen.thaw(group)  # in version 1, processes end only once thawed
         if time.monotonic() >= end:
             return False
         time.sleep(_POLL_SECONDS)

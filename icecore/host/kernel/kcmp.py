@@ -1,4 +1,4 @@
-"""Compare what two threads or processes have (kcmp(2))."""
+"""Compares the kernel's objects of two threads or processes (kcmp(2))."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _KINDS = {"file": 0, "files": 2, "fs": 3}
 def kcmp(
     one: int, other: int, kind: Literal["file", "files", "fs"], first: int = 0, second: int = 0
 ) -> int:
-    """Return 0 if both have the same one, else -1 or 1: the order that the kernel gives to what
-    they have.
+    """Return 0 if both have the same object, else -1 or 1: the order that the kernel gives to the
+    two objects.
 
     Args:
         one, other: Thread or process ids.

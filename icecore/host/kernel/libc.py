@@ -31,7 +31,7 @@ _libc.fallocate.restype = ctypes.c_int
 _libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
 _libc.statfs.restype = ctypes.c_int
 
-#: File systems without a disk: tmpfs, ramfs, hugetlbfs (statfs(2)).
+#: statfs(2): hugetlbfs; and file systems without a disk: tmpfs, ramfs, hugetlbfs.
 HUGETLBFS = 0x958458F6
 _IN_MEMORY = (0x01021994, 0x858458F6, HUGETLBFS)
 

@@ -68,8 +68,8 @@ def walk(
 
     Args:
         top: Its descriptor.
-        known: Directories whose attributes are known, if their ctime is still this one. It must
-            show later changes (`icecore.host.kernel.timestamps`).
+        known: Directories whose attributes are known, if their ctime is still the same. The ctime
+            must show later changes (`icecore.host.kernel.timestamps`).
         most: Entries that the listing may hold.
         privileged: As in `attributes_of`.
 

@@ -76,7 +76,7 @@ class Peer:
 
 
 def _pidfd(connection: socket.socket) -> int:
-    """Return a pidfd of the peer; -1: the kernel is older.
+    """Return a pidfd of the peer; -1: the kernel is too old.
 
     Raises:
         OSError: The peer has ended.

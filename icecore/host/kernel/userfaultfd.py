@@ -106,8 +106,8 @@ class Remap:
     missing at the other.
 
     An `Unmap` of the source follows (unless MREMAP_DONTUNMAP), which must find nothing left there
-    to drop. If the memory shrinks as well, an `Unmap` of what is cut off precedes, and before Linux
-    6.15 ``length`` is the old one.
+    to drop. If the memory shrinks as well, an `Unmap` of what is cut off precedes it, and before
+    Linux 6.15 ``length`` is the old one.
     """
 
     source: int

@@ -133,5 +133,5 @@ def _compare(one: int, other: int) -> int:
     except OSError as error:
         raise SharingUnclear(
             f"cannot determine which processes share device memory: {error.strerror}",
-            cure="a kernel with CONFIG_KCMP, which CRIU needs, too",
+            cure="use a kernel with CONFIG_KCMP, which CRIU also requires",
         ) from error

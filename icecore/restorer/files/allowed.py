@@ -1,7 +1,7 @@
 """Which files a restore may change for a job's user, and which the job may get.
 
-A snapshot remembers what its user once could open. Since then the user may have lost a group, the
-file its mode or owner, and the file may have been changed or removed by those who own it.
+A snapshot remembers what its user could open at that time. Since then, the user may have lost a
+group, the file may have got another mode or owner, and its owner may have changed or removed it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _ROOT = 0
 
 
 def groups_now(identity: Identity) -> set[int]:
-    """Return the groups that a user has: those of the identity, and those that this machine knows."""
+    """Return the groups of a user: those of the identity, and those in this machine's user
+    database.
+    """
     known: set[int] = set()
     with suppress(KeyError):
         entry = pwd.getpwuid(identity.user)
@@ -35,7 +37,7 @@ class Allowed:
         user: The job's user. Jobs of root may have everything.
         identity: For whom the snapshot is restored; None: an administrator, who may give the job
             files that its user could not open now.
-        of_others: An administrator wants files of other users than root put back, too.
+        of_others: Put back files of users other than root, too, if an administrator restores.
     """
 
     def __init__(
@@ -43,11 +45,11 @@ class Allowed:
     ) -> None:
         self.user = user
         self._of_others = of_others and identity is None
-        #: Whether what the user could open once is not enough.
+        #: Whether the user must have the rights now.
         self.checks = user != _ROOT and identity is not None and identity.user != _ROOT
         group = identity.group if identity is not None else user
         self._rights = user, group, sorted(groups_now(identity)) if identity is not None else []
-        # `acting_as` is not for a thread in which signal handlers run.
+        # `acting_as` must not run in a thread in which signal handlers run.
         self._thread = ThreadPoolExecutor(1, "allowed") if self.checks else None
 
     def __enter__(self) -> Self:
@@ -79,5 +81,5 @@ class Allowed:
             return any(os.access(path, mode, effective_ids=True) for mode in modes)
 
 
-#: Of jobs of root.
+#: For jobs of root.
 EVERYTHING = Allowed()

@@ -48,7 +48,7 @@ def require_files(
         own: Beginnings of paths where the instance has file systems of its own.
         given: Recorded paths whose files CRIU inherits instead of opening them. Those that its
             plugin replaces are added.
-        recorded: Paths of files in the snapshot. Others below /proc, /sys and /dev are the
+        recorded: Paths of files in the snapshot. Other files below /proc, /sys and /dev are the
             kernel's.
         surroundings: Check directories and FIFOs, too: ``expected`` contains them.
 

@@ -178,12 +178,12 @@ def plan_files(
 
 
 def _denied(allowed: Allowed, root: str, file: OpenFile, mapped: bool) -> Problem | None:
-    """Return the problem of a file that is there, and that the job's user may not open now."""
+    """Return the problem of an existing file that the job's user may not open now."""
     path = root + file.path
     with suppress(OSError):
         about = os.lstat(path)
         if stat.S_ISREG(about.st_mode) and allowed.owns(about.st_uid):
-            # Its owner can change its mode, if the way to it is open.
+            # Its owner can change its mode, and only has to reach it.
             return (
                 None
                 if allowed.may(os.path.dirname(path), os.X_OK)
@@ -204,8 +204,8 @@ def _closed(allowed: Allowed, file: OpenFile, word: str) -> Problem:
 
 
 def _of_others(paths: JobPaths, file: OpenFile, allowed: Allowed) -> Inode | None:
-    """Return which file it is if it is or was another user's and the job had it open for writing:
-    others may have changed it since, and it stays as it is. None: it is not so.
+    """Return the file on this machine if it is or was another user's and the job had it open for
+    writing; else None. Such a file stays as it is, because others may have changed it since.
     """
     found = _find(paths, file)
     if not file.writable or found is None or isinstance(found, Problem):
@@ -324,8 +324,8 @@ def _plan_missing(
     if not allowed.owns(file.user):
         return Problem(
             file.path,
-            f"it is missing, and belonged to user {file.user}; the job is of user {allowed.user}",
-            f"let user {file.user} make it again, or have the job run without it",
+            f"it is missing, and belonged to user {file.user}; the job is user {allowed.user}'s",
+            f"let user {file.user} make it again",
         )
     if not _may_make(paths, file.path, allowed):
         return Problem(
@@ -342,8 +342,8 @@ def _plan_missing(
 
 
 def _may_make(paths: JobPaths, path: str, allowed: Allowed) -> bool:
-    """Return whether the user may make something in the nearest directory above a path that is
-    there. Where that is unknown, the restore finds out.
+    """Return whether the user may make something in the nearest existing directory above a path.
+   
     """
     folder = os.path.dirname(path)
     while folder != "/" and not os.path.lexists(paths.root + folder):

@@ -153,7 +153,7 @@ def _plan_one(planning: _Planning, one: Named, allowed: Allowed) -> None:
         return
     if about is None and allowed.checks and not allowed.owns(one.user):
         if not isinstance(one, SmallFile):  # the job can do without such a file of others
-            message = f"it is missing, and belonged to user {one.user}, not to the job's"
+            message = f"it is missing, and belonged to user {one.user}, not to the job's user"
             cure = f"let user {one.user} make it again"
             planning.problems.append(Problem(one.path, message, cure))
         return

@@ -34,7 +34,7 @@ class Attempt:
         emit: Gets the events; an exception from it fails the restore.
         began: When the attempt began (`time.perf_counter`).
         device_file: Whether device memory may come through a file.
-        tries: How often the tree may be built, this time included.
+        tries: Number of times that the tree may be built, including this one.
     """
 
     repository: StoredRepository

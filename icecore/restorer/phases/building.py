@@ -143,9 +143,9 @@ def _fill_shared(
 def _joining(
     attempt: Attempt, plan: Plan, restoring: Restoring | None, images: Path
 ) -> dict[str, str]:
-    """Return the environment that has CRIU join the cgroups of the user for whom it restores, and a
-    cgroup of the instance's own, and make names with the rights of the job's user. Where one of the user's has been removed, such as that of a login
-    which has ended, CRIU stays in this process's.
+    """Return the environment that has CRIU join the cgroups of the user for whom it restores and a
+    cgroup of the instance's own, and make names with the rights of the job's user. If a cgroup of
+    the user has been removed, such as that of a login that has ended, CRIU stays in this process's.
 
     Raises:
         UsageError: A cgroup cannot be joined from here.

@@ -134,7 +134,7 @@ def plan_restore(attempt: Attempt, undo: Undo, workspace: Workspace) -> Plan:
         attempt.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
     requirements.require()
     for path in sorted(requirements.files.resized):
-        message = f"{path} is or was another user's: it stays as it is"
+        message = f"{path} belongs or belonged to another user, and stays as it is"
         attempt.emit(Event("restore.warning", {"name": "files", "message": message}))
     return Plan(manifest, reader, drivers, limits, criu, record, requirements)
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 #: No user address is higher (five-level page tables).
 TOP = 1 << 56
-#: Unmapped ranges that are remembered: more than threads unmap between two events of one mremap.
+#: Number of unmapped ranges that are remembered: more than other threads unmap between two events
+#: of one mremap(2).
 _RECENT = 64
 
 

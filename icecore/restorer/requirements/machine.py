@@ -24,7 +24,7 @@ _INSTRUCTIONS = re.compile(
 )
 #: How long init may take to reap a process that has ended.
 _DEAD_SECONDS = 5.0
-#: How long others may take that run a command, say, and have got such a pid by chance.
+#: How long to wait for other short-lived processes that have such a pid by chance.
 _SHORT_SECONDS = 0.5
 _LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
 
@@ -116,7 +116,7 @@ def check_names(manifest: Manifest, *, name: bool) -> Iterator[Requirement]:
 
 def _taken(pids: list[int]) -> list[int]:
     """Return the pids that are in use. Wait a moment for processes that are about to end, or have
-    ended and were not yet reaped, as after a job was killed.
+    ended and are not reaped yet, as after a job was killed.
     """
     began = time.monotonic()
     while taken := [pid for pid in pids if procfs.exists(pid)]:

@@ -142,7 +142,7 @@ def of_socket(service: Service, peer: Peer, refusal: str) -> Caller:
         Denied: The user may not use the service.
     """
     if refusal:
-        raise Denied(refusal, cure="call from outside of the container or sandbox")
+        raise Denied(refusal, cure="call the service from outside the container or sandbox")
     found = of_peer(peer, admin_gid=service.admin_gid, others=service.others)
     if found.role == Role.PUBLIC:
         raise Denied("only administrators may use this service", cure="ask an administrator")

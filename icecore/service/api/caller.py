@@ -68,7 +68,7 @@ class Caller:
 
     @property
     def is_as_root(self) -> bool:
-        """Whether it may have root do anything: an administrator whom nothing restricts."""
+        """Whether it may have root do anything: it is an unrestricted administrator."""
         return self.role >= Role.ADMIN and self.whole_node
 
 

@@ -72,7 +72,7 @@ class Guard(asyncio.Protocol):
     Attributes:
         peer: The process at the other end of the unix socket; None: a client on TCP.
         refusal: Why the service refuses this process; empty: it does not.
-        who: Whose share the connection is.
+        who: Whose share the connection counts against.
     """
 
     def __init__(self, make: Callable[[], asyncio.Protocol], connections: Connections) -> None:

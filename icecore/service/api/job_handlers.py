@@ -234,7 +234,9 @@ async def signal_job(call: Call) -> Any:
 
 
 async def _ends(job: Job, seconds: float) -> bool:
-    """Wait until a job has ended, in no thread; return False if it still runs after some seconds."""
+    """Wait, without a thread, until a job has ended. Return False if it still runs after
+    ``seconds``.
+    """
     init = job.open_init()
     if init is None:
         return True
@@ -296,7 +298,7 @@ async def job_logs(call: Call) -> Any:
 
 
 async def _send_end(call: Call, response: web.StreamResponse, job: Job) -> None:
-    """Remove what a job leaves, if it has ended, and send how it has ended."""
+    """If a job has ended, remove what it leaves and send how it ended."""
     with suppress(NotFound):  # it was removed meanwhile
         job = await call.service.locally(Job.load, job.directory)
     status = job.status()

@@ -1,8 +1,8 @@
-"""Processes on the unix socket that the service refuses, because one user could have the shares of
+"""Processes on the unix socket that the service refuses, because one user could use the shares of
 many.
 
 Each uid has a share of the service. A user with subordinate uids (subuid(5)) has thousands: in user
-namespaces (user_namespaces(7)), and outside of them through set-user-ID programs that it makes there.
+namespaces (user_namespaces(7)), and outside them through set-user-ID programs that are made there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUBORDINATE = Path("/etc/subuid")
 def refusal_of(peer: Peer) -> str:
     """Return why the service refuses a process; empty: it does not."""
     if not peer.shares_user_namespace():
-        return "the caller is in another user namespace than the service, or has ended"
+        return "the caller is in another user namespace, or has ended"
     owner = _owner_of_subordinate(peer.uid)
     return f"uid {peer.uid} is a subordinate uid of {owner}" if owner else ""
 

@@ -112,8 +112,8 @@ class Retention(Request, frozen=True, kw_only=True):
 class Supervise(Request, frozen=True, kw_only=True):
     """How a job is supervised: the options of ``icecore run`` with the same names.
 
-    The commands run as root, so only callers of the role admin whom nothing restricts to some jobs
-    may give them.
+    The commands run as root, so only administrators who are not restricted to a user or to some
+    jobs may give them.
     """
 
     resume: bool = False

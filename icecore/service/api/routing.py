@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Scope = Literal["none", "own", "job", "snapshot", "operation", "repository", "node"]
 Method = Literal["GET", "POST", "DELETE"]
 #: A streamed answer without data sends a sign of life after this time, and every streamed answer
-#: ends within this time after its caller has lost access.
+#: ends within this time after its caller loses access.
 BEAT_SECONDS = 15.0
 
 
@@ -66,8 +66,8 @@ class Call:
 
     def revoked(self) -> bool:
         """Return whether the caller has lost its access since the request began: its token has
-        expired or was removed, or its session is over. This looks every `BEAT_SECONDS`, so that
-        handlers that stream can ask often.
+        expired or was removed, or its session is over. This looks at most every `BEAT_SECONDS`, so
+        streaming handlers can call it often.
         """
         now = time.monotonic()
         if not self._revoked and now - self._looked >= BEAT_SECONDS:

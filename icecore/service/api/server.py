@@ -312,7 +312,7 @@ async def _beat() -> None:
 
 
 async def _tend(service: Service) -> None:
-    """Now and every minute, let jobs run that killed dumps left frozen, and return the C library's
+    """Now and every minute, thaw jobs that killed dumps left frozen, and return the C library's
     free memory to the system.
     """
     while True:

@@ -87,7 +87,7 @@ class Backing(Protocol):
 
 
 class Threads:
-    """Threads for calls that block, of which each caller has a share.
+    """Threads for blocking calls. Each caller has a share of them.
 
     Args:
         most: How many there are.
@@ -100,8 +100,8 @@ class Threads:
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in a thread, once the caller of the current request has one left. If this is
-        cancelled, the thread is the caller's until the function returns.
+        """Run a function in a thread, once the share of the current request's caller has one left.
+        If this is cancelled, the thread still counts against the share until the function returns.
         """
         loop = asyncio.get_running_loop()
         turns = self._turns.setdefault(CALLER.get(), asyncio.Semaphore(self._per_caller))
@@ -120,7 +120,7 @@ class Threads:
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
-        """Start nothing that waits for a thread."""
+        """Drop the calls that wait for a thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -193,18 +193,20 @@ class Service:
         )
 
     async def locally(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that reads this machine in a thread, some calls of one caller at a time."""
+        """In a thread, run a function that reads the state of this machine; a few at a time for
+        each caller.
+        """
         return await self._local.run(call, *arguments)
 
     async def removing(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that removes what a job leaves in a thread. It may take a minute, so it
-        takes no thread of `locally`.
+        """In a thread, run a function that removes what a job leaves. It may take a minute, so it
+        does not use a thread of `locally`.
         """
         return await self._removal.run(call, *arguments)
 
     async def thaw_left(self) -> None:
-        """Let jobs run that killed dumps left frozen."""
-        with suppress(IcecoreError, OSError):  # whoever asks for jobs hears what is wrong with them
+        """Thaw jobs that killed dumps left frozen."""
+        with suppress(IcecoreError, OSError):  # requests for jobs report what is wrong with them
             await self.removing(self.registry.thaw_left)
 
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:

@@ -5,7 +5,7 @@
 - `messages`: what the deciding thread hears.
 - `patience`: tries again while the repository cannot be reached.
 - `instances`: takes over, restores or starts an instance of the job.
-- `failures`: from which snapshot a job that fails is brought back.
+- `failures`: decides from which snapshot a job that fails is brought back.
 - `output`: shows what an instance writes.
 - `snapshots`: takes one snapshot at a time, in a thread of its own.
 - `timetable`: when the next snapshot is due.

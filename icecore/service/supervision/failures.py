@@ -1,9 +1,9 @@
-"""Decides from which snapshot a job that fails is brought back, and when that is given up.
+"""Decides from which snapshot a job that fails is brought back, and when to give up.
 
-Times of failures are the job's own: a job that was restored goes on at the time at which its
-snapshot was taken. A job whose state is bad fails again at about the same time, whatever snapshots
-are taken before. So a series of failures ends with the first snapshot or failure of a job that has
-got past that time. Until then only those snapshots are restored that existed when the series began.
+Times of failures are in the job's own time: a restored job continues at the time of its snapshot. A
+job whose state is bad fails again at about the same time, whatever snapshots are taken before then.
+So a series of failures ends with the first snapshot or failure of a job that has got past that
+time. Until then only those snapshots are restored that existed when the series began.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAME_SNAPSHOT = 2
 #: How far a job must get past its failure: a share of the time from its snapshot to the failure.
 _MARGIN = 0.1
 _LEAST_MARGIN_SECONDS = 5.0
-#: A job is not given up before it was tried for so long.
+#: How long to retry a job, at least, before giving up.
 _LEAST_TRIED_SECONDS = 30.0
 
 
@@ -29,8 +29,8 @@ class Failures:
     """The failures of one job since it last got past one.
 
     Args:
-        created: When snapshots were taken that this supervisor did not take, in Unix time. The
-            differences between these times stand in for differences of the job's own.
+        created: When the snapshots that this supervisor did not take were taken, in Unix time, by
+            id. The differences between these times stand in for differences of the job's own time.
         clock: Monotonic, in seconds.
 
     Attributes:
@@ -64,7 +64,7 @@ class Failures:
         return self.count > 0
 
     def begin(self, job: Description) -> None:
-        """Take note of an instance that runs now."""
+        """Record that an instance runs now."""
         if job.restored_from:
             at = self._time_of(job.restored_from)
             self._base = job.created if at is None else at
@@ -75,7 +75,7 @@ class Failures:
         self._began = self._clock() - (max(0.0, time.time() - job.created) if adopted else 0.0)
 
     def end(self) -> None:
-        """Take note of the end of the instance."""
+        """Record the end of the instance."""
         self._ended = self._now()
 
     def fail(self) -> None:
@@ -88,11 +88,11 @@ class Failures:
         self._past = max(self._past, now + margin)
 
     def fail_to_begin(self) -> None:
-        """Take note of an instance that could not be restored."""
+        """Count a failed restore as a failure."""
         self._count()
 
     def take(self, taken: Taken) -> None:
-        """Take note of a snapshot of the instance that was just committed."""
+        """Record a snapshot of the instance that was just committed."""
         at = self._now() - taken.committing - taken.window
         self._taken[taken.snapshot] = at
         if at > self._past:
@@ -122,7 +122,7 @@ class Failures:
         return known[back:]
 
     def start_anew(self) -> None:
-        """Restore no snapshot any more that exists now."""
+        """Restore none of the snapshots that exist now."""
         self._candidates = frozenset()
 
     def _get_past(self) -> None:

@@ -47,7 +47,7 @@ class Instances:
     """Finds, restores and starts instances of one job.
 
     Attributes:
-        created: When the snapshots were taken that were found, in Unix time.
+        created: When the snapshots that were found were taken, in Unix time, by id.
     """
 
     def __init__(self, plan: Plan, engine: Engine, record: Record, tell: Tell, emit: Sink) -> None:

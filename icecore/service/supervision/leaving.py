@@ -43,10 +43,10 @@ def leave(plan: Plan, snapshot: str, known: Measured, tell: Tell) -> int:
 
 
 def leave_before(plan: Plan, number: int, known: Measured, tell: Tell) -> int:
-    """Return the exit status after a signal that came before there was a job. Unless the signal is
-    a person's, or is meant for the job, whoever ended this process starts it again.
+    """Return the exit status after a signal that came before there was a job. Unless the signal
+    comes from a person or is meant for the job, whoever ended this process starts it again.
     """
     if plan.on_term == "pass" or number == signal.SIGINT:
         return 128 + number
-    # The newest that this node took: the repository may not be reached.
+    # The newest that this node took: the repository may be unreachable.
     return leave(plan, known.taken[-1].snapshot if known.taken else "", known, tell)

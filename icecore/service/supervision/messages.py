@@ -96,7 +96,7 @@ class Early:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let the first signal interrupt what is done, even if it came before.
+        """Let the first signal interrupt the body, even if it came before.
 
         Raises:
             Asked: A signal came.

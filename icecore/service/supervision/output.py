@@ -15,7 +15,7 @@ from icecore.service.supervision.instances import Begun, Tell
 
 #: Time for what an instance has written to be shown once it has ended.
 DRAIN_SECONDS = 30.0
-#: A job that has to leave does not wait so long for a reader that has stopped reading.
+#: How long a job that has to leave waits for a reader that has stopped reading.
 _STUCK_SECONDS = 5.0
 _JOIN_SECONDS = 0.1
 _RETRY_SECONDS = 0.5

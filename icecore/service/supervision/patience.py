@@ -1,4 +1,4 @@
-"""Calls again and again what fails only while the repository cannot be reached."""
+"""Retries calls that fail only while the repository cannot be reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 _BACK_OFF_SECONDS = (1.0, 60.0)
 _MOST_DOUBLINGS = 10
-#: Failures of the storage that last.
+#: Failures of the storage that do not pass.
 _LASTING = (StoreDenied, StoreFull, ObjectMissing)
 
 
@@ -34,7 +34,8 @@ def patiently(
         wait: Waits for so many seconds.
 
     Raises:
-        StoreError: A failure that lasts: the storage is full, denies access or lacks an object.
+        StoreError: A failure that does not pass: the storage is full, denies access or lacks an
+        object.
     """
     retries = 0
     while True:

@@ -77,7 +77,7 @@ class Engine(Protocol):
         registry: The jobs of this node.
         core: The repository of their snapshots.
         loop: The event loop in which ``core`` lives.
-        user: The uid for which it acts; None: an administrator's, whose lease of a name excludes
+        user: The uid for which it acts; None: an administrator, whose lease of a name excludes
             those of all users.
     """
 

@@ -30,7 +30,7 @@ class Snapshots:
     Args:
         messages: Gets the outcome.
         session: Returns the session that must still be held when a snapshot is committed.
-        needless: Returns whether a periodic snapshot that waits for its turn is needed no more.
+        needless: Returns whether a periodic snapshot that waits for its turn is no longer needed.
         forgets: Returns whether the retention policy is applied now.
     """
 

@@ -58,9 +58,10 @@ _TICK_SECONDS = 1.0
 _STOP_RETRY_SECONDS = 2.0
 #: Signals within this time of the first have the same cause: TERM and HUP of a service manager.
 _REPEATED_SECONDS = 2.0
-#: The signal that ends the job at once: a scheduler sends one as the notice, and TERM at its end.
+#: Number of the signal that ends the job at once: a scheduler sends one as the notice, and TERM at
+#: the end of the notice.
 _MOST_SIGNALS = 3
-#: So does the second one of a person.
+#: The second SIGINT of a person does so, too.
 _MOST_INTERRUPTS = 2
 #: Signals that ask a job to end.
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -186,7 +187,8 @@ class Supervisor:
             self._hold.let_go(self._found())
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """Return what a call returns; if the job is to be resumed, once the repository can be reached.
+        """Return what a call returns. If the job is to be resumed, retry until the repository can
+        be reached.
 
         Raises:
             Asked: A signal came meanwhile.
@@ -466,7 +468,7 @@ class Supervisor:
 
     def _bring_back(self, status: ExitStatus) -> int | None:
         """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
-        exit status if that is given up, or if the job has to leave. A restore that fails is one
+        exit status if that is given up, or if the job has to leave. A failed restore counts as one
         more failure.
 
         Raises:
@@ -488,7 +490,7 @@ class Supervisor:
                 return status.exit_code
             try:
                 begun = self._begin_again(lineage)
-            except (StoreError, NameTaken) as error:  # may pass
+            except (StoreError, NameTaken) as error:  # this may pass
                 self._tell("run.resume_failed", snapshot="", error=str(error))
                 hindered += 1
                 pause = back_off(hindered)
@@ -570,7 +572,7 @@ class Supervisor:
         last = self._last_snapshot()
         if number == signal.SIGINT or not last:
             return 128 + number
-        how = f"ended at a further {signal.Signals(number).name}"
+        how = f"ended by a further {signal.Signals(number).name}"
         self._tell("run.ended_early", how=how, snapshot=last)
         return self._leave(last)
 
@@ -591,7 +593,7 @@ class Supervisor:
         return self._job if self._job is not None else self._instances.newest()
 
     def _end_rest(self) -> None:
-        """End processes that go on without their init, as without a pid namespace of their own."""
+        """End processes that outlive their init, as they can in the host's pid namespace."""
         assert self._job is not None
         if lives(self._job):
             end(self._job)

@@ -72,9 +72,9 @@ class Timetable:
         return self._interval() * random.uniform(1 - _JITTER, 1.0)
 
     def after_long_windows(self, before: int, least: float) -> float:
-        """Return the time until the next snapshot after one whose window was too long. The job stood
-        still for nothing, and would again, so it grows; but not beyond twice the interval, unless a
-        failure may lose more than that.
+        """Return the time until the next snapshot after one whose window was too long. The job
+        stood still for nothing, and might again, so this time grows with each: up to twice the
+        interval, or up to the maximum loss if that is longer.
 
         Args:
             before: The number of such snapshots in a row before this one.

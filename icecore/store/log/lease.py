@@ -2,8 +2,8 @@
 
 A lease is a session of its own purpose: BEGIN is refused while a session that excludes it is open,
 and the log decides between two that begin at once. Leases of the same name exclude each other,
-unless they are of different users. A lease of no user is an administrator's; it excludes those of
-all.
+unless they are of different users. A lease without a user is an administrator's; it excludes those
+of all users.
 
 The holder gives signs of life. Whoever wants the lease and sees none for `SILENCE_SECONDS`, by its
 own clock, ends the holder's session, unless the holder has renewed it meanwhile. No one else ends

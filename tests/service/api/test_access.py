@@ -103,12 +103,12 @@ def test_the_kernel_says_who_calls(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize("older", [False, True])
-def test_a_peer_that_has_gone_shares_nothing(
+def test_a_peer_that_has_ended_shares_no_user_namespace(
     connected: tuple[socket.socket, subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
     older: bool,
 ) -> None:
-    """Whatever process has its pid now, also where the kernel has no SO_PEERPIDFD."""
+    """Whatever process has its pid now, even if the kernel lacks SO_PEERPIDFD."""
     if older:
         monkeypatch.setattr(peer_module, "_SO_PEERPIDFD", 9999)
     connection, process = connected

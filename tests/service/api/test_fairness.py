@@ -64,7 +64,7 @@ def test_a_slow_repository_stops_its_own_caller_alone(
     go(test)
 
 
-#: Says its child's pid, and keeps it traced: it stays a zombie that nobody else can reap.
+#: Prints its child's pid, and keeps it traced: it stays a zombie that nobody else can reap.
 TRACE = """
 import ctypes, sys, time
 libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""The service lets jobs run that a dump left frozen because all its processes were killed."""
+"""The service thaws jobs that a dump left frozen because all its processes were killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def job(node: Node, process: int) -> Iterator[Job]:
 
 @pytest.fixture
 def guard() -> Iterator[subprocess.Popen[bytes]]:
-    """What would thaw the job, if it lived."""
+    """Yield the process that would thaw the job, if it lived."""
     with subprocess.Popen(["sleep", "600"]) as running:
         try:
             yield running
@@ -54,7 +54,7 @@ def leave_frozen(group: Path, guard: subprocess.Popen[bytes]) -> None:
 
 
 async def thawed(group: Path, seconds: float = 10.0) -> bool:
-    """Return whether the group is thawed within a time."""
+    """Return whether the group is thawed within ``seconds``."""
     for _ in range(int(seconds / 0.05)):
         if not frozen.is_frozen(group):
             return True

@@ -426,7 +426,7 @@ def test_a_dump_that_stops_a_supervised_job_ends_it(node: Node) -> None:
 
 
 def test_a_service_thaws_what_a_dump_left_frozen(node: Node) -> None:
-    """All processes of a dump were killed; nobody gives a command."""
+    """All processes of a dump were killed, and nobody runs a command."""
     node.start()
     node.ok(ALICE, "run", "-d", "--name", "c", "--", "sh", "-c", COUNT)
     node.stop()

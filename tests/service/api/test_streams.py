@@ -166,7 +166,7 @@ def test_nobody_is_served_who_has_hung_up(
 
 
 def lose(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Let the token ``some`` become invalid."""
+    """Make the token ``some`` invalid."""
     if how == "removed":
         node.service.tokens.remove("some")
         return
@@ -302,7 +302,7 @@ def test_connections_are_bounded(node: Node, go: Go) -> None:
     go(test)
 
 
-#: Connects as one uid after the other; says how a request on the first connection ends.
+#: Connects as one uid after the other; prints how a request on the first connection ends.
 AS_MANY = """
 import ctypes, os, socket, sys
 base, count, apart = map(int, sys.argv[1:])
@@ -338,7 +338,7 @@ def _map_ids(pid: int, ids: str) -> None:
 async def connected_as(
     node: Node, base: int, count: int, *, apart: bool = False
 ) -> AsyncIterator[str]:
-    """Connect as ``count`` users; lend the answer of the service to the first.
+    """Connect as ``count`` users; yield the service's answer to the first.
 
     Args:
         apart: In a user namespace of its own.
@@ -385,7 +385,7 @@ def test_a_user_of_this_machine_is_served_whatever_subuid_says(
     node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges = node.state / "subuid"
-    ranges.write_text("alice:1:65536\n")  # it holds the uids of others by mistake
+    ranges.write_text("alice:1:65536\n")  # it contains the uids of others by mistake
     monkeypatch.setattr(peers, "SUBORDINATE", ranges)
 
     async def test(session: Session) -> None:
@@ -412,7 +412,7 @@ def test_connections_are_left_for_root(node: Node, go: Go) -> None:
 def test_a_peer_that_cannot_be_identified_has_no_connection(
     node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, one with more groups than the kernel tells of."""
+    """For example, one with more groups than the kernel reports."""
 
     def refused(connection: socket.socket) -> Peer:
         raise Denied("the caller has too many groups")
