@@ -139,10 +139,13 @@ def _apart(process: ProcessInspection) -> Iterator[tuple[int, str]]:
 
 def _own(pid: int, thread: int, namespaces: Mapping[str, int]) -> str:
     """Return what a thread does not share with its process; empty: it shares all."""
-    if kcmp(pid, thread, "files"):
-        return "descriptors"
-    if kcmp(pid, thread, "fs"):
-        return "a working directory"
+    try:
+        if kcmp(pid, thread, "files"):
+            return "descriptors"
+        if kcmp(pid, thread, "fs"):
+            return "a working directory"
+    except PermissionError:
+        pass  # CRIU may not compare either, and says so
     theirs = procfs.thread_namespaces(pid, thread)
     kinds = [kind for kind in theirs if theirs[kind] != namespaces.get(kind)]
     return f"namespaces ({', '.join(kinds)})" if kinds else ""

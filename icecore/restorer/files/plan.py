@@ -342,9 +342,7 @@ def _plan_missing(
 
 
 def _may_make(paths: JobPaths, path: str, allowed: Allowed) -> bool:
-    """Return whether the user may make something in the nearest existing directory above a path.
-   
-    """
+    """Return whether the user may make something in the nearest existing directory above a path."""
     folder = os.path.dirname(path)
     while folder != "/" and not os.path.lexists(paths.root + folder):
         folder = os.path.dirname(folder)

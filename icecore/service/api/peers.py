@@ -8,23 +8,38 @@ namespaces (user_namespaces(7)), and outside them through set-user-ID programs t
 from __future__ import annotations
 
 import pwd
+import time
 from pathlib import Path
 
 from icecore.host.kernel.peer import Peer
 
 SUBORDINATE = Path("/etc/subuid")
+#: Users → whether the user database has them, and until when (time.monotonic) that is believed.
+_known: dict[int, tuple[bool, float]] = {}
+_KNOWN_SECONDS, _MOST_KNOWN = 60.0, 4096
 
 
 def refusal_of(peer: Peer) -> str:
-    """Return why the service refuses a process; empty: it does not."""
-    if not peer.shares_user_namespace():
-        return "the caller is in another user namespace, or has ended"
+    """Return why the service refuses a process; empty: it does not. A user whom this machine knows
+    has one share, in whatever namespace.
+    """
+    if peer.uid == 0:
+        return ""  # no uid of another namespace is shown as root's
     owner = _owner_of_subordinate(peer.uid)
-    return f"uid {peer.uid} is a subordinate uid of {owner}" if owner else ""
+    if not owner and peer.shares_user_namespace():
+        return ""
+    if _is_known(peer.uid):
+        return ""
+    if owner:
+        return f"uid {peer.uid} is a subordinate uid of {owner}"
+    return (
+        f"this machine knows no user {peer.uid}, and the caller has ended or is in another user"
+        " namespace"
+    )
 
 
 def _owner_of_subordinate(uid: int) -> str:
-    """Return whose subordinate uid this is; empty: nobody's, or that of a user of this machine."""
+    """Return whose subordinate uid this is; empty: nobody's."""
     try:
         lines = SUBORDINATE.read_text(errors="replace").splitlines()
     except OSError:  # there are none
@@ -33,13 +48,24 @@ def _owner_of_subordinate(uid: int) -> str:
         owner, _, numbers = line.partition(":")
         first, _, count = numbers.partition(":")
         if first.isdecimal() and count.isdecimal() and 0 <= uid - int(first) < int(count):
-            return "" if _is_known(uid) else owner
+            return owner
     return ""
 
 
 def _is_known(uid: int) -> bool:
+    """Return whether the user database has an entry. The event loop waits for the answer: it is asked
+    seldom.
+    """
+    now = time.monotonic()
+    known, until = _known.get(uid, (False, 0.0))
+    if now < until:
+        return known
     try:
         pwd.getpwuid(uid)
+        known = True
     except KeyError:
-        return False
-    return True
+        known = False
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[uid] = known, now + _KNOWN_SECONDS
+    return known

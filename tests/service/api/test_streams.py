@@ -381,15 +381,16 @@ def test_subordinate_uids_have_no_shares(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+@pytest.mark.parametrize("apart", [True, False], ids=["in-a-namespace", "outside"])
 def test_a_user_of_this_machine_is_served_whatever_subuid_says(
-    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch
+    node: Node, go: Go, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     ranges = node.state / "subuid"
     ranges.write_text("alice:1:65536\n")  # it contains the uids of others by mistake
     monkeypatch.setattr(peers, "SUBORDINATE", ranges)
 
     async def test(session: Session) -> None:
-        async with connected_as(node, 0, 1) as answer:  # daemon
+        async with connected_as(node, 0, 1, apart=apart) as answer:  # daemon
             assert " 200 " in answer
 
     go(test)
