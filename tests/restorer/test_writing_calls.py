@@ -103,6 +103,10 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         {"os.open", "filesystem.open_confined"},
         "looks where paths lead, with O_PATH, below directories that only root can enter",
     ),
+    "files/allowed.py": (
+        {"filesystem.acting_as"},
+        "asks as the job's user what it may open; opens nothing",
+    ),
     "files/socket_names.py": (
         {"filesystem.acting_as"},
         "asks as the job's user whether it may make a name; makes none",

@@ -24,7 +24,6 @@ from icecore.host.jobs import keepers
 from icecore.host.jobs.description import Description, describe
 from icecore.host.jobs.job import Inits, Job
 from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, init_program
-from icecore.host.jobs.reserved import is_reserved
 from icecore.host.kernel import freezer, procfs
 from icecore.private import private_state, require_own, state_directory
 from icecore.text import job_name
@@ -405,6 +404,8 @@ class Registry:
         """Record a new instance that does not run yet. ``exact``: the name was requested and gets
         no number.
         """
+        from icecore.host.jobs.reserved import is_reserved  # 'ps' does not need it
+
         name = wanted.name
         if exact:
             require_name(name)
