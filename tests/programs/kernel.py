@@ -8,8 +8,9 @@ import ctypes
 import fcntl
 import mmap
 import os
-import signal
 import struct
+import subprocess
+import sys
 import termios
 from dataclasses import dataclass
 
@@ -288,20 +289,29 @@ class MessageQueue:
 
 
 _CLONE3 = 435
+#: Runs in a process of one thread: a copy of one with several may hang before it executes anything.
+_SPAWN = """
+import ctypes, os, signal, sys
+chosen = ctypes.c_int(int(sys.argv[1]))
+# struct clone_args, version 1: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size,
+# tls, set_tid, set_tid_size.
+call = (ctypes.c_uint64 * 10)(0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(chosen), 1)
+libc = ctypes.CDLL(None, use_errno=True)
+pid = libc.syscall(int(sys.argv[2]), call, ctypes.sizeof(call))
+if pid == 0:
+    try:
+        os.execvp(sys.argv[3], sys.argv[3:])
+    finally:
+        os._exit(127)
+sys.exit(0 if pid > 0 else os.strerror(ctypes.get_errno()))
+"""
 
 
 def spawn_with_id(pid: int, program: str, *arguments: str) -> None:
-    """Run a program in a child of this process, with a pid of the caller's choice (clone3(2)).
+    """Run a program in an orphan with an id of the caller's choice (clone3(2)).
 
     Raises:
-        OSError: FileExistsError: a process or thread has it. PermissionError.
+        CalledProcessError: A process or thread has it, for example; standard error says.
     """
-    chosen = ctypes.c_int(pid)
-    # struct clone_args, version 1: flags, pidfd, child_tid, parent_tid, exit_signal, stack,
-    # stack_size, tls, set_tid, set_tid_size.
-    call = (ctypes.c_uint64 * 10)(0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(chosen), 1)
-    if _checked("clone3", _libc.syscall(_CLONE3, call, ctypes.sizeof(call))) == 0:
-        try:
-            os.execvp(program, [program, *arguments])
-        finally:
-            os._exit(127)
+    words = [sys.executable, "-S", "-c", _SPAWN, str(pid), str(_CLONE3), program, *arguments]
+    subprocess.run(words, check=True, timeout=30, stdin=subprocess.DEVNULL)

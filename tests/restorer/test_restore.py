@@ -509,12 +509,12 @@ class Taker:
 
     def give_back(self) -> None:
         os.kill(self.wanted, signal.SIGKILL)
-        os.waitpid(self.wanted, 0)
+        await_gone([self.wanted])
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["process", "thread"])
 def test_an_id_that_another_process_gets_meanwhile(tmp_path: Path, cache: Path, which: int) -> None:
-    with dumped("training", tmp_path, cache) as it:
+    with dumped("training", tmp_path, cache) as it, plain_criu.adopting():
         manifest = it.place.run(it.place.repository.manifest(it.result.snapshot))
         wanted = sorted(manifest.requirements.pids)[which]
         assert (wanted == it.running.pid) == (which == 0)

@@ -808,7 +808,7 @@ def test_the_supervisor_waits_for_a_name_that_another_job_has(cli: Cli) -> None:
     process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=20, status=3)
     until(written(cli, 3), "3 lines")
     until(lambda: not any(job.alive for job in cli.registry.instances()), "its end", SECONDS)
-    with mock.patch("icecore.host.jobs.registry.is_reserved", lambda state, name: False):
+    with mock.patch("icecore.host.jobs.reserved.is_reserved", lambda state, name: False):
         other = cli.registry.start(["/bin/sleep", "600"], name="counter")
     time.sleep(3.0)  # more than one try
     assert process.poll() is None and other.alive
