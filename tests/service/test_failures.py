@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from icecore.errors import RestoreFailed
+from icecore.events import Event
 from icecore.host.jobs.description import describe
+from icecore.host.jobs.job import ExitStatus
 from icecore.host.jobs.namespaces import Isolation
 from icecore.service.record import Taken
+from icecore.service.supervision import supervisor as deciding
 from icecore.service.supervision.failures import Failures
+from icecore.service.supervision.plan import Plan
+from icecore.service.supervision.supervisor import Supervisor
 from icecore.store.format.state import SnapshotRecord
 
 _MINUTE = 60.0
@@ -187,3 +195,87 @@ def test_failed_restores_go_back_too(world: World) -> None:
     world.failures.fail_to_begin()
     chosen = world.failures.choose(world.records)
     assert chosen is not None and [one.snapshot for one in chosen] == ["old"]
+
+
+class Bringing:
+    """A supervisor whose job has just failed, with a clock of its own; nothing is really restored.
+
+    Attributes:
+        records: The snapshots that exist, newest first.
+        broken: Those that cannot be restored.
+        begun: The snapshots from which instances began; empty strings: they were started anew.
+    """
+
+    def __init__(self, state: Path, patch: pytest.MonkeyPatch, **plan: Any) -> None:
+        self.now = 1e6
+        self.records: list[SnapshotRecord] = []
+        self.broken: set[str] = set()
+        self.begun: list[str] = []
+        self.events: list[Event] = []
+        engine = mock.Mock()
+        engine.registry.state = state
+        engine.snapshots = lambda name: self.records[::-1]
+        engine.restore = self._restore
+        plan.setdefault("restarts", -1)
+        self.supervisor = Supervisor(
+            Plan("own", self._start, **plan),
+            engine,
+            write=lambda job, piece: None,
+            emit=self.events.append,
+        )
+        self.failures = Failures(self.supervisor._instances.created, lambda: self.now)
+        for name, value in {
+            "_failures": self.failures,
+            "_job": mock.Mock(instance="1" * 32, **{"end_requested.return_value": False}),
+            "_wait": self._wait,
+            "_begin": self._begin,
+        }.items():
+            patch.setattr(self.supervisor, name, value)
+        patch.setattr(self.supervisor._output, "drain", lambda hurried: None)
+        patch.setattr(deciding, "lineage_of", lambda job: "1" * 32)
+        patch.setattr(deciding, "lives", lambda job: False)
+        self._note("")
+
+    def fail(self, seconds: float = 1.0) -> int | None:
+        """Have the job fail after some time; return the supervisor's exit status, if there is one."""
+        self.now += seconds
+        self.failures.end()
+        return self.supervisor._on_end(ExitStatus(code=7))
+
+    def told(self, name: str) -> int:
+        return sum(event.name == name for event in self.events)
+
+    def _restore(self, snapshot: str, name: str, *, emit: object) -> mock.Mock:
+        if snapshot in self.broken:
+            raise RestoreFailed("it is broken")
+        return mock.Mock(job=mock.Mock(snapshot=snapshot), log_sizes={})
+
+    def _start(self) -> Any:
+        return mock.Mock(snapshot="")
+
+    def _begin(self, begun: Any) -> None:
+        self._note(begun[0].snapshot)
+
+    def _note(self, snapshot: str) -> None:
+        self.begun.append(snapshot)
+        with mock.patch.object(time, "time", lambda: self.now):
+            job = describe("own", ["x"], "/", Isolation(), [], snapshot=snapshot)
+            self.failures.begin(job)
+
+    def _wait(self, seconds: float) -> int:
+        assert self.now < 1.1e6, "it does not end"
+        self.now += max(seconds, 0.01)
+        return 0
+
+
+def test_no_instance_begins_while_one_before_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes without a pid namespace of their own may be impossible to kill for a while."""
+    own = Bringing(tmp_path, monkeypatch)
+    left = [True] * 6
+    monkeypatch.setattr(deciding, "lives", lambda job: bool(left) and left.pop())
+    monkeypatch.setattr(deciding, "end", lambda job: None)
+    assert own.fail() is None
+    assert not left and own.begun == ["", ""]
+    assert own.told("run.resume_failed") == 2

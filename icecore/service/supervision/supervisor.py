@@ -486,6 +486,12 @@ class Supervisor:
             if self._job.end_requested():
                 self._tell("run.ended_on_request", how=str(status))
                 return status.exit_code
+            if not self._end_rest():  # it must not run twice
+                error = f"processes of instance {self._job.instance} cannot be killed"
+                self._tell("run.resume_failed", snapshot="", error=error)
+                hindered += 1
+                pause = back_off(hindered)
+                continue
             try:
                 begun = self._begin_again(lineage)
             except (StoreError, NameTaken) as error:  # may pass
@@ -590,11 +596,14 @@ class Supervisor:
         """Return the instance; also one that was started, but is not followed yet."""
         return self._job if self._job is not None else self._instances.newest()
 
-    def _end_rest(self) -> None:
-        """End processes that go on without their init, as without a pid namespace of their own."""
+    def _end_rest(self) -> bool:
+        """End processes that go on without their init, as without a pid namespace of their own;
+        return whether none is left.
+        """
         assert self._job is not None
         if lives(self._job):
             end(self._job)
+        return not lives(self._job)
 
     def _end_job(self) -> None:
         job = self._found()
