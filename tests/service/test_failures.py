@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 
-from icecore.errors import RestoreFailed
+from icecore.errors import RestoreFailed, ResumeFailed
 from icecore.events import Event
 from icecore.host.jobs.description import describe
 from icecore.host.jobs.job import ExitStatus
@@ -279,3 +280,19 @@ def test_no_instance_begins_while_one_before_lives(
     assert own.fail() is None
     assert not left and own.begun == ["", ""]
     assert own.told("run.resume_failed") == 2
+
+
+@pytest.mark.parametrize("or_start", [False, True])
+def test_snapshots_that_are_all_in_quarantine_are_not_tried_for_ever(
+    or_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Bringing(tmp_path, monkeypatch, or_start=or_start)
+    own.records = [msgspec.structs.replace(record("1", 1.0), quarantined="a shard")]
+    if or_start:
+        assert own.fail() is None
+        assert own.begun == ["", ""]
+    else:
+        with pytest.raises(ResumeFailed, match="in quarantine"):
+            own.fail()
+        assert own.told("run.gave_up") == 1
+    assert own.now < 1e6 + 5.0  # at once

@@ -50,6 +50,7 @@ from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.timetable import Timetable
 from icecore.service.supervision.watchdog import end, lives
+from icecore.store.format.state import SnapshotRecord
 
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
@@ -493,7 +494,11 @@ class Supervisor:
                 pause = back_off(hindered)
                 continue
             try:
-                begun = self._begin_again(lineage)
+                try:
+                    chosen = self._choose(lineage)
+                except ResumeFailed as error:  # there are some, all of them in quarantine
+                    failed, chosen = error, None
+                begun = None if chosen is None else self._begin_again(chosen)
             except (StoreError, NameTaken) as error:  # may pass
                 self._tell("run.resume_failed", snapshot="", error=str(error))
                 hindered += 1
@@ -508,7 +513,8 @@ class Supervisor:
                 begun = None
             if begun is None and failed is not None and self._plan.or_start:
                 self._failures.start_anew()
-                begun = self._instances.start()
+                lineage, failed, pause = "", None, 0.0
+                continue
             if begun is None:
                 self._tell("run.gave_up", how=str(status), failures=self._failures.count)
                 if failed is not None:
@@ -517,19 +523,25 @@ class Supervisor:
             self._begin(begun)
             return None
 
-    def _begin_again(self, lineage: str) -> Begun | None:
-        """Restore the job, from an older snapshot if it keeps failing, or start it anew if it has
-        none; None: it fails from every snapshot.
+    def _choose(self, lineage: str) -> list[SnapshotRecord] | None:
+        """Return the snapshots from which to bring the job back, the best first. Empty: start it
+        anew. None: it fails from every snapshot.
+
+        Raises:
+            ResumeFailed: It has snapshots, all of them in quarantine.
+            StoreError: The repository cannot be reached.
+        """
+        return self._failures.choose(self._instances.candidates(lineage) if lineage else [])
+
+    def _begin_again(self, chosen: list[SnapshotRecord]) -> Begun:
+        """Restore the job from the first of some snapshots that can be restored; start it anew if
+        there are none.
 
         Raises:
             ResumeFailed: The snapshots that were tried cannot be restored.
             StoreError: The repository cannot be reached.
             NameTaken: Another job has the name.
         """
-        found = self._instances.candidates(lineage) if lineage else []
-        chosen = self._failures.choose(found)
-        if chosen is None:
-            return None
         if not chosen:
             return self._instances.start()
         return self._instances.restore(chosen[: 1 + self._plan.fall_back])
