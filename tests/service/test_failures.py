@@ -192,8 +192,9 @@ def test_failed_restores_go_back_too(world: World) -> None:
         world.run(10)
         world.take(name)
     assert world.crash() == ["new", "old"]
-    world.failures.fail_to_begin()
-    world.failures.fail_to_begin()
+    world.failures.fail_to_begin(world.records[:1])
+    world.failures.fail_to_begin(world.records[:1])
+    assert world.failures.count == 1
     chosen = world.failures.choose(world.records)
     assert chosen is not None and [one.snapshot for one in chosen] == ["old"]
 
@@ -296,3 +297,32 @@ def test_snapshots_that_are_all_in_quarantine_are_not_tried_for_ever(
             own.fail()
         assert own.told("run.gave_up") == 1
     assert own.now < 1e6 + 5.0  # at once
+
+
+def test_restores_that_fail_do_not_count_against_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's work is not discarded while any of its snapshots can be restored."""
+    own = Bringing(tmp_path, monkeypatch, restarts=1, or_start=True)
+    own.records = [record(str(number), 100.0 - number) for number in range(10)]
+    own.broken = {str(number) for number in range(9)}
+    assert own.fail() is None
+    assert own.begun == ["", "9"]
+    assert own.fail() == 7  # the job failed, no restore
+    assert own.told("run.resume_failed") == 18
+
+
+@pytest.mark.parametrize("or_start", [False, True])
+def test_all_snapshots_are_tried_before_the_job_starts_anew(
+    or_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Bringing(tmp_path, monkeypatch, restarts=1, or_start=or_start)
+    own.records = [record(str(number), 100.0 - number) for number in range(3)]
+    own.broken = {"0", "1", "2"}
+    if or_start:
+        assert own.fail() is None
+        assert own.begun == ["", ""]
+    else:
+        with pytest.raises(ResumeFailed, match="it is broken"):
+            own.fail()
+    assert own.told("run.resume_failed") >= 6

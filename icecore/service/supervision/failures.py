@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from icecore.host.jobs.description import Description
@@ -34,7 +35,7 @@ class Failures:
         clock: Monotonic, in seconds.
 
     Attributes:
-        count: The number of failures in the series.
+        count: The number of failures in the series. Restores that failed do not count.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class Failures:
         self._first = 0.0
         #: The job's time at which it has got past its failures.
         self._past = 0.0
+        #: Snapshot → how often in the series the job failed from it, or it could not be restored.
+        self._tried: Counter[str] = Counter()
+        #: The snapshot from which the instance was restored; empty: it was started.
+        self._origin = ""
         #: The snapshots from before the series; None: not known yet.
         self._candidates: frozenset[str] | None = None
 
@@ -65,6 +70,7 @@ class Failures:
 
     def begin(self, job: Description) -> None:
         """Take note of an instance that runs now."""
+        self._origin = job.restored_from
         if job.restored_from:
             at = self._time_of(job.restored_from)
             self._base = job.created if at is None else at
@@ -83,13 +89,17 @@ class Failures:
         now = self._ended
         if now > self._past:
             self._get_past()
-        self._count()
+        if self.lasts:
+            self._tried[self._origin] += 1
+        else:
+            self._first = self._clock()
+        self.count += 1
         margin = max(_LEAST_MARGIN_SECONDS, _MARGIN * (now - self._from))
         self._past = max(self._past, now + margin)
 
-    def fail_to_begin(self) -> None:
-        """Take note of an instance that could not be restored."""
-        self._count()
+    def fail_to_begin(self, tried: Sequence[SnapshotRecord]) -> None:
+        """Take note of snapshots that could not be restored."""
+        self._tried.update(one.snapshot for one in tried)
 
     def take(self, taken: Taken) -> None:
         """Take note of a snapshot of the instance that was just committed."""
@@ -114,12 +124,10 @@ class Failures:
             known = list(found)
         if not known:
             return []
-        back = max(0, self.count - 1) // _SAME_SNAPSHOT
-        if back >= len(known):
-            if self._clock() - self._first >= _LEAST_TRIED_SECONDS:
-                return None
-            back = len(known) - 1
-        return known[back:]
+        left = [one for one in known if self._tried[one.snapshot] < _SAME_SNAPSHOT]
+        if left:
+            return left
+        return None if self._clock() - self._first >= _LEAST_TRIED_SECONDS else known[-1:]
 
     def start_anew(self) -> None:
         """Restore no snapshot any more that exists now."""
@@ -128,13 +136,9 @@ class Failures:
     def _get_past(self) -> None:
         """End the series."""
         self.count = 0
+        self._tried.clear()
         self._past = 0.0
         self._candidates = None
-
-    def _count(self) -> None:
-        if not self.count:
-            self._first = self._clock()
-        self.count += 1
 
     def _now(self) -> float:
         return self._base + self._clock() - self._began

@@ -467,8 +467,8 @@ class Supervisor:
 
     def _bring_back(self, status: ExitStatus) -> int | None:
         """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
-        exit status if that is given up, or if the job has to leave. A restore that fails is one
-        more failure.
+        exit status if that is given up, or if the job has to leave. Restores that fail are no
+        failures of the job: they only use up its snapshots.
 
         Raises:
             ResumeFailed: It is given up because the snapshots cannot be restored.
@@ -477,7 +477,7 @@ class Supervisor:
         lineage = lineage_of(self._job)
         pause = back_off(self._failures.count - 1)
         failed: ResumeFailed | None = None
-        hindered = 0
+        hindered = unrestored = 0
         while True:
             asked = self._wait(pause)
             if asked:
@@ -498,7 +498,8 @@ class Supervisor:
                     chosen = self._choose(lineage)
                 except ResumeFailed as error:  # there are some, all of them in quarantine
                     failed, chosen = error, None
-                begun = None if chosen is None else self._begin_again(chosen)
+                tried = (chosen or [])[: 1 + self._plan.fall_back]
+                begun = None if chosen is None else self._begin_again(tried)
             except (StoreError, NameTaken) as error:  # may pass
                 self._tell("run.resume_failed", snapshot="", error=str(error))
                 hindered += 1
@@ -506,11 +507,10 @@ class Supervisor:
                 continue
             except ResumeFailed as error:
                 failed = error
-                self._failures.fail_to_begin()
-                pause = back_off(self._failures.count - 1)
-                if not self._has_failed_too_often:
-                    continue
-                begun = None
+                self._failures.fail_to_begin(tried)
+                unrestored += 1
+                pause = back_off(self._failures.count - 1 + unrestored)
+                continue
             if begun is None and failed is not None and self._plan.or_start:
                 self._failures.start_anew()
                 lineage, failed, pause = "", None, 0.0
@@ -533,7 +533,7 @@ class Supervisor:
         """
         return self._failures.choose(self._instances.candidates(lineage) if lineage else [])
 
-    def _begin_again(self, chosen: list[SnapshotRecord]) -> Begun:
+    def _begin_again(self, tried: list[SnapshotRecord]) -> Begun:
         """Restore the job from the first of some snapshots that can be restored; start it anew if
         there are none.
 
@@ -542,9 +542,7 @@ class Supervisor:
             StoreError: The repository cannot be reached.
             NameTaken: Another job has the name.
         """
-        if not chosen:
-            return self._instances.start()
-        return self._instances.restore(chosen[: 1 + self._plan.fall_back])
+        return self._instances.restore(tried) if tried else self._instances.start()
 
     @property
     def _has_failed_too_often(self) -> bool:
