@@ -176,15 +176,52 @@ def test_a_job_without_snapshots_starts_anew(world: World) -> None:
     world.take("too-early")
     assert world.failures.lasts
     world.run(1)
-    assert world.crash() == []
-    world.begin()
-    world.run(6)
+    assert world.crash() == ["too-early"]
+    world.begin("too-early")
+    world.run(2)
     world.take("late")
     assert not world.failures.lasts
     world.run(1)
     assert world.crash() == ["late", "too-early"]
-    world.failures.start_anew()
-    assert world.failures.choose(world.records) == []
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_job_that_first_fails_without_snapshots_is_given_up_too(anew: bool, world: World) -> None:
+    """Its snapshots are restored once there are some; starting anew is the last that is tried."""
+    world.run(5)
+    if anew:  # with --or-start, since no snapshot could be restored
+        world.records.append(record("broken", world.now))
+        assert world.crash() == ["broken"]
+        world.failures.start_anew()
+        world.records.clear()  # of another lineage
+        assert world.failures.choose(world.records) == []
+    else:
+        assert world.crash() == []
+    chosen: list[str] | None = []
+    begun = []
+    while chosen is not None:
+        begun.append(chosen[0] if chosen else "")
+        world.begin(begun[-1])
+        if not begun[-1]:
+            world.records.clear()  # those of the lineage before
+            world.run(4)
+        world.take(f"{len(begun)}")
+        world.run(1)
+        chosen = world.crash()
+        assert world.failures.lasts
+        assert len(begun) < 20
+    assert begun == ["", "1", "1", "", ""]
+
+
+def test_a_job_that_never_gets_to_a_snapshot_is_given_up(world: World) -> None:
+    world.run(5)
+    assert world.crash() == []
+    world.begin()
+    world.run(5)
+    assert world.crash() == []
+    world.begin()
+    world.run(5)
+    assert world.crash() is None
 
 
 def test_failed_restores_go_back_too(world: World) -> None:

@@ -4,6 +4,7 @@ Times of failures are the job's own: a job that was restored goes on at the time
 snapshot was taken. A job whose state is bad fails again at about the same time, whatever snapshots
 are taken before. So a series of failures ends with the first snapshot or failure of a job that has
 got past that time. Until then only those snapshots are restored that existed when the series began.
+If none did, the first ones that appear are restored, and the job starts anew when they are used up.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Failures:
         self._origin = ""
         #: The snapshots from before the series; None: not known yet.
         self._candidates: frozenset[str] | None = None
+        #: The job is started anew once its candidates are used up: it had none when it failed.
+        self._anew = False
 
     @property
     def lasts(self) -> bool:
@@ -115,23 +118,35 @@ class Failures:
         anew. None: give up.
 
         Args:
-            found: Those of the job, newest first.
+            found: Those of the job's lineage, newest first.
         """
         if self._candidates is None:
             self._candidates = frozenset(one.snapshot for one in found)
+            self._anew = not found
+        elif self._anew and not self._candidates:  # taken since it was started anew
+            self._candidates = frozenset(one.snapshot for one in found)
+            if found:
+                self._tried.pop("", None)
         known = [one for one in found if one.snapshot in self._candidates]
-        if self._candidates and not known:  # all were forgotten
+        if self._candidates and not known and not self._anew:  # all were forgotten
             known = list(found)
         if not known:
-            return []
+            self._anew = True
         left = [one for one in known if self._tried[one.snapshot] < _SAME_SNAPSHOT]
         if left:
             return left
-        return None if self._clock() - self._first >= _LEAST_TRIED_SECONDS else known[-1:]
+        if self._anew and self._tried[""] < _SAME_SNAPSHOT:
+            return []
+        if self._clock() - self._first >= _LEAST_TRIED_SECONDS:
+            return None
+        return [] if self._anew else known[-1:]
 
     def start_anew(self) -> None:
-        """Restore no snapshot any more that exists now."""
+        """Restore only snapshots of the job that starts now."""
         self._candidates = frozenset()
+        self._anew = True
+        self._tried.clear()
+        self._first = self._clock()
 
     def _get_past(self) -> None:
         """End the series."""
@@ -139,6 +154,7 @@ class Failures:
         self._tried.clear()
         self._past = 0.0
         self._candidates = None
+        self._anew = False
 
     def _now(self) -> float:
         return self._base + self._clock() - self._began
