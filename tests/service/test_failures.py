@@ -16,7 +16,7 @@ from icecore.events import Event
 from icecore.host.jobs.description import describe
 from icecore.host.jobs.job import ExitStatus
 from icecore.host.jobs.namespaces import Isolation
-from icecore.service.record import Taken
+from icecore.service.record import FOLDER, Measured, Series, Taken
 from icecore.service.supervision import supervisor as deciding
 from icecore.service.supervision.failures import Failures
 from icecore.service.supervision.plan import Plan
@@ -33,6 +33,7 @@ class World:
         self.now = 1e6
         self.failures = Failures({}, lambda: self.now)
         self.records: list[SnapshotRecord] = []
+        self.taken: list[Taken] = []
 
     def begin(self, snapshot: str = "") -> None:
         with mock.patch.object(time, "time", lambda: self.now):
@@ -43,8 +44,18 @@ class World:
         self.now += minutes * _MINUTE
 
     def take(self, name: str) -> None:
-        self.failures.take(Taken(self.now, 0.0, 0.0, 0.0, 0, name))
+        taken = self.failures.take(Taken(self.now, 0.0, 0.0, 0.0, 0, name))
+        self.taken.append(taken)
         self.records.insert(0, record(name, self.now))
+
+    def supervise_again(self) -> None:
+        """Have another supervisor, which knows the first one's record."""
+        measured = Measured(taken=self.taken, series=self.failures.series)
+        data = msgspec.json.encode(measured)
+        created = {one.snapshot: one.created_ns / 1e9 for one in self.records}
+        self.failures = Failures(
+            created, lambda: self.now, msgspec.json.decode(data, type=Measured)
+        )
 
     def crash(self) -> list[str] | None:
         self.failures.end()
@@ -242,10 +253,13 @@ class Bringing:
     Attributes:
         records: The snapshots that exist, newest first.
         broken: Those that cannot be restored.
-        begun: The snapshots from which instances began; empty strings: they were started anew.
+        begun: The snapshots from which instances began, ``first`` before all; empty strings: they
+            were started anew.
     """
 
-    def __init__(self, state: Path, patch: pytest.MonkeyPatch, **plan: Any) -> None:
+    def __init__(
+        self, state: Path, patch: pytest.MonkeyPatch, first: str = "", **plan: Any
+    ) -> None:
         self.now = 1e6
         self.records: list[SnapshotRecord] = []
         self.broken: set[str] = set()
@@ -255,6 +269,7 @@ class Bringing:
         engine.registry.state = state
         engine.snapshots = lambda name: self.records[::-1]
         engine.restore = self._restore
+        (state / FOLDER).mkdir(exist_ok=True)
         plan.setdefault("restarts", -1)
         self.supervisor = Supervisor(
             Plan("own", self._start, **plan),
@@ -262,7 +277,11 @@ class Bringing:
             write=lambda job, piece: None,
             emit=self.events.append,
         )
-        self.failures = Failures(self.supervisor._instances.created, lambda: self.now)
+        self.failures = Failures(
+            self.supervisor._instances.created,
+            lambda: self.now,
+            self.supervisor._record.measured,
+        )
         for name, value in {
             "_failures": self.failures,
             "_job": mock.Mock(instance="1" * 32, **{"end_requested.return_value": False}),
@@ -273,7 +292,8 @@ class Bringing:
         patch.setattr(self.supervisor._output, "drain", lambda hurried: None)
         patch.setattr(deciding, "lineage_of", lambda job: "1" * 32)
         patch.setattr(deciding, "lives", lambda job: False)
-        self._note("")
+        self.supervisor._instances.created[first] = 3.0
+        self._note(first)
 
     def fail(self, seconds: float = 1.0) -> int | None:
         """Have the job fail after some time; return the supervisor's exit status, if there is one."""
@@ -363,3 +383,91 @@ def test_all_snapshots_are_tried_before_the_job_starts_anew(
         with pytest.raises(ResumeFailed, match="it is broken"):
             own.fail()
     assert own.told("run.resume_failed") >= 6
+
+
+def test_the_next_supervisor_goes_on_with_a_series(world: World) -> None:
+    """Also after a long time in which the job did not run."""
+    for name in ("old", "new"):
+        world.run(10)
+        world.take(name)
+    world.run(5)
+    assert world.crash() == ["new", "old"]
+    world.begin("new")
+    world.run(4)
+    world.take("bad")
+    world.run(1)
+    assert world.crash() == ["new", "old"]
+    world.run(10_000)
+    world.supervise_again()
+    assert world.failures.lasts and world.failures.count == 2
+    world.begin("bad")  # with which it was stopped
+    world.run(1)
+    assert world.crash() == ["new", "old"]
+    world.begin("new")
+    world.run(5)
+    assert world.crash() == ["old"]
+    world.begin("old")
+    world.run(15)
+    world.take("early")
+    assert world.failures.lasts
+    world.run(1)
+    world.take("late")
+    assert not world.failures.lasts and world.failures.series is None
+
+
+def test_a_start_anew_ends_the_series_of_an_earlier_supervisor(world: World) -> None:
+    """Its snapshots were removed, for example."""
+    world.run(5)
+    world.take("one")
+    world.run(5)
+    assert world.crash() == ["one"]
+    world.supervise_again()
+    world.begin()
+    assert not world.failures.lasts
+    world.run(5)
+    world.records.clear()
+    assert world.crash() == []
+    world.supervise_again()
+    world.begin()  # still before its first snapshot
+    world.run(5)
+    world.crash()
+    assert world.failures.count == 2
+
+
+def test_a_series_in_a_record() -> None:
+    assert msgspec.json.decode(b'{"failures": 2}', type=Measured).series is None
+    series = Series(1.0, 2, None, ["a", "b"], False, {"a": 1})
+    shorter = Measured(series=series).shorter().series
+    assert shorter is not None and (shorter.count, shorter.past) == (2, 1.0)
+    assert not shorter.candidates and not shorter.tried
+
+
+def test_a_run_that_gives_up_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status says so to a service manager. A person who starts it again starts from the newest
+    snapshot from before, and what fails again does not push that out.
+    """
+    own = Bringing(tmp_path, monkeypatch)
+    own.records = [record("new", 2.0), record("old", 1.0)]
+    for _ in range(2):
+        status = None
+        while status is None:
+            status = own.fail(20.0)
+        assert status == ResumeFailed.exit_code and own.told("run.gave_up") == 1
+        assert own.begun[1:] == ["new", "new", "old", "old"]
+        series = own.supervisor._record.measured.series
+        assert series is not None and series.count == 0
+        own = Bringing(tmp_path, monkeypatch, "bad")
+        own.records = [record("bad", 3.0), record("new", 2.0), record("old", 1.0)]
+        assert own.failures.lasts
+
+
+def test_a_job_that_succeeds_leaves_no_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Bringing(tmp_path, monkeypatch)
+    assert own.fail() is None
+    assert own.supervisor._record.measured.series is not None
+    assert own.supervisor._on_end(ExitStatus(code=0)) == 0
+    assert own.supervisor._record.measured.series is None

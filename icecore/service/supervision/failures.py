@@ -14,8 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from icecore.host.jobs.description import Description
-from icecore.service.record import Taken
+from icecore.service.record import Measured, Series, Taken
 from icecore.store.format.state import SnapshotRecord
 
 #: A job that fails twice from a snapshot is brought back from an older one.
@@ -34,18 +36,22 @@ class Failures:
         created: When snapshots were taken that this supervisor did not take, in Unix time. The
             differences between these times stand in for differences of the job's own.
         clock: Monotonic, in seconds.
+        known: What an earlier supervisor of this node recorded.
 
     Attributes:
         count: The number of failures in the series. Restores that failed do not count.
     """
 
     def __init__(
-        self, created: Mapping[str, float], clock: Callable[[], float] = time.monotonic
+        self,
+        created: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+        known: Measured | None = None,
     ) -> None:
         self.count = 0
         self._created = created
         self._clock = clock
-        #: When snapshots of this supervisor were taken, by the job's own time.
+        #: When snapshots of this node's supervisors were taken, by the job's own time.
         self._taken: dict[str, float] = {}
         self._started: float | None = None
         #: The job's time when the instance began, and the monotonic clock's.
@@ -65,11 +71,39 @@ class Failures:
         self._candidates: frozenset[str] | None = None
         #: The job is started anew once its candidates are used up: it had none when it failed.
         self._anew = False
+        if known is not None:
+            self._restore(known)
+
+    def _restore(self, known: Measured) -> None:
+        """Go on where an earlier supervisor ended."""
+        self._taken.update((one.snapshot, one.job_time) for one in known.taken if one.job_time)
+        series = known.series
+        if series is None:
+            return
+        self.count, self._past, self._started = series.count, series.past, series.started
+        self._candidates = None if series.candidates is None else frozenset(series.candidates)
+        self._anew = series.anew
+        self._tried.update(series.tried)
+        self._first = self._clock()
 
     @property
     def lasts(self) -> bool:
         """Whether the job has failed, and has not got past that yet."""
-        return self.count > 0
+        return self._past > 0.0
+
+    @property
+    def series(self) -> Series | None:
+        """What the next supervisor needs of a series that lasts; None: none does."""
+        if not self.lasts:
+            return None
+        return Series(
+            self._past,
+            self.count,
+            self._started,
+            None if self._candidates is None else sorted(self._candidates),
+            self._anew,
+            dict(self._tried),
+        )
 
     def begin(self, job: Description) -> None:
         """Take note of an instance that runs now."""
@@ -78,6 +112,9 @@ class Failures:
             at = self._time_of(job.restored_from)
             self._base = job.created if at is None else at
         else:
+            if self._candidates and not self._anew:  # those of an earlier supervisor are void
+                self.get_past()
+                self._started = None
             self._base = self._started = job.created if self._started is None else self._started
         self._from = self._base
         adopted = job.owner[0] != os.getpid()
@@ -91,10 +128,10 @@ class Failures:
         """Count the end of the instance as a failure."""
         now = self._ended
         if now > self._past:
-            self._get_past()
+            self.get_past()
         if self.lasts:
             self._tried[self._origin] += 1
-        else:
+        if not self.count:
             self._first = self._clock()
         self.count += 1
         margin = max(_LEAST_MARGIN_SECONDS, _MARGIN * (now - self._from))
@@ -104,14 +141,17 @@ class Failures:
         """Take note of snapshots that could not be restored."""
         self._tried.update(one.snapshot for one in tried)
 
-    def take(self, taken: Taken) -> None:
-        """Take note of a snapshot of the instance that was just committed."""
+    def take(self, taken: Taken) -> Taken:
+        """Take note of a snapshot of the instance that was just committed; return it with its
+        ``job_time``.
+        """
         at = self._now() - taken.committing - taken.window
         self._taken[taken.snapshot] = at
         if at > self._past:
-            self._get_past()
+            self.get_past()
         if not self.lasts:
             self._from = at
+        return msgspec.structs.replace(taken, job_time=at)
 
     def choose(self, found: Sequence[SnapshotRecord]) -> list[SnapshotRecord] | None:
         """Return the snapshots from which to bring the job back, the best first. Empty: start it
@@ -148,7 +188,17 @@ class Failures:
         self._tried.clear()
         self._first = self._clock()
 
-    def _get_past(self) -> None:
+    def give_up(self, *, all_failed: bool) -> None:
+        """Let the next supervisor begin to count again.
+
+        Args:
+            all_failed: Let it begin with the newest candidate again, too.
+        """
+        self.count = 0
+        if all_failed:
+            self._tried.clear()
+
+    def get_past(self) -> None:
         """End the series."""
         self.count = 0
         self._tried.clear()

@@ -98,7 +98,8 @@ class Supervisor:
         self._tally = Tally(self._registry.state)
         self._messages: Messages = queue.SimpleQueue() if messages is None else messages
         self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
-        self._failures = Failures(self._instances.created)
+        known = self._record.measured if plan.resume else None
+        self._failures = Failures(self._instances.created, known=known)
         self._timetable = Timetable(plan, self._record)
         self._output = Output(write, self._record, self._tell)
         self._hold = Hold(plan, engine, self._messages, self._record, self._tell)
@@ -250,6 +251,7 @@ class Supervisor:
         self._passed_at = -math.inf
         self._began = time.monotonic()
         self._failures.begin(job.description)
+        self._keep_series()
         self._timetable.schedule(self._timetable.first_delay())
         self._paused = False
         self._hold.watch_over(job)
@@ -361,9 +363,10 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        self._failures.take(taken)
+        taken = self._failures.take(taken)
         self._retries = self._too_long = 0
         self._record.save(self._record.measured.after(taken))
+        self._keep_series()
         if done.stop:
             self._stopped = taken
             return
@@ -429,8 +432,12 @@ class Supervisor:
         if self._stopping and not passed and self._is_to_return(status):
             return self._leave_early(status)
         if over or not failed:
+            if not status.exit_code:
+                self._failures.get_past()
+                self._keep_series()
             return status.exit_code
         self._failures.fail()
+        self._keep_series()
         self._tell(
             "run.failed",
             how=str(status),
@@ -438,6 +445,8 @@ class Supervisor:
             failures=self._record.measured.failures,
         )
         if self._has_failed_too_often:
+            self._failures.give_up(all_failed=False)
+            self._keep_series()
             return status.exit_code
         return self._bring_back(status)
 
@@ -508,6 +517,7 @@ class Supervisor:
             except ResumeFailed as error:
                 failed = error
                 self._failures.fail_to_begin(tried)
+                self._keep_series()
                 unrestored += 1
                 pause = back_off(self._failures.count - 1 + unrestored)
                 continue
@@ -517,9 +527,11 @@ class Supervisor:
                 continue
             if begun is None:
                 self._tell("run.gave_up", how=str(status), failures=self._failures.count)
+                self._failures.give_up(all_failed=True)
+                self._keep_series()
                 if failed is not None:
                     raise failed
-                return status.exit_code
+                return ResumeFailed.exit_code  # a service manager must not begin again
             self._begin(begun)
             return None
 
@@ -531,7 +543,9 @@ class Supervisor:
             ResumeFailed: It has snapshots, all of them in quarantine.
             StoreError: The repository cannot be reached.
         """
-        return self._failures.choose(self._instances.candidates(lineage) if lineage else [])
+        chosen = self._failures.choose(self._instances.candidates(lineage) if lineage else [])
+        self._keep_series()
+        return chosen
 
     def _begin_again(self, tried: list[SnapshotRecord]) -> Begun:
         """Restore the job from the first of some snapshots that can be restored; start it anew if
@@ -573,6 +587,12 @@ class Supervisor:
                 known, ran_seconds=known.ran_seconds + ran, failures=known.failures + failed
             )
         )
+
+    def _keep_series(self) -> None:
+        """Have the record say what the next supervisor needs of the failures."""
+        known, series = self._record.measured, self._failures.series
+        if series != known.series:
+            self._record.save(msgspec.structs.replace(known, series=series))
 
     def _leave_early(self, status: ExitStatus) -> int:
         """Leave a job that ended before it could be stopped with a snapshot, and is to be restored."""
