@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,12 @@ from icecore.host.jobs.namespaces import Isolation
 from icecore.service.record import FOLDER, Measured, Series, Taken
 from icecore.service.supervision import supervisor as deciding
 from icecore.service.supervision.failures import Failures
+from icecore.service.supervision.messages import Dumped, Message
 from icecore.service.supervision.plan import Plan
+from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.supervisor import Supervisor
 from icecore.store.format.state import SnapshotRecord
+from icecore.store.maintenance.forget import Policy
 
 _MINUTE = 60.0
 
@@ -44,7 +48,7 @@ class World:
         self.now += minutes * _MINUTE
 
     def take(self, name: str) -> None:
-        taken = self.failures.take(Taken(self.now, 0.0, 0.0, 0.0, 0, name))
+        taken = self.failures.take(Taken(self.now, 0.0, 0.0, 0.0, 0, name), self.now)
         self.taken.append(taken)
         self.records.insert(0, record(name, self.now))
 
@@ -471,3 +475,62 @@ def test_a_job_that_succeeds_leaves_no_series(
     assert own.supervisor._record.measured.series is not None
     assert own.supervisor._on_end(ExitStatus(code=0)) == 0
     assert own.supervisor._record.measured.series is None
+
+
+def test_time_in_which_the_job_is_paused_does_not_count(world: World) -> None:
+    world.run(10)
+    world.take("good")
+    world.run(5)
+    assert world.crash() == ["good"]
+    world.begin("good")
+    world.run(4)
+    world.failures.pause()
+    world.run(60)
+    world.take("while-paused")
+    assert world.failures.lasts
+    world.failures.go_on()
+    world.run(1)
+    world.take("bad")
+    assert world.failures.lasts and world.taken[-1].job_time == 1e6 + 15 * _MINUTE
+    assert world.crash() == ["good"] and world.failures.count == 2
+
+
+def test_a_supervisor_says_when_the_job_is_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Bringing(tmp_path, monkeypatch)
+    lease = mock.Mock(lost="", certain=True)
+    monkeypatch.setattr(own.supervisor, "_hold", mock.Mock(lease=lease))
+    began = own.failures._at(own.now)
+    for certain, ran in ((True, 0.0), (False, 5.0), (False, 5.0), (True, 5.0), (True, 10.0)):
+        lease.certain = certain
+        own.supervisor._tick()
+        assert own.failures._at(own.now) - began == ran
+        own.now += 5.0
+
+
+def test_a_snapshot_counts_from_its_commit_and_not_from_the_end_of_the_retention(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    began: list[float] = []
+    engine, messages = mock.Mock(), queue.SimpleQueue[Message]()
+    engine.registry.state = tmp_path
+    engine.dump.return_value = mock.Mock(
+        snapshot="1", window_seconds=0.0, sizes=mock.Mock(stored=1)
+    )
+    engine.forget = lambda policy, job: began.append(time.monotonic())
+    plan = Plan("own", lambda: pytest.fail("it must not start"), keep=Policy(last=1))
+    Snapshots(
+        plan,
+        engine,
+        messages,
+        mock.Mock(),
+        mock.Mock(),
+        session=str,
+        needless=lambda: False,
+        forgets=lambda: True,
+    ).begin(mock.Mock(), stop=False)
+    done = messages.get(timeout=10.0)
+    assert isinstance(done, Dumped) and done.taken is not None, done
+    assert began[0] - 5.0 < done.committed <= began[0]

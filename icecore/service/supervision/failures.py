@@ -59,6 +59,8 @@ class Failures:
         #: The job's time at the snapshot from which it would be brought back if it failed.
         self._from = 0.0
         self._ended = 0.0
+        #: Since when the instance is paused, by the monotonic clock; None: it runs.
+        self._paused: float | None = None
         #: When the series began, by the monotonic clock.
         self._first = 0.0
         #: The job's time at which it has got past its failures.
@@ -117,12 +119,23 @@ class Failures:
                 self._started = None
             self._base = self._started = job.created if self._started is None else self._started
         self._from = self._base
+        self._paused = None
         adopted = job.owner[0] != os.getpid()
         self._began = self._clock() - (max(0.0, time.time() - job.created) if adopted else 0.0)
 
+    def pause(self) -> None:
+        """Take note that the instance stands still."""
+        self._paused = self._clock()
+
+    def go_on(self) -> None:
+        """Take note that it runs again."""
+        if self._paused is not None:
+            self._began += self._clock() - self._paused
+            self._paused = None
+
     def end(self) -> None:
         """Take note of the end of the instance."""
-        self._ended = self._now()
+        self._ended = self._at(self._clock())
 
     def fail(self) -> None:
         """Count the end of the instance as a failure."""
@@ -141,11 +154,13 @@ class Failures:
         """Take note of snapshots that could not be restored."""
         self._tried.update(one.snapshot for one in tried)
 
-    def take(self, taken: Taken) -> Taken:
-        """Take note of a snapshot of the instance that was just committed; return it with its
-        ``job_time``.
+    def take(self, taken: Taken, committed: float) -> Taken:
+        """Take note of a snapshot of the instance; return it with its ``job_time``.
+
+        Args:
+            committed: When it was committed, by the monotonic clock.
         """
-        at = self._now() - taken.committing - taken.window
+        at = self._at(committed) - taken.committing - taken.window
         self._taken[taken.snapshot] = at
         if at > self._past:
             self.get_past()
@@ -206,8 +221,11 @@ class Failures:
         self._candidates = None
         self._anew = False
 
-    def _now(self) -> float:
-        return self._base + self._clock() - self._began
+    def _at(self, moment: float) -> float:
+        """Return the job's time at a moment of the monotonic clock."""
+        if self._paused is not None:
+            moment = min(moment, self._paused)
+        return self._base + moment - self._began
 
     def _time_of(self, snapshot: str) -> float | None:
         return self._taken.get(snapshot, self._created.get(snapshot))

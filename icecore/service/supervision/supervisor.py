@@ -297,8 +297,10 @@ class Supervisor:
         if self._hold.lease.certain == self._paused:  # the watchdog stops and continues it
             self._paused = not self._paused
             if self._paused:
+                self._failures.pause()
                 self._tell("run.paused")
             else:
+                self._failures.go_on()
                 self._tell("run.unpaused")
         if self._job is not None and self._ended is None:
             if not self._job.alive:
@@ -363,7 +365,7 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        taken = self._failures.take(taken)
+        taken = self._failures.take(taken, done.committed)
         self._retries = self._too_long = 0
         self._record.save(self._record.measured.after(taken))
         self._keep_series()
