@@ -57,6 +57,7 @@ class Series(msgspec.Struct, frozen=True):
         anew: The job had none, so it is started anew once its candidates are used up.
         tried: Snapshot → how often the job failed from it, or it could not be restored; an empty
             string stands for the start.
+        ran: The longest that an instance ran until it failed, in seconds.
     """
 
     past: float
@@ -65,6 +66,7 @@ class Series(msgspec.Struct, frozen=True):
     candidates: list[str] | None
     anew: bool
     tried: dict[str, int]
+    ran: float = 0.0
 
 
 class Basis(msgspec.Struct, frozen=True):

@@ -165,22 +165,47 @@ def test_a_failure_long_after_the_one_before_is_another_one(world: World) -> Non
         world.begin(chosen[0])
 
 
-def test_snapshots_that_were_taken_before_count_by_their_times() -> None:
+@pytest.mark.parametrize("days", [0.01, 9.0])
+def test_the_time_between_snapshots_of_other_nodes_is_no_time_of_the_job(days: float) -> None:
+    """The job may have been down. Once it has run longer than before it failed, the series ends."""
     world = World()
-    world.records = [record("new", world.now - 600.0), record("old", world.now - 1200.0)]
-    world.failures = Failures(
-        {one.snapshot: one.created_ns / 1e9 for one in world.records}, lambda: world.now
-    )
+    world.records = [record("new", world.now - 600.0), record("old", world.now - days * 86400.0)]
+    created = {one.snapshot: one.created_ns / 1e9 for one in world.records}
+    world.failures = Failures(created, lambda: world.now)
+    world.begin("new")
+    world.run(5)
+    assert world.crash() == ["new", "old"]
     world.begin("new")
     world.run(5)
     assert world.crash() == ["new", "old"]
     world.begin("old")
-    world.run(14)
+    world.run(5.4)
     world.take("early")
     assert world.failures.lasts
-    world.run(2.5)
+    world.run(0.2)
     world.take("late")
     assert not world.failures.lasts
+
+
+def test_a_crash_loop_from_snapshots_of_other_nodes_ends() -> None:
+    """The job fails 65 minutes after the old snapshot, 5 minutes after the new one."""
+    world = World()
+    world.records = [record("60", world.now - 600.0), record("0", world.now - 86400.0)]
+    created = {one.snapshot: one.created_ns / 1e9 for one in world.records}
+    world.failures = Failures(created, lambda: world.now)
+    chosen: list[str] | None = ["60"]
+    for begun in range(99):
+        if chosen is None:
+            break
+        at = int(chosen[0].partition("-")[0])
+        world.begin(chosen[0])
+        while at + 10 < 65:
+            world.run(10)
+            at += 10
+            world.take(f"{at}-{begun}")
+        world.run(65 - at)
+        chosen = world.crash()
+    assert chosen is None
 
 
 def test_a_job_without_snapshots_starts_anew(world: World) -> None:

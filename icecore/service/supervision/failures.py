@@ -33,8 +33,8 @@ class Failures:
     """The failures of one job since it last got past one.
 
     Args:
-        created: When snapshots were taken that this supervisor did not take, in Unix time. The
-            differences between these times stand in for differences of the job's own.
+        created: When snapshots were taken whose job time is not known, in Unix time. It stands in
+            for the job's time, but the job may have been down between two of them.
         clock: Monotonic, in seconds.
         known: What an earlier supervisor of this node recorded.
 
@@ -65,6 +65,10 @@ class Failures:
         self._first = 0.0
         #: The job's time at which it has got past its failures.
         self._past = 0.0
+        #: The same for this instance.
+        self._past_here = 0.0
+        #: The longest that an instance ran until it failed.
+        self._ran = 0.0
         #: Snapshot → how often in the series the job failed from it, or it could not be restored.
         self._tried: Counter[str] = Counter()
         #: The snapshot from which the instance was restored; empty: it was started.
@@ -83,6 +87,7 @@ class Failures:
         if series is None:
             return
         self.count, self._past, self._started = series.count, series.past, series.started
+        self._ran = series.ran
         self._candidates = None if series.candidates is None else frozenset(series.candidates)
         self._anew = series.anew
         self._tried.update(series.tried)
@@ -105,19 +110,25 @@ class Failures:
             None if self._candidates is None else sorted(self._candidates),
             self._anew,
             dict(self._tried),
+            self._ran,
         )
 
     def begin(self, job: Description) -> None:
         """Take note of an instance that runs now."""
+        known = True
         self._origin = job.restored_from
         if job.restored_from:
-            at = self._time_of(job.restored_from)
-            self._base = job.created if at is None else at
+            at = self._taken.get(job.restored_from)
+            known = at is not None
+            if at is None:
+                at = self._created.get(job.restored_from, job.created)
+            self._base = at
         else:
             if self._candidates and not self._anew:  # those of an earlier supervisor are void
                 self.get_past()
                 self._started = None
             self._base = self._started = job.created if self._started is None else self._started
+        self._past_here = self._past if known else self._bound()
         self._from = self._base
         self._paused = None
         adopted = job.owner[0] != os.getpid()
@@ -140,15 +151,15 @@ class Failures:
     def fail(self) -> None:
         """Count the end of the instance as a failure."""
         now = self._ended
-        if now > self._past:
+        if now > max(self._past, self._past_here):
             self.get_past()
         if self.lasts:
             self._tried[self._origin] += 1
         if not self.count:
             self._first = self._clock()
         self.count += 1
-        margin = max(_LEAST_MARGIN_SECONDS, _MARGIN * (now - self._from))
-        self._past = max(self._past, now + margin)
+        self._past = max(self._past, now + _margin(now - self._from))
+        self._ran = max(self._ran, now - self._base)
 
     def fail_to_begin(self, tried: Sequence[SnapshotRecord]) -> None:
         """Take note of snapshots that could not be restored."""
@@ -162,7 +173,7 @@ class Failures:
         """
         at = self._at(committed) - taken.committing - taken.window
         self._taken[taken.snapshot] = at
-        if at > self._past:
+        if at > self._past_here:
             self.get_past()
         if not self.lasts:
             self._from = at
@@ -217,7 +228,7 @@ class Failures:
         """End the series."""
         self.count = 0
         self._tried.clear()
-        self._past = 0.0
+        self._past = self._past_here = self._ran = 0.0
         self._candidates = None
         self._anew = False
 
@@ -227,5 +238,17 @@ class Failures:
             moment = min(moment, self._paused)
         return self._base + moment - self._began
 
-    def _time_of(self, snapshot: str) -> float | None:
-        return self._taken.get(snapshot, self._created.get(snapshot))
+    def _bound(self) -> float:
+        """Return the job's time at which this instance has got past the failures, if its snapshot's
+        own time is not known: at the latest once it has run longer than those before. By the times
+        of commits, that could last as long as the job was down, or be over at once.
+        """
+        if not self.lasts:
+            return 0.0
+        bound = self._base + self._ran + _margin(self._ran)
+        return min(self._past, bound) if self._base <= self._past else bound
+
+
+def _margin(ran: float) -> float:
+    """Return how far a job must get past a failure that came after ``ran`` seconds."""
+    return max(_LEAST_MARGIN_SECONDS, _MARGIN * ran)
