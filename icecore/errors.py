@@ -204,7 +204,7 @@ class JobHeld(IcecoreError):
 
 
 class ResumeFailed(IcecoreError):
-    """No snapshot of a job could be restored, so the job does not run."""
+    """No snapshot of a job could be restored, or the job failed again from each of them."""
 
     exit_code = 17
 

@@ -273,7 +273,7 @@ class Output:
             self._end()
             return
         self._relay.put(self._end)
-        if not self._relay.settle(_LAST_SECONDS):
+        if not self._relay.finish(_LAST_SECONDS):
             self._give_up()
 
     def _end(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import threading
@@ -42,19 +41,25 @@ class Relay:
             mine = self._add(call)
             self._changed.wait_for(lambda: self._done >= mine)
 
-    def settle(self, seconds: float = math.inf) -> bool:
-        """Wait until all earlier calls are done, and return whether they are. Stop waiting after
-        ``seconds``, or if a call takes too long.
+    def settle(self) -> bool:
+        """Wait until all calls that were put before are done; return whether they are. Do not wait
+        for a call that takes long: what comes next waits for the same reader.
         """
-        until = time.monotonic() + seconds
         with self._changed:
             mine = self._put
             while self._done < mine:
-                now = time.monotonic()
-                if now > until or (self._began and now - self._began > _STUCK_SECONDS):
+                if self._began and time.monotonic() - self._began > _STUCK_SECONDS:
                     return False
                 self._changed.wait(_POLL_SECONDS)
             return True
+
+    def finish(self, seconds: float) -> bool:
+        """Wait for ``seconds`` until all calls that were put before are done, however long each of
+        them takes; return whether they are.
+        """
+        with self._changed:
+            mine = self._put
+            return self._changed.wait_for(lambda: self._done >= mine, seconds)
 
     def _add(self, call: Call) -> int:
         """Add a call, and return its number."""

@@ -32,7 +32,8 @@ class Taken(msgspec.Struct, frozen=True):
     """One snapshot that the supervisor took. Times in seconds, sizes in bytes.
 
     ``phases`` are the seconds of phases of the dump (docs/reference/events.md); ``freeze`` is the
-    part of the window until CRIU had done its work.
+    part of the window until CRIU had done its work. ``job_time`` is the job's own time
+    (`icecore.service.supervision.failures`); 0: an older version recorded this.
     """
 
     at: float
@@ -42,6 +43,30 @@ class Taken(msgspec.Struct, frozen=True):
     stored: int
     snapshot: str
     phases: dict[str, float] = {}
+    job_time: float = 0.0
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Failures that a job has not got past yet (`icecore.service.supervision.failures`).
+
+    Attributes:
+        past: The job's time at which it has got past them.
+        count: How many they are; those before the last supervisor gave up do not count.
+        started: When the job first started anew, by its own time; None: it was always restored.
+        candidates: The snapshots from before the first failure; None: they were not looked for yet.
+        anew: The job had none, so it is started anew once its candidates are used up.
+        tried: Snapshot → how often the job failed from it, or it could not be restored; an empty
+            string stands for the start.
+        ran: The longest that an instance ran until it failed, in seconds.
+    """
+
+    past: float
+    count: int
+    started: float | None
+    candidates: list[str] | None
+    anew: bool
+    tried: dict[str, int]
+    ran: float = 0.0
 
 
 class Basis(msgspec.Struct, frozen=True):
@@ -74,7 +99,9 @@ class Measured(msgspec.Struct, frozen=True):
         notice_seconds: Time that the job has from a notice until it must be gone; 0: not known.
         basis: Of the interval; None: no periodic snapshots are taken, or an older version recorded
             this.
-        shortened: How many snapshots ``taken`` had, if only the last is left; 0: it is complete.
+        shortened: How many snapshots ``taken`` had, if only the last is left; 0: it is whole.
+        series: The failures that the job has not got past yet; None: it has, or an older version
+            recorded this. If ``shortened``, it names no snapshots.
     """
 
     taken: list[Taken] = []
@@ -89,6 +116,7 @@ class Measured(msgspec.Struct, frozen=True):
     notice_seconds: float = 0.0
     basis: Basis | None = None
     shortened: int = 0
+    series: Series | None = None
 
     @property
     def snapshots(self) -> int:
@@ -96,8 +124,13 @@ class Measured(msgspec.Struct, frozen=True):
         return self.shortened or len(self.taken)
 
     def shorter(self) -> Measured:
-        """Return a copy with only the last snapshot."""
-        return msgspec.structs.replace(self, taken=self.taken[-1:], shortened=self.snapshots)
+        """Return the same with the last snapshot only."""
+        series = self.series
+        if series is not None:  # it may name as many snapshots as the job has
+            series = msgspec.structs.replace(series, candidates=None, tried={})
+        return msgspec.structs.replace(
+            self, taken=self.taken[-1:], shortened=self.snapshots, series=series
+        )
 
     def after(self, done: Taken) -> Measured:
         """Return what is known once a snapshot was taken."""

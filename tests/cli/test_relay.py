@@ -71,3 +71,24 @@ def test_results_wait_until_they_are_read(pipe: tuple[int, TextIOWrapper]) -> No
     assert _BIG.encode() in read(reader, b"}\n")
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_the_last_events_wait_for_a_reader_that_pauses(pipe: tuple[int, TextIOWrapper]) -> None:
+    """It has five seconds from the end on, even if it has paused for longer before."""
+    reader, stream = pipe
+    output = Output(as_json=True, stdout=stream, stderr=stream)
+    output.relay()
+    got: list[bytes] = []
+
+    def late() -> None:
+        time.sleep(3.0)
+        got.append(read(reader, b"run.preempted"))
+
+    thread = threading.Thread(target=late, daemon=True)
+    with output:
+        output.event(Event("first", {"text": _BIG}))
+        time.sleep(1.2)  # longer than a job's output would wait
+        thread.start()
+        output.event(Event("run.preempted", {}))
+    thread.join(10.0)
+    assert got and not os.path.samestat(os.stat(os.devnull), os.fstat(stream.fileno()))

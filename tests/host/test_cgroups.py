@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -136,3 +138,17 @@ def test_a_group_that_goes_while_it_is_thawed() -> None:
             over.set()
             going.result(10)
     group.rmdir()
+
+
+def test_a_process_of_another_pid_namespace_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """The kernel lists it as 0, which kill(2) takes for the caller's process group."""
+    (tmp_path / "cgroup.procs").write_text("0\n4194999\n")
+    killed: list[tuple[int, int]] = []
+    with mock.patch.object(os, "kill", lambda pid, number: killed.append((pid, number))):
+        assert not freezer.kill_group(tmp_path, 0.0)
+        assert killed == [(4194999, signal.SIGKILL)]
+        assert not (tmp_path / "cgroup.kill").exists()
+        (tmp_path / "cgroup.kill").write_text("")
+        assert not freezer.kill_group(tmp_path, 0.0)
+    assert (tmp_path / "cgroup.kill").read_text() == "1"
+    assert freezer.processes(tmp_path) == [0, 4194999]

@@ -25,6 +25,7 @@ from icecore.host.jobs.identity import Identity
 from icecore.host.kernel import procfs
 from icecore.node.engine import RepositoryEngine
 from icecore.repository import Repository
+from icecore.service.record import read
 from icecore.service.supervision.instances import Instances
 from icecore.service.supervision.plan import Plan
 from icecore.service.supervision.supervisor import Supervisor
@@ -317,6 +318,12 @@ def test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one(cl
     assert status == 85, said
     restored = [line.split()[-1] for line in said.splitlines() if "was restored from" in line]
     assert len(restored) == 4 and restored[0] == restored[1] != restored[2], restored
+    series = read(cli.folder / "state", "counter").series
+    assert series is not None and series.count == 4
+    counter.marks.write_text("1")  # the next supervisor goes on with what the first one knew
+    process = counter.start("--every", "0.5s", "--restart", "on-failure:4", at=0, status=7)
+    status, _, said = ended(process)
+    assert status == 7 and said.count("was restored from") == 1, said
 
 
 def runs(pid: int) -> bool:

@@ -17,6 +17,8 @@ from icecore.host.kernel.frozen import control
 
 _PREFIX = "icecore-job-"
 _POLL_SECONDS = 0.01
+#: Control file of version 2 that kills all processes of a group, whatever their pid namespaces are.
+_KILL = "cgroup.kill"
 
 
 def make_group(name: str, groups: Mapping[str, str] | None = None) -> Path | None:
@@ -100,7 +102,9 @@ def thaw_left(group: Path) -> bool:
 
 
 def processes(group: Path) -> list[int]:
-    """Return the processes in a cgroup and in those below it."""
+    """Return the processes in a cgroup and in those below it. One that this process's pid namespace
+    does not contain is 0.
+    """
     found: list[int] = []
     for folder, _, _ in os.walk(group):
         with suppress(OSError):
@@ -119,9 +123,12 @@ def kill_group(group: Path, seconds: float) -> bool:
     """
     end = time.monotonic() + seconds
     while left := processes(group):
+        with suppress(OSError), open(group / _KILL, "r+") as file:  # never make the file
+            file.write("1")
         for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if pid > 0:  # 0 would be this process's own group
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         if frozen.is_frozen(group):
             frozen.thaw(group)  # in version 1, processes end only once thawed
         if time.monotonic() >= end:

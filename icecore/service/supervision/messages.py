@@ -49,11 +49,13 @@ class Dumped:
         stop: The job was to end with it.
         taken: What it cost; None: it failed.
         error: Why; None also if it was no longer needed.
+        committed: When it was committed, by ``time.monotonic``.
     """
 
     stop: bool
     taken: Taken | None
     error: IcecoreError | None
+    committed: float = 0.0
 
 
 class Asked(BaseException):

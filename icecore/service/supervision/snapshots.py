@@ -96,7 +96,7 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - the job runs on whatever a snapshot meets
             failed = IcecoreError(f"{type(error).__name__}: {error}")
         finally:
-            self._messages.put(Dumped(stopping.ends, taken, failed))
+            self._messages.put(Dumped(stopping.ends, taken, failed, stopwatch.ended))
         return_free_memory()
 
     @contextmanager
@@ -145,9 +145,14 @@ def _locked(descriptor: int) -> bool:
 
 
 class _Stopwatch:
-    """Times one snapshot by its events."""
+    """Times one snapshot by its events.
+
+    Attributes:
+        ended: When the snapshot was committed, by ``time.monotonic``.
+    """
 
     def __init__(self) -> None:
+        self.ended = 0.0
         self._began = time.monotonic()
         self._window_ended = 0.0
         self._phases: dict[str, float] = {}
@@ -169,7 +174,7 @@ class _Stopwatch:
 
     def taken(self, snapshot: str, window: float, stored: int) -> Taken:
         """Return what the snapshot cost that was committed now."""
-        ended = time.monotonic()
+        self.ended = ended = time.monotonic()
         committing = ended - self._window_ended if self._window_ended else 0.0
         return Taken(
             time.time(),

@@ -50,6 +50,7 @@ from icecore.service.supervision.plan import Engine, Plan
 from icecore.service.supervision.snapshots import Snapshots
 from icecore.service.supervision.timetable import Timetable
 from icecore.service.supervision.watchdog import end, lives
+from icecore.store.format.state import SnapshotRecord
 
 #: Snapshots take part of the notice; the rest is for what was not measured.
 OF_NOTICE = 0.7
@@ -98,7 +99,8 @@ class Supervisor:
         self._tally = Tally(self._registry.state)
         self._messages: Messages = queue.SimpleQueue() if messages is None else messages
         self._instances = Instances(plan, engine, self._record, self._tell, self._emit)
-        self._failures = Failures(self._instances.created)
+        known = self._record.measured if plan.resume else None
+        self._failures = Failures(self._instances.created, known=known)
         self._timetable = Timetable(plan, self._record)
         self._output = Output(write, self._record, self._tell)
         self._hold = Hold(plan, engine, self._messages, self._record, self._tell)
@@ -251,6 +253,7 @@ class Supervisor:
         self._passed_at = -math.inf
         self._began = time.monotonic()
         self._failures.begin(job.description)
+        self._keep_series()
         self._timetable.schedule(self._timetable.first_delay())
         self._paused = False
         self._hold.watch_over(job)
@@ -296,8 +299,10 @@ class Supervisor:
         if self._hold.lease.certain == self._paused:  # the watchdog stops and continues it
             self._paused = not self._paused
             if self._paused:
+                self._failures.pause()
                 self._tell("run.paused")
             else:
+                self._failures.go_on()
                 self._tell("run.unpaused")
         if self._job is not None and self._ended is None:
             if not self._job.alive:
@@ -362,9 +367,10 @@ class Supervisor:
         if taken is None:
             self._on_failed_snapshot(done)
             return
-        self._failures.take(taken)
+        taken = self._failures.take(taken, done.committed)
         self._retries = self._too_long = 0
         self._record.save(self._record.measured.after(taken))
+        self._keep_series()
         if done.stop:
             self._stopped = taken
             return
@@ -430,8 +436,12 @@ class Supervisor:
         if self._stopping and not passed and self._is_to_return(status):
             return self._leave_early(status)
         if over or not failed:
+            if not status.exit_code:
+                self._failures.get_past()
+                self._keep_series()
             return status.exit_code
         self._failures.fail()
+        self._keep_series()
         self._tell(
             "run.failed",
             how=str(status),
@@ -439,6 +449,8 @@ class Supervisor:
             failures=self._record.measured.failures,
         )
         if self._has_failed_too_often:
+            self._failures.give_up(all_failed=False)
+            self._keep_series()
             return status.exit_code
         return self._bring_back(status)
 
@@ -468,8 +480,8 @@ class Supervisor:
 
     def _bring_back(self, status: ExitStatus) -> int | None:
         """Restore the job, from an older snapshot if it keeps failing, or start it anew. Return the
-        exit status if that is given up, or if the job has to leave. A failed restore counts as one
-        more failure.
+        exit status if that is given up, or if the job has to leave. Restores that fail are no
+        failures of the job: they only use up its snapshots.
 
         Raises:
             ResumeFailed: It is given up because the snapshots cannot be restored.
@@ -478,7 +490,7 @@ class Supervisor:
         lineage = lineage_of(self._job)
         pause = back_off(self._failures.count - 1)
         failed: ResumeFailed | None = None
-        hindered = 0
+        hindered = unrestored = 0
         while True:
             asked = self._wait(pause)
             if asked:
@@ -488,47 +500,67 @@ class Supervisor:
             if self._job.end_requested():
                 self._tell("run.ended_on_request", how=str(status))
                 return status.exit_code
+            if not self._end_rest():  # it must not run twice
+                error = f"processes of instance {self._job.instance} cannot be killed"
+                self._tell("run.resume_failed", snapshot="", error=error)
+                hindered += 1
+                pause = back_off(hindered)
+                continue
             try:
-                begun = self._begin_again(lineage)
-            except (StoreError, NameTaken) as error:  # this may pass
+                try:
+                    chosen = self._choose(lineage)
+                except ResumeFailed as error:  # there are some, all of them in quarantine
+                    failed, chosen = error, None
+                tried = (chosen or [])[: 1 + self._plan.fall_back]
+                begun = None if chosen is None else self._begin_again(tried)
+            except (StoreError, NameTaken) as error:  # may pass
                 self._tell("run.resume_failed", snapshot="", error=str(error))
                 hindered += 1
                 pause = back_off(hindered)
                 continue
             except ResumeFailed as error:
                 failed = error
-                self._failures.fail_to_begin()
-                pause = back_off(self._failures.count - 1)
-                if not self._has_failed_too_often:
-                    continue
-                begun = None
+                self._failures.fail_to_begin(tried)
+                self._keep_series()
+                unrestored += 1
+                pause = back_off(self._failures.count - 1 + unrestored)
+                continue
             if begun is None and failed is not None and self._plan.or_start:
                 self._failures.start_anew()
-                begun = self._instances.start()
+                lineage, failed, pause = "", None, 0.0
+                continue
             if begun is None:
                 self._tell("run.gave_up", how=str(status), failures=self._failures.count)
+                self._failures.give_up(all_failed=True)
+                self._keep_series()
                 if failed is not None:
                     raise failed
-                return status.exit_code
+                return ResumeFailed.exit_code  # a service manager must not begin again
             self._begin(begun)
             return None
 
-    def _begin_again(self, lineage: str) -> Begun | None:
-        """Restore the job, from an older snapshot if it keeps failing, or start it anew if it has
-        none; None: it fails from every snapshot.
+    def _choose(self, lineage: str) -> list[SnapshotRecord] | None:
+        """Return the snapshots from which to bring the job back, the best first. Empty: start it
+        anew. None: it fails from every snapshot.
+
+        Raises:
+            ResumeFailed: It has snapshots, all of them in quarantine.
+            StoreError: The repository cannot be reached.
+        """
+        chosen = self._failures.choose(self._instances.candidates(lineage) if lineage else [])
+        self._keep_series()
+        return chosen
+
+    def _begin_again(self, tried: list[SnapshotRecord]) -> Begun:
+        """Restore the job from the first of some snapshots that can be restored; start it anew if
+        there are none.
 
         Raises:
             ResumeFailed: The snapshots that were tried cannot be restored.
             StoreError: The repository cannot be reached.
             NameTaken: Another job has the name.
         """
-        found = self._instances.candidates(lineage) if lineage else []
-        chosen = self._failures.choose(found)
-        if chosen is None:
-            return None
-        if not chosen:
-            return self._instances.start()
-        return self._instances.restore(chosen[: 1 + self._plan.fall_back])
+        return self._instances.restore(tried) if tried else self._instances.start()
 
     @property
     def _has_failed_too_often(self) -> bool:
@@ -559,6 +591,12 @@ class Supervisor:
                 known, ran_seconds=known.ran_seconds + ran, failures=known.failures + failed
             )
         )
+
+    def _keep_series(self) -> None:
+        """Have the record say what the next supervisor needs of the failures."""
+        known, series = self._record.measured, self._failures.series
+        if series != known.series:
+            self._record.save(msgspec.structs.replace(known, series=series))
 
     def _leave_early(self, status: ExitStatus) -> int:
         """Leave a job that ended before it could be stopped with a snapshot, and is to be restored."""
@@ -592,11 +630,14 @@ class Supervisor:
         """Return the instance; also one that was started, but is not followed yet."""
         return self._job if self._job is not None else self._instances.newest()
 
-    def _end_rest(self) -> None:
-        """End processes that outlive their init, as they can in the host's pid namespace."""
+    def _end_rest(self) -> bool:
+        """End processes that go on without their init, as without a pid namespace of their own;
+        return whether none is left.
+        """
         assert self._job is not None
         if lives(self._job):
             end(self._job)
+        return not lives(self._job)
 
     def _end_job(self) -> None:
         job = self._found()
