@@ -43,6 +43,7 @@ PARTS = {
     "tests/dumper/test_early.py::test_most_memory_is_read_while_criu_works": 2,
     "tests/dumper/test_hidden.py::test_a_random_layout": 4,
     "tests/dumper/test_hidden.py::test_the_same_is_recorded_as_if_nothing_were_hidden": 10,
+    "tests/dumper/test_open_files.py::test_what_changes_after_it_was_stored": 4,
     "tests/dumper/test_preflight.py::test_what_is_not_refused_can_be_dumped": 3,
     "tests/dumper/test_scan.py::test_a_scan_finds_what_is_there": 3,
     "tests/dumper/test_window.py::test_a_job_in_namespaces_of_its_own": 2,
@@ -128,6 +129,8 @@ PARTS = {
     "tests/roundtrip/test_job_files.py::test_a_restore_that_fails_leaves_all_files_as_they_were": 6,
     "tests/roundtrip/test_job_files.py::"
     "test_a_restore_that_is_killed_leaves_files_all_old_or_all_new": 8,
+    "tests/roundtrip/test_links_of_users.py::"
+    "test_what_has_no_name_is_not_made_through_a_link_of_the_user": 2,
     "tests/roundtrip/test_programs.py::test_a_streamed_dump_is_the_same_snapshot": 3,
     "tests/roundtrip/test_programs.py::"
     "test_it_forks_moves_and_discards_memory_while_that_arrives": 3,
@@ -152,6 +155,9 @@ PARTS = {
     "tests/service/test_supervised.py::test_a_job_that_ends_while_it_is_being_stopped": 3,
     "tests/service/test_supervised.py::test_preempted_and_brought_back": 2,
     "tests/service/test_supervised.py::test_the_watchdog_stops_and_ends_a_job_without_a_lease": 2,
+    "tests/service/test_unreachable.py::"
+    "test_a_job_is_resumed_once_the_repository_can_be_reached": 3,
+    "tests/service/test_unreachable.py::test_a_signal_ends_the_wait_for_the_repository": 2,
     "tests/store/test_check.py::test_every_object_is_looked_at": 2,
     "tests/store/test_compaction.py::test_deltas_survive_their_shards": 2,
     "tests/store/test_crash.py::test_crash_at_every_call": 10,
@@ -222,6 +228,7 @@ LONG = [
     "tests/restorer/test_put_back.py::test_whatever_step_is_the_last_one_all_is_old_or_all_new",
     "tests/store/test_crash.py::test_crash_at_every_call",
     "tests/store/test_hostile.py::test_what_a_holder_of_the_key_wrote",
+    "tests/service/test_supervised.py::test_a_job_is_brought_back_from_before_its_state_was_bad",
     "tests/service/test_supervised.py::"
     "test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one",
     "tests/store/test_hostile.py::test_sealed_mutations_of_every_object",
