@@ -433,16 +433,13 @@ for number in range(40):
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    "options",
     [
-        (("--restart", "on-failure:9"), 0),
-        (("--restart", "on-failure:2"), 17),
-        (("--resume", "--restart", "on-failure:2", "--or-start"), 0),
+        ("--restart", "on-failure:9"),
+        ("--resume", "--restart", "on-failure:2", "--or-start"),
     ],
 )
-def test_a_failed_restore_is_one_more_failure(
-    options: tuple[str, ...], found: int, cli: Cli
-) -> None:
+def test_a_failed_restore_is_tried_again(options: tuple[str, ...], cli: Cli) -> None:
     cli.run("init")
     (cli.folder / "bad").touch()
     said = cli.folder / "said"
@@ -463,7 +460,7 @@ def test_a_failed_restore_is_one_more_failure(
         (cli.folder / "bad").unlink()
         if "on-failure:9" in options:
             (cli.folder / "away").rename(cli.folder / "data")
-        assert process.wait(SECONDS) == found, said.read_text()
+        assert process.wait(SECONDS) == 0, said.read_text()
     finally:
         process.kill()
         process.wait()
@@ -471,7 +468,7 @@ def test_a_failed_restore_is_one_more_failure(
     whole = [f"line {number}" for number in range(40)]
     assert lines[:16] == whole[:16]
     assert (lines[16:] == whole) == ("--or-start" in options)
-    assert (lines[-1] == "line 39") == (found == 0)
+    assert lines[-1] == "line 39"
 
 
 def test_one_instance_of_a_name(cli: Cli, tmp_path: Path) -> None:
