@@ -487,6 +487,12 @@ def test_a_run_that_gives_up_is_not_started_again(
         assert own.begun[1:] == ["new", "new", "old", "old"]
         series = own.supervisor._record.measured.series
         assert series is not None and series.count == 0
+        own.supervisor._record.save(  # it took that one, too
+            msgspec.structs.replace(
+                own.supervisor._record.measured,
+                taken=[Taken(3.0, 0.0, 0.0, 0.0, 0, "bad", job_time=3.0)],
+            )
+        )
         own = Bringing(tmp_path, monkeypatch, "bad")
         own.records = [record("bad", 3.0), record("new", 2.0), record("old", 1.0)]
         assert own.failures.lasts
@@ -559,3 +565,24 @@ def test_a_snapshot_counts_from_its_commit_and_not_from_the_end_of_the_retention
     done = messages.get(timeout=10.0)
     assert isinstance(done, Dumped) and done.taken is not None, done
     assert began[0] - 5.0 < done.committed <= began[0]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["failed with snapshots", "without"])
+def test_a_series_ends_where_the_job_has_been_on_another_node(world: World, first: bool) -> None:
+    """It failed here long ago; what it did elsewhere is not thrown away for that."""
+    if first:
+        world.run(10)
+        world.take("old")
+    world.run(600)
+    world.crash()
+    world.begin("old" if first else "")
+    world.run(1)  # and moves
+    world.run(10_000)
+    world.records.insert(0, record("elsewhere", world.now))
+    world.supervise_again()
+    assert world.failures.lasts
+    world.begin("elsewhere")
+    assert not world.failures.lasts
+    world.run(300)
+    chosen = world.crash()
+    assert chosen is not None and chosen[0] == "elsewhere" and world.failures.count == 1

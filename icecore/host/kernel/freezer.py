@@ -123,11 +123,15 @@ def kill_group(group: Path, seconds: float) -> bool:
     """
     end = time.monotonic() + seconds
     while left := processes(group):
-        with suppress(OSError), open(group / _KILL, "r+") as file:  # never make the file
-            file.write("1")
+        with suppress(OSError):  # older kernels lack the file
+            descriptor = os.open(group / _KILL, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, b"1")
+            finally:
+                os.close(descriptor)
         for pid in left:
             if pid > 0:  # 0 would be this process's own group
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         if frozen.is_frozen(group):
             frozen.thaw(group)  # in version 1, processes end only once thawed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pwd
 import time
+from collections import deque
 from pathlib import Path
 
 from icecore.host.kernel.peer import Peer
@@ -17,6 +18,9 @@ SUBORDINATE = Path("/etc/subuid")
 #: Users → whether the user database has them, and until when (time.monotonic) that is believed.
 _known: dict[int, tuple[bool, float]] = {}
 _KNOWN_SECONDS, _MOST_KNOWN = 60.0, 4096
+#: When the database was asked last (time.monotonic): at most so often in a second.
+_asked: deque[float] = deque(maxlen=10)
+_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
 def refusal_of(peer: Peer) -> str:
@@ -26,9 +30,11 @@ def refusal_of(peer: Peer) -> str:
     if peer.uid == 0:
         return ""  # no uid of another namespace is shown as root's
     owner = _owner_of_subordinate(peer.uid)
-    if not owner and peer.shares_user_namespace():
+    shares = peer.shares_user_namespace()
+    if not owner and shares:
         return ""
-    if _is_known(peer.uid):
+    # All users whom this process's namespace lacks are shown as one.
+    if (shares or peer.uid != _overflow()) and _is_known(peer.uid):
         return ""
     if owner:
         return f"uid {peer.uid} is a subordinate uid of {owner}"
@@ -52,14 +58,25 @@ def _owner_of_subordinate(uid: int) -> str:
     return ""
 
 
+def _overflow() -> int:
+    """Return the uid as which users without a number in a namespace are shown."""
+    try:
+        return int(_OVERFLOW.read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
 def _is_known(uid: int) -> bool:
-    """Return whether the user database has an entry. The event loop waits for the answer: it is asked
-    seldom.
+    """Return whether the user database has an entry. The event loop waits for the answer. So the
+    database is asked seldom, and users are unknown while it would be asked more often.
     """
     now = time.monotonic()
     known, until = _known.get(uid, (False, 0.0))
     if now < until:
         return known
+    if len(_asked) == _asked.maxlen and now < _asked[0] + 1.0:
+        return False
+    _asked.append(now)
     try:
         pwd.getpwuid(uid)
         known = True

@@ -77,6 +77,8 @@ class Failures:
         self._candidates: frozenset[str] | None = None
         #: The job is started anew once its candidates are used up: it had none when it failed.
         self._anew = False
+        #: The series is of an earlier supervisor, and no instance of this one has begun.
+        self._inherited = False
         if known is not None:
             self._restore(known)
 
@@ -92,6 +94,7 @@ class Failures:
         self._anew = series.anew
         self._tried.update(series.tried)
         self._first = self._clock()
+        self._inherited = True
 
     @property
     def lasts(self) -> bool:
@@ -116,6 +119,10 @@ class Failures:
     def begin(self, job: Description) -> None:
         """Take note of an instance that runs now."""
         known = True
+        if self._inherited and self._is_elsewhere(job.restored_from):
+            self.get_past()
+            self._started = None
+        self._inherited = False
         self._origin = job.restored_from
         if job.restored_from:
             at = self._taken.get(job.restored_from)
@@ -133,6 +140,14 @@ class Failures:
         self._paused = None
         adopted = job.owner[0] != os.getpid()
         self._began = self._clock() - (max(0.0, time.time() - job.created) if adopted else 0.0)
+
+    def _is_elsewhere(self, origin: str) -> bool:
+        """Return whether an instance has nothing to do with the series of an earlier supervisor: it
+        was restored from a snapshot that another node took later, or the candidates are gone.
+        """
+        if not origin:
+            return bool(self._candidates)
+        return origin not in self._taken and origin not in (self._candidates or ())
 
     def pause(self) -> None:
         """Take note that the instance stands still."""

@@ -11,6 +11,7 @@ from icecore.errors import (
     Damaged,
     HookFailed,
     IcecoreError,
+    JobHeld,
     NameTaken,
     NotFound,
     ObjectMissing,
@@ -24,7 +25,7 @@ from icecore.host.jobs.job import Job, Stream
 from icecore.restorer.restored import Restored
 from icecore.service.record import Record
 from icecore.service.supervision.plan import Engine, Plan
-from icecore.service.supervision.watchdog import resume_all
+from icecore.service.supervision.watchdog import end, lives, resume_all
 from icecore.store.format.state import SnapshotRecord
 
 #: Ended instances of the job that are remembered.
@@ -71,6 +72,7 @@ class Instances:
                 self._tell_ignored(job)
                 shown = self._record.shown(job.instance)
                 return job, job.log_sizes() if shown is None else shown
+        self._end_rest()
         try:
             candidates = self.candidates(self._plan.lineage) if self._plan.resume else []
             if not candidates:
@@ -80,6 +82,22 @@ class Instances:
             if not self._plan.or_start:
                 raise
             return self.start()
+
+    def _end_rest(self) -> None:
+        """End the processes of an instance whose init has ended: the job must not run twice.
+
+        Raises:
+            JobHeld: They do not end.
+        """
+        left = self.newest()
+        if left is None or left.state not in ("ended", "failed") or not lives(left):
+            return
+        end(left)
+        if lives(left):
+            raise JobHeld(
+                f"processes of job {left.name} (instance {left.instance}) cannot be killed",
+                cure=f"see the processes in {left.group}",
+            )
 
     def start(self) -> Begun:
         """Start the job anew."""

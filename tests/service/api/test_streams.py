@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -385,6 +386,7 @@ def test_subordinate_uids_have_no_shares(
 def test_a_user_of_this_machine_is_served_whatever_subuid_says(
     node: Node, go: Go, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
+    monkeypatch.setattr(peers, "_asked", deque(maxlen=10))  # by other tests, just now
     ranges = node.state / "subuid"
     ranges.write_text("alice:1:65536\n")  # it contains the uids of others by mistake
     monkeypatch.setattr(peers, "SUBORDINATE", ranges)
