@@ -153,6 +153,7 @@ PARTS = {
     "tests/service/api/test_routes.py::test_malformed_requests": 3,
     "tests/service/api/test_schema.py::test_the_service_does_what_its_document_says": 6,
     "tests/service/test_supervised.py::test_a_job_that_ends_while_it_is_being_stopped": 3,
+    "tests/service/test_supervised.py::test_a_reader_that_does_not_read_delays_nothing": 2,
     "tests/service/test_supervised.py::test_preempted_and_brought_back": 2,
     "tests/service/test_supervised.py::test_the_watchdog_stops_and_ends_a_job_without_a_lease": 2,
     "tests/service/test_unreachable.py::"
@@ -228,7 +229,6 @@ LONG = [
     "tests/restorer/test_put_back.py::test_whatever_step_is_the_last_one_all_is_old_or_all_new",
     "tests/store/test_crash.py::test_crash_at_every_call",
     "tests/store/test_hostile.py::test_what_a_holder_of_the_key_wrote",
-    "tests/service/test_supervised.py::test_a_job_is_brought_back_from_before_its_state_was_bad",
     "tests/service/test_supervised.py::"
     "test_a_job_that_fails_from_one_snapshot_is_brought_back_from_an_older_one",
     "tests/store/test_hostile.py::test_sealed_mutations_of_every_object",

@@ -386,6 +386,7 @@ for number in range(80):
 """
 
 
+@pytest.mark.torture  # `test_failures.py` has the same without processes
 def test_a_job_is_brought_back_from_before_its_state_was_bad(cli: Cli) -> None:
     """Snapshots of the bad state neither count as progress nor push out the good one."""
     cli.run("init")
@@ -436,7 +437,9 @@ for number in range(40):
     "options",
     [
         ("--restart", "on-failure:9"),
-        ("--resume", "--restart", "on-failure:2", "--or-start"),
+        pytest.param(
+            ("--resume", "--restart", "on-failure:2", "--or-start"), marks=pytest.mark.torture
+        ),
     ],
 )
 def test_a_failed_restore_is_tried_again(options: tuple[str, ...], cli: Cli) -> None:
@@ -500,7 +503,7 @@ def test_a_third_signal_ends_a_stop_but_a_second_does_not(cli: Cli) -> None:
     process.send_signal(signal.SIGTERM)
     status, before, _ = ended(process)
     assert status == 85
-    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 20"})
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 14"})
     for number, leaves in ((signal.SIGTERM, 85), (signal.SIGINT, 128 + signal.SIGINT)):
         note = f"echo $ICECORE_SNAPSHOT > requeued-{leaves}"
         process = counter.start("--requeue-command", note)
@@ -529,7 +532,7 @@ def test_a_third_signal_ends_a_stop_but_a_second_does_not(cli: Cli) -> None:
 
 def test_a_third_signal_ends_a_job_without_a_snapshot(cli: Cli) -> None:
     counter = Counter(cli, lines=1000)
-    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 20"})
+    counter.cli = Cli(cli.folder, {**cli.environment, "ICECORE_DUMP_BEFORE": "sleep 14"})
     process = counter.start()
     until(written(cli, 3), "3 lines")
     for number in (signal.SIGUSR1, signal.SIGTERM):
