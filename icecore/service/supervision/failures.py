@@ -25,6 +25,8 @@ _SAME_SNAPSHOT = 2
 #: How far a job must get past its failure: a share of the time from its snapshot to the failure.
 _MARGIN = 0.1
 _LEAST_MARGIN_SECONDS = 5.0
+#: Snapshots whose job time is remembered: a supervisor lives for months.
+_MOST_TAKEN = 1000
 #: How long to retry a job, at least, before giving up.
 _LEAST_TRIED_SECONDS = 30.0
 
@@ -188,6 +190,8 @@ class Failures:
         """
         at = self._at(committed) - taken.committing - taken.window
         self._taken[taken.snapshot] = at
+        if len(self._taken) > _MOST_TAKEN:  # of the oldest, the time of their creation is known
+            del self._taken[next(iter(self._taken))]
         if at > self._past_here:
             self.get_past()
         if not self.lasts:

@@ -112,6 +112,7 @@ class Instances:
         found = self._engine.snapshots(self._plan.name)[::-1]
         lineage = lineage or (found[0].lineage if found else "")
         own = [one for one in found if one.lineage == lineage]
+        self.created.clear()  # of those that were forgotten
         self.created.update((one.snapshot, one.created_ns / 1e9) for one in own)
         whole = [one for one in own if not one.quarantined]
         if own and not whole:
