@@ -31,6 +31,7 @@ from icecore.commands.context import BLAS_THREADS, load_numpy
 from icecore.host.kernel import libc
 from icecore.host.rpc import packets
 from icecore.service.api.workers import Answer, Request
+from icecore.store.format import codec
 
 #: Imported before the first fork: what dumps, restores and supervisors use.
 _MODULES = (
@@ -51,6 +52,7 @@ def main() -> int:
     control.set_inheritable(False)
     libc.restore_environment()
     _load(*_MODULES)
+    codec.load()
     worker = _main_of(sys.argv[2])
     # Collections write to all objects, so without the freeze each fork would copy most pages.
     gc.collect()

@@ -301,9 +301,9 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
         ) as placers:
             (placer,) = placers.all
             (batch,) = plan_batches(records, range(3), gap=0, read_size=8 << 20)
-            shared = SharedLock(str(folder), 1)
+            shared = SharedLock(str(folder), 3)
             with shared.writing():
-                shared.set_changed(0)  # nothing is placed then
+                shared.set_changed(range(3))  # nothing is placed then
             placers.begin()
             target = Member(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), 7, 3)
             wanted = [
@@ -313,7 +313,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
                     c.base_start,
                     c.base_stop,
                     c.row << 20,
-                    0,
+                    c.row,
                     placer.target(target),
                 )
                 for c in batch.cells

@@ -116,18 +116,18 @@ class Daemon:
         self.touched: list[tuple[int, int]] = []
         self._touched: set[tuple[int, int]] = set()
         self._shared: SharedLock | None = None
-        self._numbers: Mapping[int, int] = {}
+        self._first: Mapping[int, int] = {}
 
     # -- for other threads
 
-    def share(self, lock: SharedLock, numbers: Mapping[int, int]) -> None:
-        """Share a lock with placers, which place as long as a family's flag is not set. To be
-        called before `start`.
+    def share(self, lock: SharedLock, first: Mapping[int, int]) -> None:
+        """Share a lock with placers, which place a cell as long as its flag is not set. To be called
+        before `start`.
 
         Args:
-            numbers: CRIU's id of a process → its family's flag.
+            first: CRIU's id of a process → the flag of its first cell; the others' follow.
         """
-        self._shared, self._numbers = lock, numbers
+        self._shared, self._first = lock, first
 
     def start(self) -> None:
         """Start to listen."""
@@ -348,28 +348,34 @@ class Daemon:
         children = message.about["children"]
         assert isinstance(children, list)
         born = iter(children)
-        number = self._numbers.get(family.process)
-        if (
-            self._shared is not None
-            and number is not None
-            and not all(isinstance(event, Fault) for event in events)
-        ):
-            self._shared.set_changed(number)
         for event in events:
             match event:
                 case Fault():
                     faults.append(event)
                 case Fork(descriptor):
+                    self._keep_placers_from(family, range(len(family)))
                     self._watch(family, member.child(descriptor, next(born), family.wiped))
                 case Remap(source, target, length):
+                    self._keep_placers_from(family, family.rows_in(source, source + length))
+                    self._keep_placers_from(family, family.rows_in(target, target + length))
                     member.map.remap(source, target, length)
                 case Unmap(start, end):
+                    self._keep_placers_from(family, family.rows_in(start, end))
                     member.map.unmap(start, end)
                 case Remove(start, end):
+                    self._keep_placers_from(family, family.rows_in(start, end))
                     # A discarded range stays registered: unregistering it would split the VMA, and
                     # a process that then moves it as the one mapping that it made would fail.
                     member.map.remove(start, end)
         return len(events)
+
+    def _keep_placers_from(self, family: Family, rows: range) -> None:
+        """Have placers hold these cells of a family: from now on, this process says where they
+        belong. The write locks are held.
+        """
+        first = self._first.get(family.process)
+        if self._shared is not None and first is not None:
+            self._shared.set_changed(range(first + rows.start, first + rows.stop))
 
     def _answer(self, family: Family, member: Member, fault: Fault) -> None:
         """Give the page to the thread that waits at a fault, or request it."""

@@ -96,10 +96,7 @@ class TreeFill(CellSink):
         self._fetcher = Fetcher(backend, decoder, records, self, limits, loop)
         if placers is not None and self._families:
             self._records = records
-            shared = SharedLock(placers.lock, len(self._families))
-            self.daemon.share(
-                shared, {family.process: number for number, family in enumerate(self._families)}
-            )
+            self.daemon.share(SharedLock(placers.lock, len(records)), self._first)
             placers.begin()
             self._fetcher.hand_out(placers.all, self._through)
 
@@ -273,7 +270,7 @@ class TreeFill(CellSink):
             target = placer.target(family.members[0])
             wanted.append(
                 WantedCell(
-                    cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target
+                    cell.start, cell.stop, cell.base_start, cell.base_stop, window, cell.row, target
                 )
             )
             pages.append(bits)

@@ -54,29 +54,27 @@ class MapLock:
 
 
 class SharedLock:
-    """The same among processes, with a flag for each family of a restore that says whether its
-    address space ever changed.
+    """The same among processes, with a flag for each cell of a restore that says whether its process
+    ever changed the memory at its place.
 
     A reader passes a gate that a writer shuts, so that successive readers do not starve the writer.
     The kernel releases the lock of a process that dies.
 
     Args:
         folder: The directory of its files, which are made if missing.
-        families: How many flags; required in the process that makes the files.
+        cells: How many flags; required in the process that makes the files.
     """
 
-    def __init__(self, folder: str, families: int = 0) -> None:
+    def __init__(self, folder: str, cells: int = 0) -> None:
         self._gate, self._lock, flags = (
             os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for name in ("gate", "lock", "flags")
         )
         try:
-            if os.fstat(flags).st_size < families:
-                os.ftruncate(flags, families)
-            if os.fstat(flags).st_size < max(1, families):
-                raise ValueError(
-                    f"{folder}: room for {os.fstat(flags).st_size} flags, not {families}"
-                )
+            if os.fstat(flags).st_size < cells:
+                os.ftruncate(flags, cells)
+            if os.fstat(flags).st_size < max(1, cells):
+                raise ValueError(f"{folder}: room for {os.fstat(flags).st_size} flags, not {cells}")
             self._flags = mmap.mmap(flags, 0)
         finally:
             os.close(flags)
@@ -105,13 +103,13 @@ class SharedLock:
         finally:
             fcntl.flock(self._gate, fcntl.LOCK_UN)
 
-    def changed(self, family: int) -> bool:
-        """Return whether the family's address space has changed; the lock is held."""
-        return bool(self._flags[family])
+    def changed(self, cell: int) -> bool:
+        """Return whether the memory at a cell's place has changed; the lock is held."""
+        return bool(self._flags[cell])
 
-    def set_changed(self, family: int) -> None:
+    def set_changed(self, cells: range) -> None:
         """Note that it has; the lock is held for writing."""
-        self._flags[family] = 1
+        self._flags[cells.start : cells.stop] = b"\1" * len(cells)
 
     def close(self) -> None:
         """Close the files."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -207,6 +207,11 @@ class Family:
         """
         row = bisect_right(self._low, original) - 1
         return row if row >= 0 and original < self._high[row] else None
+
+    def rows_in(self, start: int, end: int) -> range:
+        """Return the cells with original addresses between ``start`` and ``end``."""
+        first = bisect_right(self._high, start)
+        return range(first, max(first, bisect_left(self._low, end)))
 
     def wants(self, row: int, original: int) -> bool:
         """Return whether the page at an original address in a cell's window is to be placed."""

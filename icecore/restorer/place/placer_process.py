@@ -160,11 +160,13 @@ class PlacerServer:
         )
 
     def _put(self, cell: WantedCell, source: int, pieces: list[tuple[int, int, int]]) -> CellState:
-        """Place a cell where it was in the snapshot, unless its process has changed."""
+        """Place a cell where it was in the snapshot, unless its process has changed the memory
+        there.
+        """
         target = self._targets[cell.target]
         assert self._lock is not None
         with self._lock.reading():
-            if self._lock.changed(cell.family):
+            if self._lock.changed(cell.flag):
                 return CellState.HELD
             for offset, position, length in pieces:
                 placed = userfaultfd.place(target, cell.window + offset, source + position, length)
@@ -210,6 +212,7 @@ def main() -> None:
     """Entry: ``placer_process WORD CONTROL_FD…``."""
     peer.ignore_signals()
     numbers = [int(word) for word in sys.argv[2:]]
+    codec.load()
     children, parent = [], os.getpid()
     for number in numbers:
         child = os.fork()

@@ -3,7 +3,7 @@ are placed only under the lock that both share.
 
 Each message (`icecore.host.rpc.packets`) is msgpack. A placer reads, decodes and verifies cells into its own
 memory and places them where they were in the snapshot (`Deliver`), unless their process has changed
-its address space. Then it answers where it holds them, and the restorer, which knows the address
+the memory there. Then it answers where it holds them, and the restorer, which knows the address
 map and holds its own locks meanwhile, tells it where they belong now (`Place`). Who places holds
 `icecore.restorer.place.locks.SharedLock` for reading; who reads a process's events holds it for
 writing.
@@ -67,7 +67,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class WantedCell(NamedTuple):
     """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the
-    address of its window; its family; the number of the family's userfaultfd.
+    address of its window; the number of its flag (`SharedLock.changed`) and of its process's
+    userfaultfd.
     """
 
     start: int
@@ -75,7 +76,7 @@ class WantedCell(NamedTuple):
     base_start: int
     base_stop: int
     window: int
-    family: int
+    flag: int
     target: int
 
 
@@ -97,7 +98,7 @@ class CellState(enum.IntEnum):
     #: It could not be read or decoded.
     MISSING = 0
     PLACED = 1
-    #: The placer holds it: its process has changed, or the kernel refused a page.
+    #: The placer holds it: its process has changed the memory there, or the kernel refused a page.
     HELD = 2
     #: Its process has ended.
     DEAD = 3

@@ -35,6 +35,11 @@ def _numcodecs() -> Any:
     return numcodecs
 
 
+def load() -> None:
+    """Import what encoding and decoding need, in a process that is to be forked."""
+    _numcodecs()
+
+
 Buffer = bytes | bytearray | memoryview
 
 ZERO = 0
