@@ -48,6 +48,8 @@ class Description:
             at that time.
         data: Directories whose content is part of each snapshot (``run --data``).
         group: Directory of the cgroup of its own (`icecore.host.kernel.freezer`); empty: it has none.
+        log_bytes: Bytes of the newest output that are kept of each log (``run --log-bytes``); 0: all
+            output is.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Description:
     user_name: str = "root"
     group: str = ""
     data: list[str] = field(default_factory=list)
+    log_bytes: int = 0
 
 
 def describe(

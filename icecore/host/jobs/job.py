@@ -3,7 +3,8 @@ with its start time and the boot id.
 
 The directory of an instance holds ``job.json`` (`icecore.host.jobs.description`), ``stdout.log`` and ``stderr.log``
 (append-only), ``status`` (one line by the init once the command has ended), ``icecore-init``
-(the init's program) and ``end-requested`` (`note_end`: seconds since boot, and a snapshot's id).
+(the init's program), ``end-requested`` (`note_end`: seconds since boot, and a snapshot's id), and
+what `icecore.host.jobs.log_bound` keeps of logs that have a bound.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
+from icecore.events import Event, Sink
 from icecore.host.jobs.description import Description, boot_id
 from icecore.host.jobs.namespaces import RunRecord, own_paths
 from icecore.host.kernel import freezer, procfs
@@ -34,6 +36,7 @@ from icecore.private import create_private
 Stream = Literal["stdout", "stderr"]
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _POLL_SECONDS = 0.05
+_PIECE = 1 << 20  # bytes of a log that are read at once
 _LEAVE_SECONDS = 1.0  # for the last processes of a job whose init has ended
 _UNKNOWN = -1  # a start time that no process has
 _MOST_STATUS = 64  # bytes
@@ -129,10 +132,16 @@ class ExitStatus:
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes that a command wrote, in the order of one stream (two streams have no common order)."""
+    """Bytes that a command wrote, in the order of one stream (two streams have no common order).
+
+    Attributes:
+        removed: How many bytes before ``data`` are missing, because they were beyond the log's
+            bound.
+    """
 
     stream: Stream
     data: bytes
+    removed: int = 0
 
 
 @dataclass(frozen=True)
@@ -283,6 +292,7 @@ class Job:
             user=known.user,
             user_name=known.user_name,
             data=known.data,
+            log_bytes=known.log_bytes,
         )
 
     # -- how it is
@@ -516,8 +526,8 @@ class Job:
         return -math.inf, ""
 
     def log_sizes(self) -> dict[Stream, int]:
-        """Return the current size of each log in bytes; 0 of one that is not there: the instance is
-        being made or removed.
+        """Return the current size of each log in bytes, with what was removed at its front; 0 of one
+        that is not there: the instance is being made or removed.
         """
         sizes: dict[Stream, int] = dict.fromkeys(_STREAMS, 0)
         for stream in _STREAMS:
@@ -529,19 +539,52 @@ class Job:
         """Yield what the command has written to both streams; with ``follow`` also what it writes
         until it ends.
         """
-        files = {stream: open(self.log_path(stream), "rb") for stream in _STREAMS}  # noqa: SIM115 - closed below
-        try:
+        return self.logs_after({}, follow=follow)
+
+    def logs_after(self, seen: Mapping[Stream, int], *, follow: bool) -> Iterator[LogPiece]:
+        """Yield as `logs` does, from an offset in each log on.
+
+        Args:
+            seen: The offsets, in bytes. Default: 0.
+        """
+        from icecore.host.jobs.log_bound import LogReader  # 'ps' does not need it
+
+        with ExitStack() as stack:
+            readers = {
+                stream: stack.enter_context(LogReader(self.directory, stream, seen.get(stream, 0)))
+                for stream in _STREAMS
+            }
             ended = not follow
             while True:
-                for stream, file in files.items():
-                    while data := file.read(1 << 20):
-                        yield LogPiece(stream, data)
+                for stream, reader in readers.items():
+                    while any(piece := reader.read(_PIECE)):
+                        removed, data = piece
+                        yield LogPiece(stream, data, removed)
                 if ended:
                     return
                 ended = self._sleep_until_end(_POLL_SECONDS)
-        finally:
-            for file in files.values():
-                file.close()
+
+    def trim_logs(self, emit: Sink) -> None:
+        """Remove the oldest output beyond the bound of the logs, if they have one. Errors are
+        ignored: the next call tries again.
+
+        Args:
+            emit: Gets ``job.logs_kept``, once for an instance, if its file system does not allow it.
+        """
+        known = self.description
+        # Without a pid, a restore may still be writing what the logs held.
+        if known.log_bytes <= 0 or not known.pid:
+            return
+        from icecore.host.jobs import log_bound  # few jobs have a bound
+
+        with suppress(OSError):
+            if why := log_bound.trim(self.directory, known.user, known.log_bytes):
+                emit(
+                    Event(
+                        "job.logs_kept",
+                        {"job": self.name, "instance": self.instance, "error": why},
+                    )
+                )
 
     def _found_restored(self, inits: Inits) -> Job:
         """Return the job; if its restorer died before it recorded the pid, with the pid of the init

@@ -64,6 +64,7 @@ class NewJob:
         identity: Identity | None,
         data: Sequence[str | os.PathLike[str]],
         io_uring: bool,
+        log_bytes: int,
         state: Path,
     ) -> NewJob:
         """Decide all that can be decided before the job is recorded.
@@ -79,6 +80,10 @@ class NewJob:
                 "only resident memory can be kept",
                 cure="leave out --keep-resident, or --no-resident",
             )
+        if not 0 <= log_bytes < 1 << 63:
+            raise UsageError(
+                f"{log_bytes} is no bound for logs", cure="0 keeps all output of the job"
+            )
         if identity is not None and os.geteuid() != 0:
             raise UsageError("only root can start jobs of other users", cure="run icecore as root")
         own = dict(job_environment(os.environ)[0] if environment is None else environment)
@@ -87,6 +92,7 @@ class NewJob:
         own_tmp = temporary.points_here() if isolation.tmp else []
         binds = bindable_mounts(own_tmp) if isolation.root else []
         described = describe(name or os.path.basename(path), command, directory, isolation, binds)
+        described = replace(described, log_bytes=log_bytes)
         if identity is not None:
             described = replace(described, user=identity.user, user_name=identity.name)
         if data:

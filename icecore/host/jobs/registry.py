@@ -30,6 +30,7 @@ from icecore.text import job_name
 
 if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
+    from icecore.host.jobs.job import Stream
     from icecore.host.jobs.restoring import Restoring
 
 #: Seconds after which a failed instance without an init is certain to get none.
@@ -73,7 +74,8 @@ class Registry:
 
     Args:
         state: The directory; made where it is missing. Default: `state_directory`.
-        emit: Gets ``state.tightened``, and ``job.thawed`` (`thaw_left`).
+        emit: Gets ``state.tightened``, ``job.thawed`` (`thaw_left`), and ``job.logs_kept``
+            (`trim_logs`).
     """
 
     def __init__(self, state: Path | None = None, *, emit: Sink = discard) -> None:
@@ -175,6 +177,7 @@ class Registry:
         identity: Identity | None = None,
         data: Sequence[str | os.PathLike[str]] = (),
         io_uring: bool = False,
+        log_bytes: int = 0,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -200,6 +203,7 @@ class Registry:
                 must own them.
             io_uring: It may use io_uring; a job that does cannot be snapshotted. Otherwise
                 io_uring_setup(2) fails with EPERM, as in containers.
+            log_bytes: Bytes of the newest output to keep of each log (`trim_logs`); 0: all output.
             emit: Gets ``run.started``, ``run.io_uring`` if io_uring could not be denied, and
                 ``run.limits`` if this process cannot raise a limit as far as ``identity`` has it.
 
@@ -227,6 +231,7 @@ class Registry:
             identity=identity,
             data=data,
             io_uring=io_uring,
+            log_bytes=log_bytes,
             state=self.state,
         )
         init = init_program().read_bytes()
@@ -274,13 +279,16 @@ class Registry:
             user=record.user,
             user_name=record.user_name,
             data=record.data,
+            log_bytes=record.log_bytes,
         )
         from icecore.host.jobs import temporary
         from icecore.host.jobs.restoring import Restoring  # most commands restore nothing
 
         if record.tmp:
             temporary.require_here(record.tmp, self.state)
-        job = self._note_down(described, exact=bool(name), init=record.init)
+        job = self._note_down(
+            described, exact=bool(name), init=record.init, removed=record.log_removed
+        )
         try:
             temporary.make(job.directory, record.tmp)
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
@@ -302,6 +310,11 @@ class Registry:
         for job in jobs:
             if job.group is not None and job.alive and freezer.thaw_left(job.group):
                 self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
+
+    def trim_logs(self) -> None:
+        """Remove the oldest output beyond the bounds of all logs (`Job.trim_logs`)."""
+        for job in self.instances():
+            job.trim_logs(self._emit)
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
         """Return where the keepers of instances are: first of those last dumped to or restored from
@@ -400,9 +413,20 @@ class Registry:
         finally:
             os.close(fd)
 
-    def _note_down(self, wanted: Description, *, exact: bool, init: bytes) -> Job:
-        """Record a new instance that does not run yet. ``exact``: the name was requested and gets
-        no number.
+    def _note_down(
+        self,
+        wanted: Description,
+        *,
+        exact: bool,
+        init: bytes,
+        removed: Mapping[Stream, int] | None = None,
+    ) -> Job:
+        """Record a new instance that does not run yet.
+
+        Args:
+            exact: The name was requested and gets no number.
+            init: The init's program.
+            removed: Bytes that are missing at the front of each log. Default: 0.
         """
         from icecore.host.jobs.reserved import is_reserved  # 'ps' does not need it
 
@@ -439,6 +463,10 @@ class Registry:
                 with open(program, "wb") as file:
                     file.write(init)
                 _make_logs(directory, wanted.user)
+                if wanted.log_bytes:
+                    from icecore.host.jobs.log_bound import make_records  # few jobs have a bound
+
+                    make_records(directory, removed or {})
                 job.save()
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)

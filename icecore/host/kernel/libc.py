@@ -5,6 +5,7 @@ its errno in ``ctypes.get_errno``.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Mapping
 
@@ -38,7 +39,7 @@ _IN_MEMORY = (0x01021994, 0x858458F6, HUGETLBFS)
 _M_ARENA_MAX = -8  # malloc.h
 _TUNABLES = "GLIBC_TUNABLES"  # read by the loader
 _TUNABLES_BEFORE = "ICECORE_TUNABLES_BEFORE"
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
 #: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as
 #: integers; bytes read, or -1.
@@ -108,6 +109,18 @@ def reserve(descriptor: int, offset: int, length: int) -> None:
     """
     if _libc.fallocate(descriptor, _KEEP_SIZE, offset, length):
         raise last_error("fallocate")
+
+
+def punch(descriptor: int, offset: int, length: int) -> None:
+    """Make a hole in a file that is open for writing: the range reads as zeros and takes no space;
+    the file's size stays (fallocate(2)).
+
+    Raises:
+        OSError: EOPNOTSUPP: the file system has no such holes. Others as fallocate(2).
+    """
+    while _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+        if ctypes.get_errno() != errno.EINTR:
+            raise last_error("fallocate")
 
 
 def in_memory(path: str) -> bool:
