@@ -18,6 +18,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.phases.capture import capture
 from icecore.dumper.phases.commit import Committed, commit
 from icecore.dumper.phases.freeze import freeze, start_criu, undisturbed
+from icecore.dumper.phases.logs import trim_logs
 from icecore.dumper.phases.preflight import Accepted, preflight
 from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
 from icecore.dumper.phases.request import Request
@@ -183,6 +184,7 @@ def _run_until_unchanged(request: Request, hooks: Hooks) -> Committed:
 
 def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -> Committed:
     """Run the phases in order. ``stack`` undoes, in reverse, everything that they begin."""
+    trim_logs(request)
     accepted = preflight(request, deaths)
     if not hooks.begun:
         hooks.before()

@@ -81,4 +81,5 @@ def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:
         window.over()
     window.end()
     ready.claim.release()
+    ready.logs.release()
     running.fields["window_seconds"] = window.seconds

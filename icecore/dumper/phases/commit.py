@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -151,7 +151,7 @@ def _manifest(
         hints_digest=stored.hints_digest,
         extra={
             **encode_records(
-                run=recorded_run(target.record) if target.record else None,
+                run=_run(target.record, ready),
                 gpus=devices.describe(tree.pids) if devices else None,
                 resident=devices.describe_resident(tree.pids) if devices else None,
             ),
@@ -159,6 +159,12 @@ def _manifest(
             **encode_data(ready.data.summaries if ready.data is not None else []),
         },
     )
+
+
+def _run(record: RunRecord | None, ready: Ready) -> Run | None:
+    if record is None:
+        return None
+    return recorded_run(replace(record, log_removed=ready.logs.removed))
 
 
 def recorded_run(record: RunRecord) -> Run:
@@ -188,6 +194,8 @@ def recorded_run(record: RunRecord) -> Run:
         user=record.user,
         user_name=record.user_name,
         data=record.data,
+        log_bytes=record.log_bytes,
+        log_removed=record.log_removed,
     )
 
 

@@ -184,6 +184,8 @@ def run_record(manifest: Manifest) -> RunRecord | None:
         user=run.user,
         user_name=run.user_name,
         data=run.data,
+        log_bytes=run.log_bytes,
+        log_removed=run.log_removed,
     )
 
 
