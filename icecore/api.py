@@ -97,6 +97,7 @@ def run(
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
     io_uring: bool | None = None,
+    log_bytes: int | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -124,6 +125,8 @@ def run(
         data: Directories whose content is part of each snapshot, and comes back with a restore.
         io_uring: Let the job use io_uring; a job that uses it cannot be snapshotted. Default:
             configured.
+        log_bytes: Bytes of the newest output to keep of each log; 0: all output. Default:
+            configured. `Job.trim_logs` removes older output, as do the commands and the service.
         config: Default: `icecore.config.loading.load`.
         emit: Gets the events.
 
@@ -137,6 +140,7 @@ def run(
     environment = _environment(emit) if environment is None else environment
     own = config.run
     rings = own.io_uring if io_uring is None else io_uring
+    kept = own.log_bytes if log_bytes is None else log_bytes
     said = isolation
     isolation = isolation or Isolation(
         pid=own.pid == "private",
@@ -162,6 +166,7 @@ def run(
             identity=identity,
             data=data,
             io_uring=rings,
+            log_bytes=kept,
             emit=emit,
         )
     if keep_resident:
@@ -178,6 +183,7 @@ def run(
         identity=identity,
         data=data,
         io_uring=rings,
+        log_bytes=kept,
         emit=emit,
     )
 
@@ -210,6 +216,7 @@ def start_gpu(
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
     io_uring: bool = False,
+    log_bytes: int = 0,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
@@ -255,6 +262,7 @@ def start_gpu(
         identity=identity,
         data=data,
         io_uring=io_uring,
+        log_bytes=log_bytes,
         emit=emit,
     )
     emit(

@@ -104,6 +104,11 @@ def describe(event: Event) -> list[str]:
         return [_withheld_words(fields)]
     if event.name == "run.io_uring":
         return [f"warning: the job can use io_uring, which CRIU cannot dump ({fields['why']})"]
+    if event.name == "job.logs_kept":
+        return [
+            f"warning: the logs of job {fields['job']} are kept whole: the file system does not free"
+            f" the space of their oldest output ({fields['error']})"
+        ]
     if event.name in ("run.limits", "restore.limits"):
         return [_limits_words(fields)]
     if event.name == "workdir.swept":

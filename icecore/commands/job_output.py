@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import codecs
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from icecore import units
 from icecore.commands.context import Context, Interrupted
 from icecore.commands.parsing import JOB, Commands
 
 if TYPE_CHECKING:
     from icecore.host.jobs.job import Job, LogPiece, Stream
+
+#: How often the logs are trimmed while a job is followed.
+_TRIM_SECONDS = 1.0
 
 
 def add(commands: Commands) -> None:
@@ -46,8 +51,9 @@ def logs(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore logs."""
     job = context.registry().find(arguments.job)
     writer = OutputWriter(job, context, arguments.stream)
-    for piece in job.logs(follow=arguments.follow):
-        writer.write(piece)
+    with trimmed(job, context):
+        for piece in job.logs(follow=arguments.follow):
+            writer.write(piece)
     return 0
 
 
@@ -65,16 +71,13 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
             that the job is followed.
     """
     writer = OutputWriter(job, context, "both")
-    skip = dict(seen or {})
     if seen is not None:
         context.output.result("job.attached", {"job": job.name, "instance": job.instance})
         context.output.note(f"following job {job.name}; Ctrl-C detaches and leaves it running")
     try:
-        for piece in job.logs(follow=True):
-            skipped = min(skip.get(piece.stream, 0), len(piece.data))
-            if skipped:
-                skip[piece.stream] -= skipped
-            writer.write(replace(piece, data=piece.data[skipped:]) if skipped else piece)
+        with trimmed(job, context):
+            for piece in job.logs_after(seen or {}, follow=True):
+                writer.write(piece)
         status = job.wait()
     except Interrupted:
         context.output.note("")
@@ -96,8 +99,31 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
     return status.exit_code
 
 
+@contextmanager
+def trimmed(job: Job, context: Context) -> Iterator[None]:
+    """Keep a job's logs within their bound while the block runs, even if nobody reads its output."""
+    if not job.description.log_bytes:
+        yield
+        return
+    over = threading.Event()
+
+    def trim() -> None:
+        while not over.wait(_TRIM_SECONDS):
+            job.trim_logs(context.output.event)
+
+    job.trim_logs(context.output.event)
+    trimming = threading.Thread(target=trim, name="trim", daemon=True)
+    trimming.start()
+    try:
+        yield
+    finally:
+        over.set()
+        trimming.join(_TRIM_SECONDS)
+        job.trim_logs(context.output.event)
+
+
 class OutputWriter:
-    """Writes a job's output unchanged, or as ``job.output`` events."""
+    """Writes a job's output unchanged, or as ``job.output`` events. Says what was removed of it."""
 
     def __init__(
         self,
@@ -115,7 +141,11 @@ class OutputWriter:
 
     def write(self, piece: LogPiece) -> None:
         """Write one piece."""
-        if not piece.data or self._stream not in ("both", piece.stream):
+        if self._stream not in ("both", piece.stream):
+            return
+        if piece.removed:
+            self._tell_removed(piece)
+        if not piece.data:
             return
         if self._output.as_json:
             text = self._decoders[piece.stream].decode(piece.data)
@@ -124,3 +154,11 @@ class OutputWriter:
             )
         else:
             self._output.raw(piece.data, error=piece.stream == "stderr", again=self._again)
+
+    def _tell_removed(self, piece: LogPiece) -> None:
+        name, stream = self._job.name, piece.stream
+        self._output.result(
+            "job.output_removed", {"job": name, "stream": stream, "bytes": piece.removed}
+        )
+        size = units.size(piece.removed)
+        self._output.note(f"note: {size} of {stream} of job {name} were removed (--log-bytes)")

@@ -122,6 +122,8 @@ def add(commands: Commands) -> None:
         " with EPERM, as in containers, and programs fall back to other calls"
     )
     add_setting(parser, RunSettings, "io_uring", about)
+    about = "of each of the job's two logs, keep this much of the newest output"
+    add_setting(parser, RunSettings, "log_bytes", about, default="all output")
 
     supervise.add_options(parser)
 
@@ -195,6 +197,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
                 identity=identity,
                 data=data,
                 io_uring=own.io_uring,
+                log_bytes=own.log_bytes,
                 emit=context.output.event,
             )
         return registry.start(
@@ -206,6 +209,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             identity=identity,
             data=data,
             io_uring=own.io_uring,
+            log_bytes=own.log_bytes,
             emit=context.output.event,
         )
 

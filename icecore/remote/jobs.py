@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -93,17 +93,14 @@ class RemoteJob(Job):
         sizes = self._now()["log_bytes"]
         return {"stdout": sizes.get("stdout", 0), "stderr": sizes.get("stderr", 0)}
 
-    def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
-        """Yield the output so far; with ``follow``, also new output until the job ends."""
-        return self.logs_after({"stdout": 0, "stderr": 0}, follow=follow)
-
-    def logs_after(self, seen: dict[Stream, int], *, follow: bool) -> Iterator[LogPiece]:
+    def logs_after(self, seen: Mapping[Stream, int], *, follow: bool) -> Iterator[LogPiece]:
         """Yield the output after some offsets; wait for a service that restarts."""
-        seen, failures = dict(seen), 0
+        offsets: dict[Stream, int] = {"stdout": 0, "stderr": 0, **seen}
+        failures = 0
         while True:
             query: dict[str, Any] = {
                 "follow": "true" if follow else "",
-                **{str(k): v for k, v in seen.items()},
+                **{str(k): v for k, v in offsets.items()},
             }
             try:
                 with self.service.lines(at("jobs", self.instance, "logs"), **query) as lines:
@@ -114,8 +111,9 @@ class RemoteJob(Job):
                             return
                         if record:
                             data = base64.b64decode(record["data"])
-                            seen[record["stream"]] += len(data)
-                            yield LogPiece(record["stream"], data)
+                            removed = record.get("removed", 0)
+                            offsets[record["stream"]] += removed + len(data)
+                            yield LogPiece(record["stream"], data, removed)
             except (ServiceFailed, OSError, HTTPException):
                 failures += 1
                 if failures * _POLL_SECONDS > 30:

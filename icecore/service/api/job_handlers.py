@@ -17,6 +17,7 @@ from aiohttp import web
 
 from icecore.errors import Denied, NotFound, UsageError
 from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
+from icecore.host.jobs.log_bound import LogReader
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import command_lines, models, requests
 from icecore.service.api.listing import paginate
@@ -311,7 +312,10 @@ async def _send_end(call: Call, response: web.StreamResponse, job: Job) -> None:
 
 def _as_line(piece: LogPiece) -> bytes:
     data = base64.b64encode(piece.data).decode()
-    return msgspec.json.encode({"stream": piece.stream, "data": data})
+    line: dict[str, str | int] = {"stream": piece.stream, "data": data}
+    if piece.removed:
+        line["removed"] = piece.removed
+    return msgspec.json.encode(line)
 
 
 async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
@@ -326,10 +330,10 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
                 return
         ended = not call.query.follow or job.state not in ("starting", "running")
         for stream in _STREAMS:
-            while data := await call.service.locally(_read_log, job, stream, offsets[stream]):
-                offsets[stream] += len(data)
+            while piece := await call.service.locally(_read_log, job, stream, offsets[stream]):
+                offsets[stream] += piece.removed + len(piece.data)
                 beat = loop.time()
-                yield LogPiece(stream, data)
+                yield piece
                 if call.revoked():
                     return
         if ended or call.revoked() or call.service.stopping or call.gone:
@@ -340,10 +344,11 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _read_log(job: Job, stream: Stream, at: int) -> bytes:
+def _read_log(job: Job, stream: Stream, at: int) -> LogPiece | None:
+    """Return what follows an offset in a log; None: nothing."""
     try:
-        with open(job.log_path(stream), "rb") as file:
-            file.seek(at)
-            return file.read(_PIECE)
+        with LogReader(job.directory, stream, at) as reader:
+            removed, data = reader.read(_PIECE)
     except FileNotFoundError:  # it was removed meanwhile
-        return b""
+        return None
+    return LogPiece(stream, data, removed) if removed or data else None

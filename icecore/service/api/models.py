@@ -73,8 +73,8 @@ class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
     ``owner`` is the uid that it runs as, ``user`` the name; ``how`` describes how it ended;
-    ``log_bytes`` are the sizes of its logs; ``isolation`` its namespaces; ``data`` its data
-    directories; ``operation`` is the operation that supervises it.
+    ``log_bytes`` are the sizes of its logs, with what was removed at their front; ``isolation`` its
+    namespaces; ``data`` its data directories; ``operation`` is the operation that supervises it.
     """
 
     name: str

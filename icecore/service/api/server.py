@@ -33,6 +33,7 @@ _DRAIN_SECONDS = 5.0
 _FIRST_PASSED = 3  # sd_listen_fds(3)
 _KEEP_ALIVE_SECONDS = 75.0
 _TEND_SECONDS = 60.0
+_TRIM_SECONDS = 5.0
 #: The service's nice value is lower than that of jobs by this much.
 _BEFORE_JOBS = 10
 
@@ -97,7 +98,7 @@ async def _serve_on(
             )
         )
         emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
-    others = [asyncio.create_task(_beat()), asyncio.create_task(_tend(service))]
+    others = [asyncio.create_task(one) for one in (_beat(), _tend(service), _trim(service))]
     notify("READY=1")
     try:
         await stop.wait()
@@ -319,3 +320,10 @@ async def _tend(service: Service) -> None:
         await service.thaw_left()
         await service.locally(return_free_memory)
         await asyncio.sleep(_TEND_SECONDS)
+
+
+async def _trim(service: Service) -> None:
+    """Now and every few seconds, remove the oldest output beyond the bounds of the jobs' logs."""
+    while True:
+        await service.trim_logs()
+        await asyncio.sleep(_TRIM_SECONDS)

@@ -209,6 +209,11 @@ class Service:
         with suppress(IcecoreError, OSError):  # requests for jobs report what is wrong with them
             await self.removing(self.registry.thaw_left)
 
+    async def trim_logs(self) -> None:
+        """Remove the oldest output beyond the bounds of all logs."""
+        with suppress(IcecoreError, OSError):  # as in `thaw_left`
+            await self.locally(self.registry.trim_logs)
+
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run what may wait for a repository in a thread, some calls of one caller at a time.
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.service.record import Record
@@ -82,15 +81,11 @@ class Output:
         time.sleep(_RETRY_SECONDS)
         return True
 
-    def _follow(self, job: Job, skip: dict[Stream, int]) -> None:
-        shown: dict[Stream, int] = {"stdout": 0, "stderr": 0}
-        for piece in job.logs(follow=True):
-            skipped = min(skip.get(piece.stream, 0), len(piece.data))
-            if skipped:
-                skip[piece.stream] -= skipped
-            if piece.data[skipped:]:
-                with suppress(OSError):  # nobody reads it; it is in the job's logs
-                    self._write(job, replace(piece, data=piece.data[skipped:]))
+    def _follow(self, job: Job, seen: dict[Stream, int]) -> None:
+        shown: dict[Stream, int] = {"stdout": 0, "stderr": 0, **seen}
+        for piece in job.logs_after(seen, follow=True):
+            with suppress(OSError):  # nobody reads it; it is in the job's logs
+                self._write(job, piece)
             self._showed = time.monotonic()
-            shown[piece.stream] += len(piece.data)
+            shown[piece.stream] += piece.removed + len(piece.data)
             self._record.show(job.instance, shown)

@@ -296,6 +296,7 @@ class Supervisor:
     def _tick(self) -> None:
         """Do what is due by time."""
         self._require_lease()
+        self._trim_logs()
         if self._hold.lease.certain == self._paused:  # the watchdog stops and continues it
             self._paused = not self._paused
             if self._paused:
@@ -318,6 +319,10 @@ class Supervisor:
             and self._ended is None
         ):
             self._dump(stop=False)
+
+    def _trim_logs(self) -> None:
+        if self._job is not None:
+            self._job.trim_logs(self._emit)
 
     @property
     def _is_to_stop(self) -> bool:
@@ -415,6 +420,7 @@ class Supervisor:
     def _on_end(self, status: ExitStatus) -> int | None:
         """Return the exit status, or None once the job was brought back."""
         self._output.drain(hurried=bool(self._stopping))
+        self._trim_logs()
         self._end_rest()
         passed = self._passed is not None and (
             status == self._passed or time.monotonic() - self._passed_at < ASKED_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
 from icecore.config import Config, ServiceSettings
+from icecore.host.jobs import log_bound
 from icecore.host.jobs.description import Description, boot_id
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
@@ -91,7 +93,7 @@ class FakeBacking:
         return []
 
 
-def make_job(state: Path, name: str, user: int, *, pid: int = 0) -> Job:
+def make_job(state: Path, name: str, user: int, *, pid: int = 0, log_bytes: int = 0) -> Job:
     """Record an instance with a process, or that has ended."""
     instance = f"i{len(list((state / 'jobs').glob('*'))):08x}"
     directory = state / "jobs" / instance
@@ -100,11 +102,16 @@ def make_job(state: Path, name: str, user: int, *, pid: int = 0) -> Job:
         name=name, instance=instance, command=["sleep", "1"], cwd="/", isolation=Isolation(),
         binds=[], created=time.time(), boot=boot_id(), owner=(1, 1), pid=pid or 1,
         start_time=procfs.start_time(pid) if pid else -1, user=user, user_name=f"user{user}",
+        log_bytes=log_bytes,
     )  # fmt: skip
     job = Job(directory, known)
     job.save()
     (directory / "stdout.log").write_bytes(f"out of {name}\n".encode())
     (directory / "stderr.log").write_bytes(b"err\n")
+    if log_bytes:
+        log_bound.make_records(directory, {})
+        for log in directory.glob("*.log"):
+            os.chown(log, user, -1)
     if not pid:
         (directory / "status").write_text("exited 3\n")
     return job

@@ -192,6 +192,21 @@ def test_a_user_runs_snapshots_and_restores_a_job(node: Node) -> None:
     assert len(list(node.client.items("/v1/snapshots"))) == 1
 
 
+def test_the_logs_of_a_users_job_are_bounded(node: Node) -> None:
+    """By the service, while nobody follows the job."""
+    node.start()
+    words = ("seq", "-f", "%015.0f", "65536")
+    command = ("sh", "-c", '"$@"; sleep 60', "sh", *words)
+    node.ok(ALICE, "run", "-d", "--name", "long", "--log-bytes", "64 KiB", "--", *command)
+    (log,) = (node.folder / "state" / "jobs").glob("*/stdout.log")
+    until(lambda: log.stat().st_size == 1 << 20, "a MiB is written")
+    until(lambda: log.stat().st_blocks * 512 <= 72 << 10, "the log is trimmed")
+    done = node.run(ALICE, "logs", "long")
+    assert done.stdout.split() == [f"{number:015}" for number in range(65537 - 4096, 65537)]
+    assert done.stderr == "note: 960 KiB of stdout of job long were removed (--log-bytes)\n"
+    node.ok(ALICE, "kill", "-s", "KILL", "long")
+
+
 #: Its number in memory, the one in a closed file and the number of files may never differ.
 FILED = """
 cd "$1"; i=0

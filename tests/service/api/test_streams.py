@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -19,10 +20,13 @@ import msgspec
 import pytest
 
 from icecore.errors import Denied
-from icecore.host.jobs.job import Job, Stream
+from icecore.host.jobs import log_bound
+from icecore.host.jobs.job import Job, LogPiece, Stream
 from icecore.host.kernel.peer import Peer
-from icecore.service.api import connections, job_handlers, peers, routing
-from tests.service.api.conftest import ALICE, Go, Node, Session, ended
+from icecore.remote.connection import Service
+from icecore.remote.jobs import RemoteRegistry
+from icecore.service.api import connections, job_handlers, peers, routing, server
+from tests.service.api.conftest import ALICE, Go, Node, Session, ended, make_job
 from tests.service.api.test_operations import pid_of
 
 Event = tuple[str, str, Any]
@@ -127,6 +131,78 @@ def test_logs(node: Node, go: Go) -> None:
     go(test)
 
 
+def test_what_was_removed_of_a_log_is_told_and_counts(node: Node, go: Go) -> None:
+    """A client that comes again asks for what follows, and misses nothing more."""
+    log = min(node.state.glob("jobs/*/stdout.log"))
+    log.write_bytes(b"x" * (1 << 20))
+    log_bound.make_records(log.parent, {})
+    assert log_bound.trim(log.parent, 0, 1 << 16) == ""
+    gone = (1 << 20) - (1 << 16)
+
+    async def test(session: Session) -> None:
+        async with session.get("/v1/jobs/train/logs?stream=stdout") as response:
+            assert await response.read() == b"x" * (1 << 16)
+        for offset in (0, 5000, gone - 1):
+            async with session.get(f"/v1/jobs/train/logs?stdout={offset}") as response:
+                lines = [json.loads(line) for line in (await response.text()).splitlines()]
+            first, *others = lines
+            assert first["removed"] == gone - offset
+            assert base64.b64decode(first["data"]) == b"x" * (1 << 16)
+            assert not any("removed" in line for line in others)
+        async with session.get(f"/v1/jobs/train/logs?stdout={gone + 1}") as response:
+            first = json.loads(await response.content.readline())
+        assert "removed" not in first and len(base64.b64decode(first["data"])) == (1 << 16) - 1
+
+        def remote() -> list[tuple[str, int, int]]:
+            job = RemoteRegistry(Service(node.socket)).find("train")
+            return [(one.stream, one.removed, len(one.data)) for one in job.logs()]
+
+        assert await asyncio.to_thread(remote) == [("stdout", gone, 1 << 16), ("stderr", 0, 4)]
+
+    go(test)
+
+
+def append(log: Path) -> None:
+    with open(log, "ab") as file:
+        file.write(b"x" * (1 << 20))
+
+
+def test_the_service_trims_logs_in_a_thread(
+    node: Node, process: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Now and every few seconds; those of jobs that have ended, too."""
+    monkeypatch.setattr(server, "_TRIM_SECONDS", 0.1)
+    jobs = [
+        make_job(node.state, name, ALICE, pid=pid, log_bytes=1 << 16)
+        for name, pid in (("long", process), ("over", 0))
+    ]
+    trim, threads = log_bound.trim, set[threading.Thread]()
+
+    def told(directory: Path, user: int, bound: int) -> str:
+        threads.add(threading.current_thread())
+        return trim(directory, user, bound)
+
+    monkeypatch.setattr(log_bound, "trim", told)
+
+    async def test() -> None:
+        trimming = asyncio.create_task(server._trim(node.service))
+        try:
+            for size in (1, 2, 3):
+                for job in jobs:
+                    append(job.log_path("stdout"))
+                for _ in range(200):
+                    sizes = [job.log_path("stdout").stat().st_blocks * 512 for job in jobs]
+                    if max(sizes) <= (1 << 16) + 8192:
+                        break
+                    await asyncio.sleep(0.05)
+                assert max(sizes) <= (1 << 16) + 8192, (size, sizes)
+        finally:
+            trimming.cancel()
+
+    asyncio.run(test())
+    assert threads and threading.main_thread() not in threads
+
+
 def test_a_log_is_followed(node: Node, go: Go) -> None:
     async def test(session: Session) -> None:
         async with session.get("/v1/jobs/train/logs?follow=true") as response:
@@ -146,7 +222,7 @@ def test_nobody_is_served_who_has_hung_up(
 ) -> None:
     looks, really = [0], job_handlers._read_log
 
-    def counted(job: Job, stream: Stream, at: int) -> bytes:
+    def counted(job: Job, stream: Stream, at: int) -> LogPiece | None:
         looks[0] += 1
         return really(job, stream, at)
 
