@@ -77,9 +77,7 @@ class Client(ABC):
     #: Default time-out of a call in seconds.
     _patience: ClassVar[float]
 
-    def __init__(
-        self, start: Callable[[socket.socket], Process | None], name: str
-    ) -> None:
+    def __init__(self, start: Callable[[socket.socket], Process | None], name: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_SEND_SECONDS)
         self._lock = threading.Lock()
