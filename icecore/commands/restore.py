@@ -140,7 +140,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
             lambda job, seen: follow(job, context, seen=seen),
         )
     from icecore import api
-    from icecore.restorer.restore import forking_helpers
+    from icecore.host.rpc.forkserver import ForkServer
 
     settings = replace(context.config, restore=overridden(context.config.restore, arguments))
     options = replace(
@@ -160,13 +160,14 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         )
         _report_requirements(found, context)
         return 0
-    with forking_helpers():  # before the repository's threads exist
+    with ForkServer() as helpers:  # before the repository's threads exist
         restored = api.restore(
             arguments.snapshot,
             context.repository(),
             options,
             config=settings,
             emit=context.output.event,
+            helpers=helpers,
         )
         name = restored.job.name if restored.job else "the tree"
         context.output.line(

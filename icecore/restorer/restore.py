@@ -5,7 +5,6 @@ memory, or none of it runs and nothing of it is left.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event, Sink, discard
@@ -47,13 +46,6 @@ from icecore.store.snapshot.reader import SnapshotReader
 _FIRST_MINOR_FAULTS = (5, 14)
 
 
-def forking_helpers() -> AbstractContextManager[None]:
-    """Have restores fork their helpers from this process as it is now, in place of starting
-    interpreters. To be entered before this process has threads (`icecore.host.rpc.forkserver`).
-    """
-    return forkserver.forking()
-
-
 def restore(
     repository: StoredRepository,
     loop: LoopThread,
@@ -63,6 +55,7 @@ def restore(
     criu: Criu | None = None,
     registry: Registry | None = None,
     emit: Sink = discard,
+    start: forkserver.Start = forkserver.start,
 ) -> Restored:
     """Restore a snapshot's process tree.
 
@@ -74,6 +67,7 @@ def restore(
         criu: Which CRIU; None: the one that `find_criu` finds.
         registry: Records the jobs of `icecore run`; None: the usual one.
         emit: Gets ``restore.*`` events.
+        start: Starts helper processes.
 
     Returns:
         The tree, which runs: with ``mode`` full once all its memory is loaded, with ``mode`` lazy
@@ -96,6 +90,7 @@ def restore(
         criu,
         registry or Registry(),
         emit,
+        start,
         time.perf_counter(),
         device_file=kernel_version() >= _FIRST_MINOR_FAULTS and overcommits(),
     )

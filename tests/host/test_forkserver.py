@@ -44,6 +44,9 @@ def main():
         raise ValueError("as it should")
     elif what == "sleep":
         time.sleep(60)
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -101,7 +104,7 @@ other = os.pipe()
 {before}
 del os.environ["ICECORE_GONE"]
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-process = forkserver.start("helper_of_test", ["tell", "x", "{{w}}"], {{"{{w}}": w}}, {{"ICECORE_OF_TEST": "it"}})
+process = server.start("helper_of_test", ["tell", "x", "{{w}}"], {{"{{w}}": w}}, {{"ICECORE_OF_TEST": "it"}})
 say([os.getpid(), process.pid, type(process).__name__, told(r), process.wait(20)])
 """
 
@@ -111,7 +114,7 @@ def test_a_helper_has_what_it_was_given_and_nothing_else(
     forked: bool, command: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Whether it was forked or not."""
-    before = "server = forkserver.forking(); server.__enter__()" if forked else ""
+    before = "server = forkserver.ForkServer()" if forked else "server = forkserver"
     ((own, pid, kind, about, status),) = heard(command(_TELL.format(before=before)))
     assert kind == ("Forked" if forked else "Popen") and status == 0
     assert about["pid"] == pid and about["leads"]
@@ -135,8 +138,8 @@ def test_a_forked_helper_holds_nothing_of_the_command_open(
         command(
             """
             reading, writing = os.pipe()
-            with forkserver.forking():
-                process = forkserver.start("helper_of_test", ["sleep"], {})
+            with forkserver.ForkServer() as server:
+                process = server.start("helper_of_test", ["sleep"], {}, {})
                 os.close(writing)
                 say(os.read(reading, 1) == b"")
                 say(process.poll())
@@ -157,8 +160,8 @@ def test_with_threads_nothing_is_forked(command: Callable[..., subprocess.Popen[
         command(
             """
             threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
-            with forkserver.forking():
-                process = forkserver.start("helper_of_test", ["sleep"], {})
+            with forkserver.ForkServer() as server:
+                process = server.start("helper_of_test", ["sleep"], {}, {})
                 say(type(process).__name__)
                 process.kill()
                 process.wait(10)
@@ -170,18 +173,18 @@ def test_with_threads_nothing_is_forked(command: Callable[..., subprocess.Popen[
 def test_without_its_server_a_command_starts_an_interpreter(
     command: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    """The server was killed; after `forking` there is none."""
+    """The server was killed, or has been told to end."""
     assert heard(
         command(
             """
-            with forkserver.forking():
-                os.kill(forkserver._server._pid, signal.SIGKILL)
+            with forkserver.ForkServer() as server:
+                os.kill(server.pid, signal.SIGKILL)
                 time.sleep(0.2)
-                process = forkserver.start("helper_of_test", ["sleep"], {})
+                process = server.start("helper_of_test", ["sleep"], {}, {})
                 say(type(process).__name__)
                 process.kill()
                 process.wait(10)
-            process = forkserver.start("helper_of_test", ["sleep"], {})
+            process = server.start("helper_of_test", ["sleep"], {}, {})
             say(type(process).__name__)
             process.kill()
             process.wait(10)
@@ -193,8 +196,8 @@ def test_without_its_server_a_command_starts_an_interpreter(
 def test_who_fails_says_why(command: Callable[..., subprocess.Popen[str]]) -> None:
     started = command(
         """
-        with forkserver.forking():
-            process = forkserver.start("helper_of_test", ["fail"], {})
+        with forkserver.ForkServer() as server:
+            process = server.start("helper_of_test", ["fail"], {}, {})
             say(process.wait(20))
         """
     )
@@ -207,9 +210,9 @@ def test_the_server_ends_with_a_command_that_is_killed(
 ) -> None:
     started = command(
         """
-        with forkserver.forking():
-            process = forkserver.start("helper_of_test", ["sleep"], {})
-            say([forkserver._server._pid, process.pid])
+        with forkserver.ForkServer() as server:
+            process = server.start("helper_of_test", ["sleep"], {}, {})
+            say([server.pid, process.pid])
             time.sleep(60)
         """
     )

@@ -53,14 +53,16 @@ def program(module: str, word: str, gpus: Collection[str] = ()) -> list[str]:
     return [*words, ",".join(sorted(gpus))] if gpus else words
 
 
-def start_here(command: Sequence[str], control: socket.socket) -> forkserver.Process:
+def start_here(
+    command: Sequence[str], control: socket.socket, start: forkserver.Start = forkserver.start
+) -> Process:
     """Start a program for this process, in a session of its own."""
     *_, module = command[: command.index("{control}")]
     words = command[command.index("{control}") :]
     life = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     try:
         descriptors = {"{control}": control.fileno(), "{life}": life}
-        return forkserver.start(module, words, descriptors, QUIET)
+        return start(module, words, descriptors, QUIET)
     finally:
         os.close(life)
 

@@ -2,8 +2,8 @@
 
 A new interpreter takes 0.1 to 0.6 s to start and to import what a helper needs. A command that has
 imported most of it can begin a *fork server*: a process with one thread that forks the helpers,
-which begin at once and share the command's memory. Without a fork server, `start` starts a new
-interpreter, with the same result.
+which begin at once and share the command's memory. `start` starts a new interpreter, with the same
+result.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import NoReturn, Self
 
 from icecore.host.kernel import procfs
 from icecore.host.kernel.waiting import readable
@@ -66,16 +67,18 @@ class Forked:
 
 
 Process = subprocess.Popen[bytes] | Forked
+#: Starts a module's `main`: see `start`.
+Start = Callable[[str, Sequence[str], Mapping[str, int], Mapping[str, str]], Process]
 
 
 def start(
     module: str,
     words: Sequence[str],
     descriptors: Mapping[str, int],
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str],
 ) -> Process:
-    """Start a module's `main` in a process and a session of its own. Its standard input and output
-    are /dev/null.
+    """Start a module's `main` in a new interpreter and a session of its own. Its standard input and
+    output are /dev/null.
 
     Args:
         module: Its name.
@@ -87,84 +90,89 @@ def start(
     Raises:
         OSError: The process cannot be started.
     """
-    variables = {**os.environ, **(environment or {})}
-    if _server is not None:
-        with suppress(OSError):  # it has ended, or cannot fork
-            return _server.fork(module, words, descriptors, variables)
     numbers = {word: str(number) for word, number in descriptors.items()}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *[numbers.get(word, word) for word in words]],
         pass_fds=list(descriptors.values()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        env=variables,
+        env={**os.environ, **environment},
         start_new_session=True,
     )
 
 
-@contextmanager
-def forking() -> Iterator[None]:
-    """Have `start` fork from this process as it is now. This does nothing if this process has
-    threads already, which a forked process would lack.
+class ForkServer:
+    """A fork server (a context manager: leaving it ends the server; what it has forked lives on).
+
+    It forks from this process as it was when this object was made. If this process had threads by
+    then, which a fork would lack, there is no server.
     """
-    global _server
-    if _server is not None or procfs.status(os.getpid()).threads != 1:
-        yield
-        return
-    _server = server = _ForkServer()
-    try:
-        yield
-    finally:
-        _server = None
-        server.close()
-
-
-class _ForkServer:
-    """The client of a fork server, which starts with it."""
 
     def __init__(self) -> None:
+        self._control: socket.socket | None = None
+        if procfs.status(os.getpid()).threads != 1:
+            return
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_FORK_SECONDS)
         self._lock = threading.Lock()
         with theirs:
-            self._pid = os.fork()
-            if self._pid == 0:
+            self.pid = os.fork()
+            if self.pid == 0:
                 _be_server(theirs)
 
-    def fork(
+    def start(
         self,
         module: str,
         words: Sequence[str],
         descriptors: Mapping[str, int],
         environment: Mapping[str, str],
-    ) -> Forked:
-        """See `start`.
+    ) -> Process:
+        """Fork for a module, or start an interpreter if there is no server; see `start`.
 
         Raises:
-            OSError: It did not fork.
+            OSError: The process cannot be started.
         """
+        if self._control is not None:
+            with suppress(OSError):  # the server has ended, or cannot fork
+                return self._fork(self._control, module, words, descriptors, environment)
+        return start(module, words, descriptors, environment)
+
+    def _fork(
+        self,
+        control: socket.socket,
+        module: str,
+        words: Sequence[str],
+        descriptors: Mapping[str, int],
+        environment: Mapping[str, str],
+    ) -> Forked:
         request = {
             "module": module,
             "words": list(words),
             "names": list(descriptors),
-            "environment": dict(environment),
+            "environment": {**os.environ, **environment},
             "limit": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
         with self._lock:
-            packets.tell(self._control, request, list(descriptors.values()))
-            about, _, received = packets.hear(self._control)
+            packets.tell(control, request, list(descriptors.values()))
+            about, _, received = packets.hear(control)
         if "error" in about:
             raise OSError(about["error"], os.strerror(about["error"]))
         return Forked(about["pid"], received[0])
 
-    def close(self) -> None:
-        """End it; what it has forked lives on."""
-        self._control.close()
-        with suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+    def __enter__(self) -> Self:
+        return self
 
-
-_server: _ForkServer | None = None
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
 
 
 def _be_server(control: socket.socket) -> NoReturn:
@@ -182,8 +190,6 @@ def _be_server(control: socket.socket) -> NoReturn:
 
 def _leave_command(control: socket.socket) -> None:
     """Give up what belongs to the command: terminal, signals, descriptors."""
-    global _server
-    _server = None
     gc.disable()
     os.setsid()
     peer.ignore_signals()

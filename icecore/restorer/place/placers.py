@@ -45,7 +45,7 @@ from icecore.store.format.cell import Records
 from icecore.store.format.cipher import encryption_of
 
 #: The module of the processes.
-PROGRAM = "icecore.restorer.place.placer_process"
+_PROGRAM = "icecore.restorer.place.placer_process"
 _END_SECONDS = 5.0
 #: What a placer takes: a batch as it is stored, its cells, and scratch.
 _BYTES = 32 << 20
@@ -264,6 +264,7 @@ class Placers:
         patience: Seconds that a placer may take to answer.
         word: Shows in their command line.
         lock: Directory of the shared lock; empty: they only stage cells.
+        start: Starts the process that forks them.
     """
 
     def __init__(
@@ -276,13 +277,14 @@ class Placers:
         patience: float,
         word: str,
         lock: str,
+        start: forkserver.Start = forkserver.start,
     ) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         try:
             names = {f"{{{number}}}": number for number in theirs}
             # It forks once the libraries are loaded; none of these may have threads then.
-            self._process = forkserver.start(PROGRAM, [word, *names], names, QUIET)
+            self._process = start(_PROGRAM, [word, *names], names, QUIET)
         finally:
             for _, end in pairs:
                 end.close()
