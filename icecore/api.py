@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from icecore.dumper.stopping import StopRequest
     from icecore.host.criu.program import Criu
     from icecore.host.jobs.identity import Identity
-    from icecore.host.rpc.forkserver import ForkServer
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
     from icecore.restorer.requirements.outcome import Requirements
@@ -358,7 +357,6 @@ def restore(
     *,
     config: Config | None = None,
     emit: Sink = discard,
-    helpers: ForkServer | None = None,
 ) -> Restored:
     """Restore a snapshot's process tree, once or several times, beside the original or on another
     machine.
@@ -374,7 +372,6 @@ def restore(
             process until all its memory is loaded.
         config: Default: `icecore.config.loading.load`.
         emit: Gets the events (docs/reference/events.md), from several threads.
-        helpers: Forks helper processes. Default: they are new interpreters, which start later.
 
     Returns:
         The pid of the tree's root and the restored job, as soon as the tree runs.
@@ -390,7 +387,6 @@ def restore(
         HookFailed: The hook ``restore.after`` failed; the tree runs with all its memory. Its
             ``result`` is the `Restored`.
     """
-    from icecore.host.rpc import forkserver
     from icecore.restorer.hooks import run_hook
     from icecore.restorer.restore import restore as _restore
 
@@ -407,7 +403,6 @@ def restore(
             criu=criu_of(config),
             registry=registry(config),
             emit=emit,
-            start=forkserver.start if helpers is None else helpers.start,
         )
         if restored.seconds_to_resident is None:
             # Loading the remaining memory needs the repository, so the thread closes it.

@@ -11,7 +11,6 @@ from icecore.events import Event, Sink, discard
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel.limits import kernel_version, overcommits
-from icecore.host.rpc import forkserver
 from icecore.restorer.fill.device_file import FileUnusable
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.attempt import DEFAULT_WORKDIR, Attempt
@@ -55,7 +54,6 @@ def restore(
     criu: Criu | None = None,
     registry: Registry | None = None,
     emit: Sink = discard,
-    start: forkserver.Start = forkserver.start,
 ) -> Restored:
     """Restore a snapshot's process tree.
 
@@ -67,7 +65,6 @@ def restore(
         criu: Which CRIU; None: the one that `find_criu` finds.
         registry: Records the jobs of `icecore run`; None: the usual one.
         emit: Gets ``restore.*`` events.
-        start: Starts helper processes.
 
     Returns:
         The tree, which runs: with ``mode`` full once all its memory is loaded, with ``mode`` lazy
@@ -90,7 +87,6 @@ def restore(
         criu,
         registry or Registry(),
         emit,
-        start,
         time.perf_counter(),
         device_file=kernel_version() >= _FIRST_MINOR_FAULTS and overcommits(),
     )

@@ -22,7 +22,6 @@ from icecore.host.cuda.api import DeviceError
 from icecore.host.gpu.client import CALL_SECONDS, Helper, start_here
 from icecore.host.gpu.undo import in_parallel
 from icecore.host.kernel import procfs
-from icecore.host.rpc.forkserver import Start
 from icecore.restorer.fill.tree_fill import TreeFill
 from icecore.restorer.gpu.gpus import GpuPlan
 
@@ -37,16 +36,15 @@ class Devices:
         plan: The processes, and the GPUs that they get.
         word: Shows in the helper's command line.
         emit: Gets the ``restore.gpu.…`` phases.
-        start: Starts the helper.
 
     Attributes:
         pids: Image id → pid here, of the GPU processes once `bring_back` has found them.
     """
 
-    def __init__(self, plan: GpuPlan, word: str, emit: Sink, start: Start) -> None:
+    def __init__(self, plan: GpuPlan, word: str, emit: Sink) -> None:
         self._plan = plan
         self._emit = emit
-        self._helper = Helper(partial(start_here, start=start), word, plan.used)
+        self._helper = Helper(start_here, word, plan.used)
         self.pids: dict[int, int] = {}
 
     def close(self) -> None:

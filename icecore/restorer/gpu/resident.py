@@ -32,13 +32,11 @@ from icecore.errors import (
     StoreError,
 )
 from icecore.events import Sink, phase
-from icecore.host.gpu.client import start_here
 from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
 from icecore.host.kernel.limits import raise_descriptor_limit
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.keeper import make_place, start_keeper
 from icecore.host.rpc.calls import Call
-from icecore.host.rpc.forkserver import Start
 from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
@@ -84,7 +82,6 @@ class Resident:
         held: The directory of the keeper that holds the memory; None: none does.
         placers: Starts processes that place so many bytes, if they pay.
         word: Shows in the worker's command line.
-        start: Starts the worker.
         emit: Gets the ``restore.resident.…`` phases.
     """
 
@@ -101,7 +98,6 @@ class Resident:
         held: Path | None,
         placers: Callable[[int], Placers | None],
         word: str,
-        start: Start,
         emit: Sink,
     ) -> None:
         raise_descriptor_limit()  # one for each allocation
@@ -117,7 +113,7 @@ class Resident:
         self._targets = Targets(self._processes, gpus)
         try:
             self._have_keeper()
-            self._worker = Worker(word, partial(start_here, start=start), self._targets.by_device())
+            self._worker = Worker(word, gpus=self._targets.by_device())
         except BaseException:
             self._targets.close()
             raise

@@ -11,7 +11,6 @@ from pathlib import Path
 from icecore.events import Event, Sink
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.registry import Registry
-from icecore.host.rpc.forkserver import Start
 from icecore.restorer.fill.device_file import FileUnusable
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.tree import PidTaken
@@ -33,7 +32,6 @@ class Attempt:
         criu: Which CRIU; None: the one that `find_criu` finds.
         registry: Records the jobs of `icecore run`.
         emit: Gets the events; an exception from it fails the restore.
-        start: Starts helper processes.
         began: When the attempt began (`time.perf_counter`).
         device_file: Whether device memory may come through a file.
         tries: Number of times that the tree may be built, including this one.
@@ -47,7 +45,6 @@ class Attempt:
     criu: Criu | None
     registry: Registry
     emit: Sink
-    start: Start
     began: float
     device_file: bool
     tries: int = 3

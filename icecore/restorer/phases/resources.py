@@ -77,7 +77,7 @@ def start_resources(attempt: Attempt, undo: Undo, workspace: Workspace, plan: Pl
     word = str(workspace.work)
     devices = None
     if plan.requirements.gpus is not None:
-        devices = Devices(plan.requirements.gpus, word, attempt.emit, attempt.start)
+        devices = Devices(plan.requirements.gpus, word, attempt.emit)
         undo.stack.callback(devices.close)
     record, restoring = _make_instance(attempt, undo, plan)
     resident = _start_resident(attempt, undo, plan, devices, record, restoring, word)
@@ -171,7 +171,6 @@ def _start_resident(
         held=held,
         placers=lambda size: _placers(attempt, plan, size, word),
         word=word,
-        start=attempt.start,
         emit=attempt.emit,
     )
     undo.stack.callback(resident.close)
@@ -239,5 +238,4 @@ def _placers(
         patience=options.stall_seconds,
         word=word,
         lock=lock,
-        start=attempt.start,
     )
