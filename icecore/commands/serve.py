@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from icecore.service.api.tokens import Token
 
 _ROLES = ("read", "operate", "admin")
-#: Answers that are lists take some ten KiB, for a moment.
+#: Answers that are lists are often longer, and live for a moment.
 _MAPPED_BYTES = 32 << 10
 
 

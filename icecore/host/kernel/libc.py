@@ -62,14 +62,15 @@ def keep_few_arenas() -> None:
 
 
 def map_pieces_from(size: int) -> None:
-    """Have the C library map each piece of memory of at least ``size`` bytes on its own, so that it
-    is returned to the system once it is free. Do nothing without glibc.
+    """Have the C library map each piece of memory of at least ``size`` bytes for which its heap has
+    no room on its own, so that it is returned to the system once it is free. Do nothing without
+    glibc, or if MALLOC_MMAP_THRESHOLD_ is set.
 
-    By default, glibc takes pieces of up to 32 MiB from its heap once it has seen such pieces, and
+    By default, glibc enlarges its heap for pieces of up to 32 MiB once it has seen such pieces, and
     between pieces that live for long, those that live for a moment leave gaps.
     """
     option = getattr(_libc, "mallopt", None)
-    if option is not None:
+    if option is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         option(_M_MMAP_THRESHOLD, size)
 
 

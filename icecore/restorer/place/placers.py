@@ -131,7 +131,7 @@ class Placer:
         self, batch: Batch, cells: Sequence[WantedCell], records: Records, pages: bytes
     ) -> Delivered:
         """Have the cells of a batch read, decoded, verified, and placed unless their process has
-        changed.
+        changed the memory there.
 
         Args:
             cells: With the numbers of `target`.
