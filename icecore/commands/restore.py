@@ -140,7 +140,6 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
             lambda job, seen: follow(job, context, seen=seen),
         )
     from icecore import api
-    from icecore.restorer.restore import forking_helpers
 
     settings = replace(context.config, restore=overridden(context.config.restore, arguments))
     options = replace(
@@ -154,25 +153,20 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         gpu_map=gpu_map(arguments.gpu_map),
         identity=context.origin.identity if context.origin is not None else None,
     )
+    repository = context.repository()
     if arguments.dry_run:
-        found = api.check_restore(
-            arguments.snapshot, context.repository(), options, config=settings
+        _report_requirements(
+            api.check_restore(arguments.snapshot, repository, options, config=settings), context
         )
-        _report_requirements(found, context)
         return 0
-    with forking_helpers():  # before the repository's threads exist
-        restored = api.restore(
-            arguments.snapshot,
-            context.repository(),
-            options,
-            config=settings,
-            emit=context.output.event,
-        )
-        name = restored.job.name if restored.job else "the tree"
-        context.output.line(
-            f"{name} runs as process {restored.pid}, {units.seconds(restored.seconds_to_running)} after the call"
-        )
-        seconds = restored.wait_resident()
+    restored = api.restore(
+        arguments.snapshot, repository, options, config=settings, emit=context.output.event
+    )
+    name = restored.job.name if restored.job else "the tree"
+    context.output.line(
+        f"{name} runs as process {restored.pid}, {units.seconds(restored.seconds_to_running)} after the call"
+    )
+    seconds = restored.wait_resident()
     if options.mode == "lazy":
         context.output.line(f"all its memory is loaded after {units.seconds(seconds)}")
     if not arguments.attach:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from icecore.service.api.tokens import Token
 
 _ROLES = ("read", "operate", "admin")
+#: Answers that are lists are often longer, and live for a moment.
+_MAPPED_BYTES = 32 << 10
 
 
 def add(commands: Commands) -> None:
@@ -97,13 +99,14 @@ def serve(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError(
             f"the service requires the module {error.name}", cure="pip install 'icecore[service]'"
         ) from error
-    from icecore.host.kernel.libc import keep_few_arenas
+    from icecore.host.kernel import libc
     from icecore.node.backing import Repositories
     from icecore.node.watching import Scraper
     from icecore.service import scrape
     from icecore.service.page import routes as page
 
-    keep_few_arenas()
+    libc.keep_few_arenas()
+    libc.map_pieces_from(_MAPPED_BYTES)
     own = overridden(context.config.service, arguments)
     own = replace(own, repository=context.config.service.repository)  # -r is the administrators'
     config = replace(context.config, service=own)

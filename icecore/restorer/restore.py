@@ -5,14 +5,12 @@ memory, or none of it runs and nothing of it is left.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event, Sink, discard
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel.limits import kernel_version, overcommits
-from icecore.host.rpc import forkserver
 from icecore.restorer.fill.device_file import FileUnusable
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases.attempt import DEFAULT_WORKDIR, Attempt
@@ -45,13 +43,6 @@ from icecore.store.snapshot.reader import SnapshotReader
 #: The first Linux whose userfaultfd reports pages that a file in memory has and a process has not
 #: mapped yet.
 _FIRST_MINOR_FAULTS = (5, 14)
-
-
-def forking_helpers() -> AbstractContextManager[None]:
-    """Have restores fork their helpers from this process as it is now, in place of starting
-    interpreters. To be entered before this process has threads (`icecore.host.rpc.forkserver`).
-    """
-    return forkserver.forking()
 
 
 def restore(

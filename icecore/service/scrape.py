@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from aiohttp import web
-
 from icecore.service.api.caller import Role
+from icecore.service.api.responses import Response
 from icecore.service.api.routing import Call, Route
 from icecore.service.metrics.exposition import CONTENT_TYPE
 
@@ -28,7 +27,7 @@ def route(scrape: Scrape) -> Route:
             (one.kind, one.state) for one in call.service.operations.all()
         )
         body = await scrape(operations)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+        return Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     what = "Return metrics in the text format of Prometheus."
     return Route("GET", "/metrics", Role.READ, "node", what, show_metrics, "text/plain")

@@ -252,10 +252,11 @@ def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(
         fill = fill_of(self, by_device)
         assert self._placers is not None
         firsts.append(self._placers._process.pid)  # those of host memory may end meanwhile
+        for placer in self._placers.all:
+            placer.wait_ready()  # else the restorer does its work
         return fill
 
     def stop(_: Event) -> None:
-        until(lambda: len(children(firsts[0])) == 2)
         os.kill(children(firsts[0])[-1], signal.SIGSTOP)
 
     events = Events({("restore.resident.memory", "begin"): stop})

@@ -85,9 +85,9 @@ class Memory:
     def unmap(self, first: int, count: int) -> None:
         assert libc.munmap(self.at(first), count * PAGE) == 0
 
-    def move(self, first: int, count: int) -> int:
-        """mremap to somewhere else; the new address."""
-        target = libc.mmap(None, count * PAGE, 0, 0x22, -1, 0)
+    def move(self, first: int, count: int, target: int = 0) -> int:
+        """mremap to ``target``, or to somewhere else; the new address."""
+        target = target or libc.mmap(None, count * PAGE, 0, 0x22, -1, 0)
         moved = libc.mremap(self.at(first), count * PAGE, count * PAGE, 3, target)
         assert moved == target, os.strerror(ctypes.get_errno())
         return int(moved)

@@ -22,6 +22,7 @@ from icecore.host.kernel import procfs
 from icecore.restorer.fill.daemon import Daemon
 from icecore.restorer.guard.client import Message, RestoreGuard
 from icecore.restorer.guard.guard_process import descendants
+from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.members import Family, Member
 from icecore.restorer.plan.cells import SpaceCells, space_cells
 from icecore.sizes import PAGE
@@ -518,3 +519,38 @@ def test_a_process_all_of_whose_memory_is_filed_keeps_what_is_known_of_it() -> N
         finally:
             daemon.stop()
             guard.end(20)
+
+
+class Everyone(dict[int, int]):
+    """The number of the first flag, whoever the process is."""
+
+    def get(self, key: int, default: object = None) -> int:  # type: ignore[override]
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("change", "cells"),
+    [
+        pytest.param("m.check(256, 1)", [], id="fault"),
+        pytest.param("m.unmap(300, 1000)", [1, 2, 3, 4, 5], id="unmap"),
+        pytest.param("m.discard(512, 1)", [2], id="discard"),
+        pytest.param("m.discard(511, 2)", [1, 2], id="discard across cells"),
+        pytest.param("m.move(256, 256)", [1], id="move"),
+        pytest.param("m.move(256, 256, m.at(1030))", [1, 4, 5], id="move over other memory"),
+        pytest.param("os.fork() or os._exit(0)", list(range(MIB)), id="fork"),
+    ],
+)
+def test_placers_are_kept_from_what_the_process_changes(
+    change: str, cells: list[int], tmp_path: Path
+) -> None:
+    """And from nothing else: the driver unmaps memory while a GPU job's other memory is placed."""
+    with rig(f"m.wait_for_go(); {change}; m.say('done')") as it:
+        shared = SharedLock(str(tmp_path), 3 + MIB + 2)
+        it.daemon.share(shared, Everyone())
+        it.go()
+        it.said(1)
+        placers = SharedLock(str(tmp_path))  # flock(2) excludes other open files only
+        with placers.reading():
+            assert [n for n in range(3 + MIB + 2) if placers.changed(n)] == [3 + n for n in cells]
+        placers.close()
+        it.complete()

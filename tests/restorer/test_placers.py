@@ -4,6 +4,9 @@ whoever dies.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 import os
 import resource
 import signal
@@ -14,21 +17,26 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed
 from icecore.events import Event
+from icecore.host.kernel import userfaultfd
 from icecore.restorer.fetch.fetcher import Fetcher
 from icecore.restorer.fetch.limits import Limits
 from icecore.restorer.fetch.sink import CellSink
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.place.locks import SharedLock
-from icecore.restorer.place.members import Member
+from icecore.restorer.place.members import Family, Member
 from icecore.restorer.place.placers import Placer, PlacerLost, Placers, placers_for
 from icecore.restorer.place.placing import CellState, WantedCell
+from icecore.restorer.plan.cells import space_cells
 from icecore.restorer.plan.memory import Batch, plan_batches
 from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL
+from icecore.store.format.manifest import Region
 from tests import zygote
 from tests.programs import driving
 from tests.restorer.criu_place import Dumped, await_gone, dumped
@@ -330,6 +338,73 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
                 placer.deliver(batch, wanted, records, records["data"].tobytes())
             os.close(target.descriptor)
             shared.close()
+
+
+def test_a_flag_keeps_one_cell_from_being_placed(tmp_path: Path) -> None:
+    """And no other."""
+    cells = [(_WHOLE, os.urandom(1 << 20)) for _ in range(3)]
+    with (
+        repository_place() as place,
+        mmap.mmap(-1, 3 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory,
+    ):
+        _, records = store_cells(place, cells)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        uffd = userfaultfd.create()
+        userfaultfd.register(uffd, start, 3 << 20)
+        where, key = str(place.root), place.repository.keys.chunk
+        room, lock = 16 << 20, str(tmp_path)
+        with Placers(1, where, key, room=room, patience=20, word="test", lock=lock) as placers:
+            (placer,) = placers.all
+            (batch,) = plan_batches(records, range(3), gap=0, read_size=8 << 20)
+            shared = SharedLock(str(tmp_path), 5)
+            with shared.writing():
+                shared.set_changed(range(3, 4))  # the second cell's: the first has number 2
+            placers.begin()
+            target = placer.target(Member(uffd, 7, 3))
+            wanted = [
+                WantedCell(c.start, c.stop, 0, 0, start + (c.row << 20), 2 + c.row, target)
+                for c in batch.cells
+            ]
+            done = placer.deliver(batch, wanted, records, records["data"].tobytes())
+            assert done.states == [CellState.PLACED, CellState.HELD, CellState.PLACED], done.why
+            assert userfaultfd.zero(uffd, start + (1 << 20), 1 << 20) == (1 << 20, 0), "it is there"
+            there = [memory[row << 20 : (row + 1) << 20] for row in range(3)]
+            assert there == [cells[0][1], bytes(1 << 20), cells[2][1]]
+            shared.close()
+        os.close(uffd)
+        gc.collect()  # the pointer into the mapping
+
+
+def test_flags_without_cells(tmp_path: Path) -> None:
+    """All memory of a process may come in other ways."""
+    made, other = SharedLock(str(tmp_path), 0), SharedLock(str(tmp_path))
+    with made.writing():
+        made.set_changed(range(0))
+    with other.reading():
+        assert not other.changed(0)
+    made.close()
+    other.close()
+
+
+def test_which_cells_lie_in_a_range() -> None:
+    """The windows of two regions may overlap; then only a part of each belongs to its cell."""
+    records = [np.zeros(2, CELL), np.zeros(1, CELL)]
+    records[0]["cell"] = [0, 1]
+    mib, page = 1 << 20, 4096
+    regions = [Region(0, mib + 2 * page, 0), Region(mib + 8 * page, 9 * page, mib)]
+    cells = space_cells(regions, records)
+    family = Family(1, cells, np.zeros((3, 32), np.uint8), lambda *about: None)
+    bounds = [
+        ((0, mib), [0]),
+        ((0, mib + 1), [0, 1]),
+        ((mib, mib + 2 * page), [1]),
+        ((mib + 2 * page, mib + 8 * page), []),
+        ((mib + 7 * page, mib + 9 * page), [2]),
+        ((mib + page, mib + 9 * page), [1, 2]),
+        ((mib + 17 * page, 9 * mib), []),
+    ]
+    for (start, end), rows in bounds:
+        assert list(family.rows_in(start, end)) == rows, (start, end)
 
 
 def test_how_many_pay() -> None:

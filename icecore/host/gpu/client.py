@@ -24,43 +24,44 @@ from icecore.host.cuda.api import (
     device_error,
     helper_lost,
 )
-from icecore.host.rpc import forkserver
 from icecore.host.rpc.calls import Call, Client, Refusal
-from icecore.host.rpc.forkserver import QUIET, Process
 
 #: A call that moves memory takes as long as the memory is large; this only ends what hangs.
 CALL_SECONDS = 900.0
+#: numpy's linear algebra library, which no program here uses, starts threads that spin for a while.
+QUIET = {"OPENBLAS_NUM_THREADS": "1"}
 _START_SECONDS = 60.0
 
 #: Starts a program: its argument vector with ``{control}`` and ``{life}`` for descriptor numbers,
-#: and the socket that becomes ``{control}``. Returns the process, unless a guard starts it.
-Start = Callable[[Sequence[str], socket.socket], Process | None]
-
-
-#: The programs: modules of this package.
-HELPER, WORKER = "icecore.host.gpu.helper", "icecore.host.gpu.worker"
+#: and the socket that becomes ``{control}``. Returns the process if it is a child of this one.
+Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None"]
 
 
 def program(module: str, word: str, gpus: Collection[str] = ()) -> list[str]:
-    """Return the argument vector of a program.
+    """Return the argument vector of a module of this package.
 
     Args:
         word: Shows in its command line.
         gpus: UUIDs of those that it uses; empty: any. CUDA takes some 0.2 s to initialise each that
             it sees.
     """
-    words = [sys.executable, "-P", "-m", module, "{control}", "{life}", word]
+    words = [sys.executable, "-P", "-m", f"icecore.host.gpu.{module}", "{control}", "{life}", word]
     return [*words, ",".join(sorted(gpus))] if gpus else words
 
 
-def start_here(command: Sequence[str], control: socket.socket) -> forkserver.Process:
-    """Start a program for this process, in a session of its own."""
-    *_, module = command[: command.index("{control}")]
-    words = command[command.index("{control}") :]
+def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a program as a child of this process, in a session of its own."""
     life = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        descriptors = {"{control}": control.fileno(), "{life}": life}
-        return forkserver.start(module, words, descriptors, QUIET)
+        numbers = {"{control}": str(control.fileno()), "{life}": str(life)}
+        return subprocess.Popen(
+            [numbers.get(word, word) for word in command],
+            pass_fds=[control.fileno(), life],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **QUIET},
+            start_new_session=True,
+        )
     finally:
         os.close(life)
 
@@ -77,7 +78,7 @@ class Helper(Client):
     _patience = 60.0
 
     def __init__(self, start: Start, word: str, gpus: Collection[str] = ()) -> None:
-        super().__init__(partial(start, program(HELPER, word, gpus)), "cuda")
+        super().__init__(partial(start, program("helper", word, gpus)), "cuda")
 
     def wait_ready(self) -> int:
         """Wait until it has initialised CUDA, and return its pid.
@@ -216,7 +217,7 @@ class Helper(Client):
                 failed[pid] = error
         return done, failed
 
-    def _await_end(self, process: Process) -> None:
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
         with suppress(
             subprocess.TimeoutExpired
         ):  # it undoes what it can; nothing is left to do here

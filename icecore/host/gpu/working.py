@@ -20,13 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import IcecoreError
-from icecore.host.gpu.client import WORKER, Start, program, start_here
+from icecore.host.gpu.client import Start, program, start_here
 from icecore.host.gpu.worker import MOST_DESCRIPTORS, as_memory, from_memory
 from icecore.host.resident.digest import BYTES, Digests
 from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import SPARE
 from icecore.host.rpc.calls import Answer, Call, Client, Refusal
-from icecore.host.rpc.forkserver import Process
 from icecore.sizes import CELL_BYTES as CELL
 
 _START_SECONDS = 60.0
@@ -92,7 +91,7 @@ class Worker(Client):
     _patience = 300.0
 
     def __init__(self, word: str, start: Start = start_here, gpus: Collection[str] = ()) -> None:
-        super().__init__(partial(start, program(WORKER, word, gpus)), "worker")
+        super().__init__(partial(start, program("worker", word, gpus)), "worker")
         self._handles = 0
         self._lingers = False
 
@@ -276,7 +275,7 @@ class Worker(Client):
 
     # -- within
 
-    def _await_end(self, process: Process) -> None:
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
         if self._lingers:
             threading.Thread(target=process.wait, name="worker's end", daemon=True).start()
             return

@@ -36,7 +36,7 @@ _libc.statfs.restype = ctypes.c_int
 HUGETLBFS = 0x958458F6
 _IN_MEMORY = (0x01021994, 0x858458F6, HUGETLBFS)
 
-_M_ARENA_MAX = -8  # malloc.h
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # malloc.h
 _TUNABLES = "GLIBC_TUNABLES"  # read by the loader
 _TUNABLES_BEFORE = "ICECORE_TUNABLES_BEFORE"
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
@@ -60,6 +60,19 @@ def keep_few_arenas() -> None:
     option = getattr(_libc, "mallopt", None)
     if option is not None and "MALLOC_ARENA_MAX" not in os.environ:
         option(_M_ARENA_MAX, 2)
+
+
+def map_pieces_from(size: int) -> None:
+    """Have the C library map each piece of memory of at least ``size`` bytes for which its heap has
+    no room on its own, so that it is returned to the system once it is free. Do nothing without
+    glibc, or if MALLOC_MMAP_THRESHOLD_ is set.
+
+    By default, glibc enlarges its heap for pieces of up to 32 MiB once it has seen such pieces, and
+    between pieces that live for long, those that live for a moment leave gaps.
+    """
+    option = getattr(_libc, "mallopt", None)
+    if option is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        option(_M_MMAP_THRESHOLD, size)
 
 
 def without_thread_caches(environment: Mapping[str, str]) -> dict[str, str]:

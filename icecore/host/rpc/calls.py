@@ -12,18 +12,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from icecore.host.rpc import packets
-
-if TYPE_CHECKING:
-    from icecore.host.rpc.forkserver import Process
 
 #: Time-out for sending: a process receives its requests at once.
 _SEND_SECONDS = 300.0
@@ -78,7 +76,7 @@ class Client(ABC):
     _patience: ClassVar[float]
 
     def __init__(
-        self, start: Callable[[socket.socket], Process | None], name: str
+        self, start: Callable[[socket.socket], subprocess.Popen[bytes] | None], name: str
     ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_SEND_SECONDS)
@@ -118,7 +116,7 @@ class Client(ABC):
         self.close()
 
     @abstractmethod
-    def _await_end(self, process: Process) -> None:
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until it has ended."""
 
     @abstractmethod

@@ -344,6 +344,14 @@ class Daemon:
                 f"the restore's guard could not read a userfaultfd: {message.about['error']}",
                 cure=cure,
             )
+        try:
+            return self._apply(family, member, message, faults)
+        except BaseException:
+            # The process goes on until it is killed, and what it has changed is not known in full.
+            self._keep_placers_from(family, range(len(family)))
+            raise
+
+    def _apply(self, family: Family, member: Member, message: Message, faults: list[Fault]) -> int:
         events = parse_events(message.data, message.descriptors)
         children = message.about["children"]
         assert isinstance(children, list)

@@ -62,20 +62,26 @@ class SharedLock:
 
     Args:
         folder: The directory of its files, which are made if missing.
-        cells: How many flags; required in the process that makes the files.
+        cells: How many flags; None: the files exist.
+
+    Raises:
+        OSError: The file system has no room for the flags.
     """
 
-    def __init__(self, folder: str, cells: int = 0) -> None:
+    def __init__(self, folder: str, cells: int | None = None) -> None:
         self._gate, self._lock, flags = (
             os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for name in ("gate", "lock", "flags")
         )
         try:
-            if os.fstat(flags).st_size < cells:
-                os.ftruncate(flags, cells)
-            if os.fstat(flags).st_size < max(1, cells):
-                raise ValueError(f"{folder}: room for {os.fstat(flags).st_size} flags, not {cells}")
+            if cells is not None:
+                # With its memory: there may be none later, and an access would be a SIGBUS.
+                os.posix_fallocate(flags, 0, max(1, cells))
             self._flags = mmap.mmap(flags, 0)
+        except BaseException:
+            os.close(self._gate)
+            os.close(self._lock)
+            raise
         finally:
             os.close(flags)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -17,8 +18,7 @@ import msgspec
 from icecore.errors import RestoreFailed
 from icecore.host.kernel.userfaultfd import Stop
 from icecore.host.kernel.waiting import readable
-from icecore.host.rpc import forkserver, packets
-from icecore.host.rpc.forkserver import QUIET
+from icecore.host.rpc import packets
 from icecore.restorer.place.members import Member, Outcome
 from icecore.restorer.place.placing import (
     Answer,
@@ -44,8 +44,6 @@ from icecore.restorer.plan.memory import Batch
 from icecore.store.format.cell import Records
 from icecore.store.format.cipher import encryption_of
 
-#: The module of the processes.
-PROGRAM = "icecore.restorer.place.placer_process"
 _END_SECONDS = 5.0
 #: What a placer takes: a batch as it is stored, its cells, and scratch.
 _BYTES = 32 << 20
@@ -133,7 +131,7 @@ class Placer:
         self, batch: Batch, cells: Sequence[WantedCell], records: Records, pages: bytes
     ) -> Delivered:
         """Have the cells of a batch read, decoded, verified, and placed unless their process has
-        changed.
+        changed the memory there.
 
         Args:
             cells: With the numbers of `target`.
@@ -280,9 +278,22 @@ class Placers:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         try:
-            names = {f"{{{number}}}": number for number in theirs}
-            # It forks once the libraries are loaded; none of these may have threads then.
-            self._process = forkserver.start(PROGRAM, [word, *names], names, QUIET)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "icecore.restorer.place.placer_process",
+                    word,
+                    *map(str, theirs),
+                ],
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # It forks once the libraries are loaded; none of these may have threads then.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
         finally:
             for _, end in pairs:
                 end.close()

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from icecore.service.api import models
 from icecore.service.api.caller import Role
+from icecore.service.api.responses import Response
 from icecore.service.api.routing import TABLE, Call, Route
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -38,7 +38,7 @@ _PROBLEMS = {
 async def openapi_document(call: Call) -> Any:
     """Return the OpenAPI document of this service."""
     found = document(call.request.app[TABLE], call.service.version)
-    return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+    return Response(body=msgspec.json.encode(found), content_type="application/json")
 
 
 def document(table: Iterable[Route], version: str) -> dict[str, Any]:

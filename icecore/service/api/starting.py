@@ -17,6 +17,7 @@ from icecore.host.kernel.peer import Peer
 from icecore.service.api import models, operations
 from icecore.service.api.caller import Caller
 from icecore.service.api.operation_files import Stored
+from icecore.service.api.responses import Response
 from icecore.service.api.routing import Call
 from icecore.service.api.service import Where
 
@@ -78,7 +79,7 @@ def key_of(caller: Caller) -> str:
 
 def answer(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     """Return a struct as a response."""
-    return web.Response(
+    return Response(
         body=msgspec.json.encode(value),
         status=status,
         content_type="application/json",

@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from icecore import units
 from icecore.errors import NotFound
+from icecore.service.api.responses import Response
 from icecore.text import harmless
 
 POLICY = "; ".join(
@@ -53,7 +54,7 @@ def page(template: str, *, status: int = 200, **values: Any) -> web.Response:
     """Return a page."""
     text = templates().get_template(template).render(**values)
     headers = {**HEADERS, "Cache-Control": "no-store"}
-    return web.Response(text=text, status=status, content_type="text/html", headers=headers)
+    return Response(text=text, status=status, content_type="text/html", headers=headers)
 
 
 @cache
