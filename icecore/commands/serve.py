@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from icecore.service.api.tokens import Token
 
 _ROLES = ("read", "operate", "admin")
-#: Answers that are lists are often longer, and live for a moment.
+#: Lists in answers, which live for a moment, are often longer.
 _MAPPED_BYTES = 32 << 10
 
 

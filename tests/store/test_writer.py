@@ -4,6 +4,7 @@ partial: failed sessions leave nothing behind.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
@@ -25,6 +26,7 @@ from icecore.store.format.chunk import NO_CHUNK, chunk_id
 from icecore.store.format.container import TAIL_BYTES
 from icecore.store.format.manifest import Region
 from icecore.store.format.shard import SHARD, parse_footer
+from icecore.store.runtime.pool import BufferPool, Scratch
 from icecore.store.snapshot.trial import Objective
 from tests.store.images import (
     FULL,
@@ -347,6 +349,26 @@ def test_an_aborted_snapshot_leaves_nothing() -> None:
             raise KeyboardInterrupt
         assert not objects(backend)
         assert not here.loop.run(here.repository.log.newest()).state.sessions
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_the_memory_of_a_writer_is_freed_with_it(commits: bool) -> None:
+    """Not when the garbage collector next looks at its oldest generation."""
+    with place(MemoryBackend()) as here:
+        before = here.take(image(3, "random"))
+        gc.collect()
+        gc.disable()
+        try:
+            if commits:
+                here.take(image(3, "random", seed=4), before)
+            else:
+                with here.writer(before.snapshot) as writer:
+                    here.store(writer, image(3, "random", seed=4), before)
+                del writer
+            left = [one for one in gc.get_objects() if isinstance(one, (BufferPool, Scratch))]
+        finally:
+            gc.enable()
+        assert not left
 
 
 def test_a_full_store_is_told_of_at_the_next_cell_and_at_commit() -> None:

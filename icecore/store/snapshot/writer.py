@@ -113,9 +113,9 @@ class SnapshotWriter:
         self._objective = objective or Objective()
         self._keys = repository.keys
         self._uploads = Uploads(session, loop, emit)
-        self._streams = self._make_streams(streams, memory)
+        self._streams: Sequence[ShardStream] = self._make_streams(streams, memory)
         self._habits = [Habit() for _ in range(streams)]
-        self._deltas = [
+        self._deltas: Sequence[Deltas] = [
             Deltas(
                 self._fetch,
                 self._usable_base,
@@ -295,7 +295,7 @@ class SnapshotWriter:
                     record, np.concatenate(self._entries) if self._entries else None
                 )
             )
-            self._over = True
+            self._end()
             running.fields |= {
                 "stored": self._statistics.stored,
                 "nodes": self._maps.stored,
@@ -316,8 +316,16 @@ class SnapshotWriter:
             stream.abandon()
         self._uploads.settle()
         ended = self._wait(self.session.abort())
-        self._over = True
+        self._end()
         return ended
+
+    def _end(self) -> None:
+        """Let go of what refers back to this writer. Its buffers, tens of MiB of huge pages, would
+        otherwise stay until the collector of cycles looks at its oldest generation: after 70
+        snapshots of a small job.
+        """
+        self._over = True
+        self._streams, self._deltas = (), ()
 
     def __enter__(self) -> Self:
         return self
