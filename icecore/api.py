@@ -97,7 +97,7 @@ def run(
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
     io_uring: bool | None = None,
-    log_bytes: int | None = None,
+    log_limit: int | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -125,8 +125,8 @@ def run(
         data: Directories whose content is part of each snapshot, and comes back with a restore.
         io_uring: Let the job use io_uring; a job that uses it cannot be snapshotted. Default:
             configured.
-        log_bytes: Bytes of the newest output to keep of each log; 0: all output. Default:
-            configured. `Job.trim_logs` removes older output, as do the commands and the service.
+        log_limit: Size limit of each log, in bytes; 0: none. Default: configured. The node service,
+            supervisors and dumps enforce it; other programs call `Registry.trim_logs` now and then.
         config: Default: `icecore.config.loading.load`.
         emit: Gets the events.
 
@@ -140,7 +140,7 @@ def run(
     environment = _environment(emit) if environment is None else environment
     own = config.run
     rings = own.io_uring if io_uring is None else io_uring
-    kept = own.log_bytes if log_bytes is None else log_bytes
+    limit = own.log_limit if log_limit is None else log_limit
     said = isolation
     isolation = isolation or Isolation(
         pid=own.pid == "private",
@@ -166,7 +166,7 @@ def run(
             identity=identity,
             data=data,
             io_uring=rings,
-            log_bytes=kept,
+            log_limit=limit,
             emit=emit,
         )
     if keep_resident:
@@ -183,7 +183,7 @@ def run(
         identity=identity,
         data=data,
         io_uring=rings,
-        log_bytes=kept,
+        log_limit=limit,
         emit=emit,
     )
 
@@ -216,7 +216,7 @@ def start_gpu(
     identity: Identity | None = None,
     data: Sequence[str | os.PathLike[str]] = (),
     io_uring: bool = False,
-    log_bytes: int = 0,
+    log_limit: int = 0,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
@@ -262,7 +262,7 @@ def start_gpu(
         identity=identity,
         data=data,
         io_uring=io_uring,
-        log_bytes=log_bytes,
+        log_limit=log_limit,
         emit=emit,
     )
     emit(

@@ -104,10 +104,12 @@ def describe(event: Event) -> list[str]:
         return [_withheld_words(fields)]
     if event.name == "run.io_uring":
         return [f"warning: the job can use io_uring, which CRIU cannot dump ({fields['why']})"]
-    if event.name == "job.logs_kept":
+    if event.name == "job.trim_failed":
+        return [f"warning: cannot trim the logs of job {fields['job']}: {fields['error']}"]
+    if event.name == "run.untrimmed":
         return [
-            f"warning: the logs of job {fields['job']} are kept whole: the file system does not free"
-            f" the space of their oldest output ({fields['error']})"
+            f"warning: only dumps trim the logs of job {fields['job']} (--log-limit) until"
+            " 'icecore serve' runs on this node"
         ]
     if event.name in ("run.limits", "restore.limits"):
         return [_limits_words(fields)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,10 +13,8 @@ from icecore.commands.context import Context, Interrupted
 from icecore.commands.parsing import JOB, Commands
 
 if TYPE_CHECKING:
-    from icecore.host.jobs.job import Job, LogPiece, Stream
-
-#: How often the logs are trimmed while a job is followed.
-_TRIM_SECONDS = 1.0
+    from icecore.host.jobs.job import Job
+    from icecore.host.jobs.logs import LogPiece, Stream
 
 
 def add(commands: Commands) -> None:
@@ -51,9 +47,8 @@ def logs(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore logs."""
     job = context.registry().find(arguments.job)
     writer = OutputWriter(job, context, arguments.stream)
-    with trimmed(job, context):
-        for piece in job.logs(follow=arguments.follow):
-            writer.write(piece)
+    for piece in job.logs(follow=arguments.follow):
+        writer.write(piece)
     return 0
 
 
@@ -75,9 +70,8 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
         context.output.result("job.attached", {"job": job.name, "instance": job.instance})
         context.output.note(f"following job {job.name}; Ctrl-C detaches and leaves it running")
     try:
-        with trimmed(job, context):
-            for piece in job.logs_after(seen or {}, follow=True):
-                writer.write(piece)
+        for piece in job.logs_after(seen or {}, follow=True):
+            writer.write(piece)
         status = job.wait()
     except Interrupted:
         context.output.note("")
@@ -99,31 +93,8 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
     return status.exit_code
 
 
-@contextmanager
-def trimmed(job: Job, context: Context) -> Iterator[None]:
-    """Keep a job's logs within their bound while the block runs, even if nobody reads its output."""
-    if not job.description.log_bytes:
-        yield
-        return
-    over = threading.Event()
-
-    def trim() -> None:
-        while not over.wait(_TRIM_SECONDS):
-            job.trim_logs(context.output.event)
-
-    job.trim_logs(context.output.event)
-    trimming = threading.Thread(target=trim, name="trim", daemon=True)
-    trimming.start()
-    try:
-        yield
-    finally:
-        over.set()
-        trimming.join(_TRIM_SECONDS)
-        job.trim_logs(context.output.event)
-
-
 class OutputWriter:
-    """Writes a job's output unchanged, or as ``job.output`` events. Says what was removed of it."""
+    """Writes a job's output unchanged, or as ``job.output`` events, and reports gaps."""
 
     def __init__(
         self,
@@ -144,21 +115,24 @@ class OutputWriter:
         if self._stream not in ("both", piece.stream):
             return
         if piece.removed:
-            self._tell_removed(piece)
+            self._report_gap(piece)
         if not piece.data:
             return
         if self._output.as_json:
-            text = self._decoders[piece.stream].decode(piece.data)
-            self._output.result(
-                "job.output", {"job": self._job.name, "stream": piece.stream, "text": text}
-            )
+            self._text(piece.stream, self._decoders[piece.stream].decode(piece.data))
         else:
             self._output.raw(piece.data, error=piece.stream == "stderr", again=self._again)
 
-    def _tell_removed(self, piece: LogPiece) -> None:
+    def _text(self, stream: Stream, text: str) -> None:
+        self._output.result("job.output", {"job": self._job.name, "stream": stream, "text": text})
+
+    def _report_gap(self, piece: LogPiece) -> None:
         name, stream = self._job.name, piece.stream
+        # The gap may begin within a character.
+        if self._output.as_json and (text := self._decoders[stream].decode(b"", final=True)):
+            self._text(stream, text)
         self._output.result(
-            "job.output_removed", {"job": name, "stream": stream, "bytes": piece.removed}
+            "job.output_skipped", {"job": name, "stream": stream, "bytes": piece.removed}
         )
         size = units.size(piece.removed)
-        self._output.note(f"note: {size} of {stream} of job {name} were removed (--log-bytes)")
+        self._output.note(f"note: job {name}: skipped {size} of {stream}, removed by --log-limit")

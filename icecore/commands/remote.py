@@ -19,7 +19,8 @@ from icecore.config import DumpSettings, ForgetSettings, RestoreSettings
 from icecore.environment import job_environment
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
-from icecore.host.jobs.job import Job, LogPiece, Stream
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.logs import LogPiece, Stream
 from icecore.remote.connection import Service, at
 from icecore.remote.jobs import RemoteJob, RemoteRegistry
 from icecore.service.api import options

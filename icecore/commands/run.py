@@ -16,6 +16,7 @@ from icecore.config import RunSettings
 from icecore.environment import job_environment
 from icecore.errors import UsageError
 from icecore.events import Event
+from icecore.remote.connection import is_there
 
 if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
@@ -122,8 +123,11 @@ def add(commands: Commands) -> None:
         " with EPERM, as in containers, and programs fall back to other calls"
     )
     add_setting(parser, RunSettings, "io_uring", about)
-    about = "of each of the job's two logs, keep this much of the newest output"
-    add_setting(parser, RunSettings, "log_bytes", about, default="all output")
+    about = (
+        "limit each of the job's two logs to about SIZE by removing the oldest output; 0: no limit."
+        " The node service, supervisors and dumps enforce it"
+    )
+    add_setting(parser, RunSettings, "log_limit", about, default="no limit")
 
     supervise.add_options(parser)
 
@@ -197,7 +201,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
                 identity=identity,
                 data=data,
                 io_uring=own.io_uring,
-                log_bytes=own.log_bytes,
+                log_limit=own.log_limit,
                 emit=context.output.event,
             )
         return registry.start(
@@ -209,7 +213,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             identity=identity,
             data=data,
             io_uring=own.io_uring,
-            log_bytes=own.log_bytes,
+            log_limit=own.log_limit,
             emit=context.output.event,
         )
 
@@ -222,6 +226,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             0 if identity is None else identity.user,
         )
     job = start()
+    if own.log_limit and context.origin is None and not is_there(context.config.service.socket):
+        context.output.event(Event("run.untrimmed", {"job": job.name}))
     if arguments.detach:
         context.output.line(job.name)
         return 0

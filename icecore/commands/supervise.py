@@ -23,7 +23,8 @@ from icecore.errors import StoreError, UsageError
 from icecore.events import Event, Value
 
 if TYPE_CHECKING:
-    from icecore.host.jobs.job import Job, LogPiece
+    from icecore.host.jobs.job import Job
+    from icecore.host.jobs.logs import LogPiece
     from icecore.repository import Repository
     from icecore.service.explained import Explained
     from icecore.service.supervision.instances import Tell
@@ -272,6 +273,7 @@ def _plan(arguments: argparse.Namespace, context: Context, start: Callable[[], J
         slow_down=own.slow_down,
         keep=_policy(arguments, context),
         data=arguments.data,
+        log_limit=arguments.log_limit,
     )
 
 
@@ -323,6 +325,10 @@ def words(event: Event) -> list[str]:
                 f"warning: job {job} keeps the data directories with which it was started;"
                 f" not among them: {named}"
             ]
+        case "run.log_limit_ignored":
+            limit = known["log_limit"]
+            size = units.size(limit) if isinstance(limit, int) and limit else "none"
+            return [f"warning: job {job} keeps its log limit ({size}); --log-limit is ignored"]
         case "run.resumed":
             return [f"job {job} was restored from {str(known['snapshot'])[:12]}"]
         case "run.stopping":

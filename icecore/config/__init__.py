@@ -99,8 +99,7 @@ class RestoreSettings:
 class RunSettings:
     """[run]: defaults of ``icecore run``: which namespaces a job shares with the host, whether a
     GPU job's device memory is resident, whether that outlives a crash, whether the job may use
-    io_uring, which cannot be snapshotted, and how many bytes of output are kept of each of its logs
-    (0: all).
+    io_uring, which cannot be snapshotted, and the size limit of its logs (0: none).
     """
 
     pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
@@ -111,7 +110,7 @@ class RunSettings:
     resident: bool = _setting(True, SWITCH)
     keep_resident: bool = _setting(False, SWITCH)
     io_uring: bool = _setting(False, SWITCH)
-    log_bytes: int = _setting(0, SIZE)
+    log_limit: int = _setting(0, SIZE)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, Literal, NoReturn
 
 from icecore.errors import Damaged, IcecoreError, ServiceFailed, UsageError
 from icecore.host.jobs.description import Description
-from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
+from icecore.host.jobs.job import ExitStatus, Job
+from icecore.host.jobs.logs import LogPiece, Stream
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.remote.connection import Service, at

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from icecore.host.jobs.job import ExitStatus, Job, Stream
+from icecore.host.jobs.job import ExitStatus, Job
+from icecore.host.jobs.logs import Stream
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from icecore.host.jobs import reserved
-from icecore.host.jobs.job import Stream
+from icecore.host.jobs.logs import Stream
 from icecore.private import create_private, private_state
 from icecore.service.interval import Cost, FailureRate
 

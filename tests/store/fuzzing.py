@@ -331,8 +331,8 @@ def _records() -> dict[str, Target]:
             b"init",
             "/own",
             ["/data"],
-            log_bytes=1 << 20,
-            log_removed={"stdout": 4096},
+            log_limit=1 << 20,
+            log_start={"stdout": 4096},
         ),
         gpus=Gpus("580", {1: GpuProcess(["GPU-1"], {"GPU-1": 5}, [(4096, 8192)])}),
         resident=Resident(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from icecore.dumper.capture import Capture, Captured
 from icecore.dumper.phases.freeze import Frozen
+from icecore.dumper.phases.logs import log_starts
 from icecore.dumper.phases.prepare import Ready
 from icecore.dumper.phases.request import Request
 from icecore.events import Phase
+from icecore.host.jobs.logs import Stream
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,14 @@ class CaptureResult:
         tree: What has been read.
         window_seconds: How long the job stood still; if it is to be ended, until here.
         ends: The job stands still, and the dump ends it once the snapshot is committed.
+        log_starts: The start offsets of the job's logs.
     """
 
     capture: Capture
     tree: Captured
     window_seconds: float
     ends: bool
+    log_starts: Mapping[Stream, int]
 
 
 def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> CaptureResult:
@@ -54,6 +59,8 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         ready.data,
     )
     tree = reading.in_window(request.target.pid, frozen.device, frozen.early)
+    # After the logs were read: a start offset is raised before output is removed.
+    starts = log_starts(request.target)
     running.bytes = tree.scanned
     running.fields["hidden"] = tree.hidden
     if devices is not None:
@@ -62,7 +69,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         window.seconds = time.monotonic() - window.started
     else:
         _let_run(ready, tree, running)
-    return CaptureResult(reading, tree, window.seconds, frozen.ends)
+    return CaptureResult(reading, tree, window.seconds, frozen.ends, starts)
 
 
 def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:
@@ -81,5 +88,4 @@ def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:
         window.over()
     window.end()
     ready.claim.release()
-    ready.logs.release()
     running.fields["window_seconds"] = window.seconds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from icecore.dumper.storing import Stored
 from icecore.errors import DumpFailed
 from icecore.events import phase
 from icecore.host.jobs.job import note_end
+from icecore.host.jobs.logs import Stream
 from icecore.host.jobs.namespaces import RunRecord
 from icecore.store.format.contract import Run, RunFiles, RunIsolation, encode_records
 from icecore.store.format.data import encode_data
@@ -151,7 +153,7 @@ def _manifest(
         hints_digest=stored.hints_digest,
         extra={
             **encode_records(
-                run=_run(target.record, ready),
+                run=recorded_run(target.record, result.log_starts) if target.record else None,
                 gpus=devices.describe(tree.pids) if devices else None,
                 resident=devices.describe_resident(tree.pids) if devices else None,
             ),
@@ -161,14 +163,12 @@ def _manifest(
     )
 
 
-def _run(record: RunRecord | None, ready: Ready) -> Run | None:
-    if record is None:
-        return None
-    return recorded_run(replace(record, log_removed=ready.logs.removed))
+def recorded_run(record: RunRecord, log_starts: Mapping[Stream, int]) -> Run:
+    """Return how a job was started, as its snapshot records it.
 
-
-def recorded_run(record: RunRecord) -> Run:
-    """Return how a job was started, as its snapshot records it."""
+    Args:
+        log_starts: The start offsets of its logs.
+    """
     isolation, files = record.isolation, record.files
     return Run(
         name=record.name,
@@ -194,8 +194,8 @@ def recorded_run(record: RunRecord) -> Run:
         user=record.user,
         user_name=record.user_name,
         data=record.data,
-        log_bytes=record.log_bytes,
-        log_removed=record.log_removed,
+        log_limit=record.log_limit,
+        log_start={**log_starts},
     )
 
 

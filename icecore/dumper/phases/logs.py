@@ -1,44 +1,38 @@
-"""The job's own logs: trimmed to their bound before a dump, and kept as they are in its window."""
+"""The job's own logs: trimmed before a dump. Other processes may trim them during its window."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from icecore.dumper.phases.request import Request
 from icecore.dumper.target import Target
-from icecore.errors import DumpFailed, IcecoreError
+from icecore.errors import IcecoreError
 from icecore.host.jobs.job import Job
-from icecore.host.jobs.log_bound import HeldLogs
+from icecore.host.jobs.logs import Stream
+
+#: Storing what is not removed takes longer than removing it.
+_TRIM_BYTES = 16 << 30
 
 
 def trim_logs(request: Request) -> None:
-    """Remove the oldest output beyond the bound of the job's logs, before anything looks at their
-    sizes and times. Dumps are the only ones who do that for a job which nobody follows.
-    """
-    target = request.target
-    if target.record is not None and target.record.log_bytes and target.directory:
-        with suppress(IcecoreError):  # nothing can be known of the instance: nothing is removed
-            Job.load(Path(target.directory)).trim_logs(request.emit)
+    """Trim the job's logs to their limit, before anything looks at their sizes and times."""
+    if directory := _limited(request.target):
+        with suppress(IcecoreError, OSError):  # the snapshot does not depend on it
+            Job.load(directory).trim_logs(request.emit, _TRIM_BYTES)
 
 
-def hold_logs(target: Target, stack: ExitStack) -> HeldLogs:
-    """Keep the output in the job's logs until the window is over: what is removed while the window
-    reads it would be a hole in the middle.
+def log_starts(target: Target) -> dict[Stream, int]:
+    """Return the offset of each log before which output was removed."""
+    if not (directory := _limited(target)):
+        return {}
+    from icecore.host.jobs import log_trimming  # few jobs have a limit
 
-    Args:
-        stack: Lets go of the logs if no window does.
+    return log_trimming.read_starts(directory)
 
-    Raises:
-        DumpFailed: The logs cannot be opened.
-    """
-    bounded = target.record is not None and target.record.log_bytes and target.directory
-    try:
-        held = HeldLogs(Path(target.directory) if bounded else None)
-    except OSError as error:
-        raise DumpFailed(
-            f"cannot find out what is missing in the logs of job {target.job}: {error.strerror}",
-            cure=f"see the files in {target.directory}",
-        ) from error
-    stack.callback(held.release)
-    return held
+
+def _limited(target: Target) -> Path | None:
+    """Return the directory of an instance whose logs have a limit; None: there is none."""
+    if target.record is None or not target.record.log_limit or not target.directory:
+        return None
+    return Path(target.directory)

@@ -9,7 +9,7 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.dumper.data.directories import DataDirectories
@@ -25,7 +25,6 @@ from icecore.dumper.memory.shared import SharedMemory, open_shared
 from icecore.dumper.observe.files import FoundFile, find_files, tree_pids
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, reserve
-from icecore.dumper.phases.logs import hold_logs
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.checks import over_budget
@@ -36,7 +35,6 @@ from icecore.events import Event, phase
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.log import RESTLESS
 from icecore.host.criu.program import explain
-from icecore.host.jobs.log_bound import HeldLogs
 from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
 from icecore.host.workdir import LOCK, make_work_directory
@@ -76,7 +74,6 @@ class Ready:
         claim: Keeps other dumps from stopping the same processes.
         window: Not begun.
         data: The job's data directories; None: it has none.
-        logs: Keeps the output in the job's logs while they are read.
     """
 
     images: Path
@@ -90,7 +87,6 @@ class Ready:
     claim: Claim
     window: Window
     data: DataDirectories | None = None
-    logs: HeldLogs = field(default_factory=lambda: HeldLogs(None))
 
 
 def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
@@ -150,11 +146,9 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         with storing.staging.limited(PRE_COPY_STAGING):
             data.look_ahead(lambda: _open_files(request), once=True)
     storing.pipeline.close_gate()
-    # What is removed during pre-copy changes the times of a log, so that the window reads it again.
-    logs = hold_logs(request.target, stack)
     window = _window(request, images, guard, storing)
     return Ready(
-        images, guard, devices, storing, copied, shared, files, hiding, claim, window, data, logs
+        images, guard, devices, storing, copied, shared, files, hiding, claim, window, data
     )
 
 

@@ -48,8 +48,7 @@ class Description:
             at that time.
         data: Directories whose content is part of each snapshot (``run --data``).
         group: Directory of the cgroup of its own (`icecore.host.kernel.freezer`); empty: it has none.
-        log_bytes: Bytes of the newest output that are kept of each log (``run --log-bytes``); 0: all
-            output is.
+        log_limit: Size limit of each log, in bytes (``run --log-limit``); 0: none.
     """
 
     name: str
@@ -74,7 +73,7 @@ class Description:
     user_name: str = "root"
     group: str = ""
     data: list[str] = field(default_factory=list)
-    log_bytes: int = 0
+    log_limit: int = 0
 
 
 def describe(

@@ -4,7 +4,7 @@ with its start time and the boot id.
 The directory of an instance holds ``job.json`` (`icecore.host.jobs.description`), ``stdout.log`` and ``stderr.log``
 (append-only), ``status`` (one line by the init once the command has ended), ``icecore-init``
 (the init's program), ``end-requested`` (`note_end`: seconds since boot, and a snapshot's id), and
-what `icecore.host.jobs.log_bound` keeps of logs that have a bound.
+the start offsets of logs that have a limit (`icecore.host.jobs.log_trimming`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ import msgspec
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink
 from icecore.host.jobs.description import Description, boot_id
+from icecore.host.jobs.logs import STREAMS, LogPiece, LogReader, Stream
 from icecore.host.jobs.namespaces import RunRecord, own_paths
 from icecore.host.kernel import freezer, procfs
 from icecore.private import create_private
 
-Stream = Literal["stdout", "stderr"]
-_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _POLL_SECONDS = 0.05
 _PIECE = 1 << 20  # bytes of a log that are read at once
 _LEAVE_SECONDS = 1.0  # for the last processes of a job whose init has ended
@@ -131,20 +130,6 @@ class ExitStatus:
 
 
 @dataclass(frozen=True)
-class LogPiece:
-    """Bytes that a command wrote, in the order of one stream (two streams have no common order).
-
-    Attributes:
-        removed: How many bytes before ``data`` are missing, because they were beyond the log's
-            bound.
-    """
-
-    stream: Stream
-    data: bytes
-    removed: int = 0
-
-
-@dataclass(frozen=True)
 class Job:
     """One instance. ``description`` is what was read when the object was created; the methods query
     the machine.
@@ -153,6 +138,7 @@ class Job:
     directory: Path
     description: Description
     _over: ClassVar[bool] = False  # per object: whether the init is known to have ended
+    _untrimmed: ClassVar[bool] = False  # per object: whether it was reported
 
     @classmethod
     def load(cls, directory: Path, inits: Inits | None = None) -> Job:
@@ -292,7 +278,7 @@ class Job:
             user=known.user,
             user_name=known.user_name,
             data=known.data,
-            log_bytes=known.log_bytes,
+            log_limit=known.log_limit,
         )
 
     # -- how it is
@@ -526,11 +512,11 @@ class Job:
         return -math.inf, ""
 
     def log_sizes(self) -> dict[Stream, int]:
-        """Return the current size of each log in bytes, with what was removed at its front; 0 of one
-        that is not there: the instance is being made or removed.
+        """Return the current size of each log in bytes, including what was removed; 0 if it does not
+        exist: the instance is being made or removed.
         """
-        sizes: dict[Stream, int] = dict.fromkeys(_STREAMS, 0)
-        for stream in _STREAMS:
+        sizes: dict[Stream, int] = dict.fromkeys(STREAMS, 0)
+        for stream in STREAMS:
             with suppress(FileNotFoundError):
                 sizes[stream] = self.log_path(stream).stat().st_size
         return sizes
@@ -542,49 +528,53 @@ class Job:
         return self.logs_after({}, follow=follow)
 
     def logs_after(self, seen: Mapping[Stream, int], *, follow: bool) -> Iterator[LogPiece]:
-        """Yield as `logs` does, from an offset in each log on.
+        """Yield the output after an offset in each log, as `logs` does.
 
         Args:
             seen: The offsets, in bytes. Default: 0.
         """
-        from icecore.host.jobs.log_bound import LogReader  # 'ps' does not need it
-
         with ExitStack() as stack:
             readers = {
                 stream: stack.enter_context(LogReader(self.directory, stream, seen.get(stream, 0)))
-                for stream in _STREAMS
+                for stream in STREAMS
             }
             ended = not follow
             while True:
-                for stream, reader in readers.items():
-                    while any(piece := reader.read(_PIECE)):
-                        removed, data = piece
-                        yield LogPiece(stream, data, removed)
+                for reader in readers.values():
+                    while piece := reader.read(_PIECE):
+                        yield piece
                 if ended:
                     return
                 ended = self._sleep_until_end(_POLL_SECONDS)
 
-    def trim_logs(self, emit: Sink) -> None:
-        """Remove the oldest output beyond the bound of the logs, if they have one. Errors are
-        ignored: the next call tries again.
+    def trim_logs(self, emit: Sink, most: int | None = None) -> None:
+        """Trim the logs to their limit, if they have one.
 
         Args:
-            emit: Gets ``job.logs_kept``, once for an instance, if its file system does not allow it.
+            emit: Gets ``job.trim_failed``, once for this object. The next call tries again.
+            most: Bytes of each log to remove at most. Default: those of
+                `icecore.host.jobs.log_trimming.trim`.
         """
         known = self.description
-        # Without a pid, a restore may still be writing what the logs held.
-        if known.log_bytes <= 0 or not known.pid:
+        # Without a pid, a restore may still be writing the logs.
+        if not known.log_limit or not known.pid:
             return
-        from icecore.host.jobs import log_bound  # few jobs have a bound
+        from icecore.host.jobs import log_trimming  # few jobs have a limit
 
-        with suppress(OSError):
-            if why := log_bound.trim(self.directory, known.user, known.log_bytes):
-                emit(
-                    Event(
-                        "job.logs_kept",
-                        {"job": self.name, "instance": self.instance, "error": why},
-                    )
+        try:
+            log_trimming.trim(self.directory, known.log_limit, most or log_trimming.TRIM_BYTES)
+        except FileNotFoundError:  # the instance is being removed
+            return
+        except OSError as error:
+            if self._untrimmed:
+                return
+            self.__dict__["_untrimmed"] = True
+            emit(
+                Event(
+                    "job.trim_failed",
+                    {"job": self.name, "instance": self.instance, "error": str(error)},
                 )
+            )
 
     def _found_restored(self, inits: Inits) -> Job:
         """Return the job; if its restorer died before it recorded the pid, with the pid of the init

@@ -33,9 +33,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
+from icecore.host.jobs.logs import Stream
 from icecore.host.kernel import procfs
 from icecore.private import make_parents, require_own
 
@@ -135,9 +136,8 @@ class RunRecord:
         copies: The files, by the path at which the processes see them.
         user, user_name: Whose job it is: the uid with which its command was started, and its name.
         data: Directories whose content is part of each snapshot, as the processes see them.
-        log_bytes: Bytes of the newest output that are kept of each log; 0: all output is.
-        log_removed: Bytes that are missing at the front of each log, by stream, because they were
-            beyond that.
+        log_limit: Size limit of each log, in bytes; 0: none.
+        log_start: Of a snapshot: the offset before which output was removed from each log.
     """
 
     name: str
@@ -152,8 +152,8 @@ class RunRecord:
     user: int = 0
     user_name: str = "root"
     data: list[str] = field(default_factory=list)
-    log_bytes: int = 0
-    log_removed: dict[Literal["stdout", "stderr"], int] = field(default_factory=dict)
+    log_limit: int = 0
+    log_start: dict[Stream, int] = field(default_factory=dict)
 
     @property
     def tmp(self) -> list[str]:

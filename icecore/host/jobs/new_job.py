@@ -17,6 +17,7 @@ from icecore.events import Event, Sink
 from icecore.host.jobs import keepers, temporary
 from icecore.host.jobs.description import Description, describe
 from icecore.host.jobs.job import Job
+from icecore.host.jobs.log_trimming import MOST
 from icecore.host.jobs.namespaces import Isolation, bindable_mounts
 from icecore.host.jobs.start import Launch, Starting
 
@@ -64,7 +65,7 @@ class NewJob:
         identity: Identity | None,
         data: Sequence[str | os.PathLike[str]],
         io_uring: bool,
-        log_bytes: int,
+        log_limit: int,
         state: Path,
     ) -> NewJob:
         """Decide all that can be decided before the job is recorded.
@@ -80,9 +81,10 @@ class NewJob:
                 "only resident memory can be kept",
                 cure="leave out --keep-resident, or --no-resident",
             )
-        if not 0 <= log_bytes < 1 << 63:
+        if not 0 <= log_limit < MOST:
             raise UsageError(
-                f"{log_bytes} is no bound for logs", cure="0 keeps all output of the job"
+                f"invalid log limit: {log_limit}",
+                cure="use a size such as '1 GiB', or 0 for no limit",
             )
         if identity is not None and os.geteuid() != 0:
             raise UsageError("only root can start jobs of other users", cure="run icecore as root")
@@ -92,7 +94,7 @@ class NewJob:
         own_tmp = temporary.points_here() if isolation.tmp else []
         binds = bindable_mounts(own_tmp) if isolation.root else []
         described = describe(name or os.path.basename(path), command, directory, isolation, binds)
-        described = replace(described, log_bytes=log_bytes)
+        described = replace(described, log_limit=log_limit)
         if identity is not None:
             described = replace(described, user=identity.user, user_name=identity.name)
         if data:

@@ -30,7 +30,7 @@ from icecore.text import job_name
 
 if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
-    from icecore.host.jobs.job import Stream
+    from icecore.host.jobs.logs import Stream
     from icecore.host.jobs.restoring import Restoring
 
 #: Seconds after which a failed instance without an init is certain to get none.
@@ -74,7 +74,7 @@ class Registry:
 
     Args:
         state: The directory; made where it is missing. Default: `state_directory`.
-        emit: Gets ``state.tightened``, ``job.thawed`` (`thaw_left`), and ``job.logs_kept``
+        emit: Gets ``state.tightened``, ``job.thawed`` (`thaw_left`), and ``job.trim_failed``
             (`trim_logs`).
     """
 
@@ -177,7 +177,7 @@ class Registry:
         identity: Identity | None = None,
         data: Sequence[str | os.PathLike[str]] = (),
         io_uring: bool = False,
-        log_bytes: int = 0,
+        log_limit: int = 0,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -203,13 +203,14 @@ class Registry:
                 must own them.
             io_uring: It may use io_uring; a job that does cannot be snapshotted. Otherwise
                 io_uring_setup(2) fails with EPERM, as in containers.
-            log_bytes: Bytes of the newest output to keep of each log (`trim_logs`); 0: all output.
+            log_limit: Size limit of each log, in bytes; 0: none. The node service and supervisors
+                enforce it; other programs call `trim_logs`.
             emit: Gets ``run.started``, ``run.io_uring`` if io_uring could not be denied, and
                 ``run.limits`` if this process cannot raise a limit as far as ``identity`` has it.
 
         Raises:
             NameTaken: A living job has the name, or another process supervises it.
-            UsageError: A bad name; a program that cannot be executed;
+            UsageError: A bad name; a program that cannot be executed; logs that cannot be limited;
                 a data directory that cannot be one (`icecore.host.jobs.data`); a directory that a
                 private /tmp would hide from the job; ``keep_resident`` without ``resident``; an
                 ``identity`` that only root can take.
@@ -231,7 +232,7 @@ class Registry:
             identity=identity,
             data=data,
             io_uring=io_uring,
-            log_bytes=log_bytes,
+            log_limit=log_limit,
             state=self.state,
         )
         init = init_program().read_bytes()
@@ -279,7 +280,7 @@ class Registry:
             user=record.user,
             user_name=record.user_name,
             data=record.data,
-            log_bytes=record.log_bytes,
+            log_limit=record.log_limit,
         )
         from icecore.host.jobs import temporary
         from icecore.host.jobs.restoring import Restoring  # most commands restore nothing
@@ -287,7 +288,7 @@ class Registry:
         if record.tmp:
             temporary.require_here(record.tmp, self.state)
         job = self._note_down(
-            described, exact=bool(name), init=record.init, removed=record.log_removed
+            described, exact=bool(name), init=record.init, starts=record.log_start
         )
         try:
             temporary.make(job.directory, record.tmp)
@@ -312,7 +313,7 @@ class Registry:
                 self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
 
     def trim_logs(self) -> None:
-        """Remove the oldest output beyond the bounds of all logs (`Job.trim_logs`)."""
+        """Trim the logs of all instances (`Job.trim_logs`)."""
         for job in self.instances():
             job.trim_logs(self._emit)
 
@@ -419,14 +420,17 @@ class Registry:
         *,
         exact: bool,
         init: bytes,
-        removed: Mapping[Stream, int] | None = None,
+        starts: Mapping[Stream, int] | None = None,
     ) -> Job:
         """Record a new instance that does not run yet.
 
         Args:
             exact: The name was requested and gets no number.
             init: The init's program.
-            removed: Bytes that are missing at the front of each log. Default: 0.
+            starts: The start offsets of the logs that are restored; None: the job is new.
+
+        Raises:
+            UsageError: The logs of a new job cannot have a limit here.
         """
         from icecore.host.jobs.reserved import is_reserved  # 'ps' does not need it
 
@@ -463,10 +467,8 @@ class Registry:
                 with open(program, "wb") as file:
                     file.write(init)
                 _make_logs(directory, wanted.user)
-                if wanted.log_bytes:
-                    from icecore.host.jobs.log_bound import make_records  # few jobs have a bound
-
-                    make_records(directory, removed or {})
+                if wanted.log_limit:
+                    _limit_logs(directory, starts)
                 job.save()
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -496,6 +498,21 @@ def _require_no_temporary(directory: Path, instance: str) -> None:
             f"the private /tmp of job {instance} is still in use",
             cure=f"end the processes of its user that use it, then 'icecore rm {instance}' again",
         )
+
+
+def _limit_logs(directory: Path, starts: Mapping[Stream, int] | None) -> None:
+    """Make what the limit of an instance's logs needs; for the arguments, see `_note_down`."""
+    from icecore.host.jobs import log_trimming  # few jobs have a limit
+
+    if starts is None:
+        try:
+            log_trimming.require_holes(directory)
+        except OSError as error:
+            raise UsageError(
+                f"cannot limit logs below {directory.parent}: {error.strerror}",
+                cure="set ICECORE_STATE to a directory on ext4, XFS, btrfs or tmpfs, or use --log-limit 0",
+            ) from error
+    log_trimming.write_starts(directory, starts or {})
 
 
 def _make_logs(directory: Path, user: int) -> None:

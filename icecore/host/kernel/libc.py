@@ -125,11 +125,11 @@ def reserve(descriptor: int, offset: int, length: int) -> None:
 
 
 def punch(descriptor: int, offset: int, length: int) -> None:
-    """Make a hole in a file that is open for writing: the range reads as zeros and takes no space;
-    the file's size stays (fallocate(2)).
+    """Make a hole in a file that is open for writing: the range reads as zeros and its whole
+    blocks are freed; the file's size stays (fallocate(2)).
 
     Raises:
-        OSError: EOPNOTSUPP: the file system has no such holes. Others as fallocate(2).
+        OSError: EOPNOTSUPP: the file system does not support it. Others as fallocate(2).
     """
     while _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
         if ctypes.get_errno() != errno.EINTR:

@@ -24,7 +24,7 @@ from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
 from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import highest_limits, shortfall
-from icecore.host.jobs.job import Stream
+from icecore.host.jobs.logs import Stream
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT
 from icecore.host.jobs.restoring import Restoring
 from icecore.restorer.credentials import require_credentials

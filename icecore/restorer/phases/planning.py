@@ -184,8 +184,8 @@ def run_record(manifest: Manifest) -> RunRecord | None:
         user=run.user,
         user_name=run.user_name,
         data=run.data,
-        log_bytes=run.log_bytes,
-        log_removed=run.log_removed,
+        log_limit=run.log_limit,
+        log_start=run.log_start,
     )
 
 

@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, NotFound, UsageError
-from icecore.host.jobs.job import ExitStatus, Job, LogPiece, Stream
-from icecore.host.jobs.log_bound import LogReader
+from icecore.host.jobs.job import ExitStatus, Job
+from icecore.host.jobs.logs import STREAMS, LogPiece, LogReader, Stream
 from icecore.host.jobs.registry import require_name
 from icecore.service.api import command_lines, models, requests
 from icecore.service.api.listing import paginate
@@ -33,7 +33,6 @@ from icecore.text import jsonable
 _POLL_SECONDS = 0.1
 _PIECE = 256 << 10
 _KILL_SECONDS = 30.0
-_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
 def as_job(
@@ -110,6 +109,7 @@ def _instance(job: Job, state: models.JobState, status: ExitStatus | None) -> mo
         data=jsonable(known.data),
         kept_bytes=0,
         log_bytes={str(k): v for k, v in job.log_sizes().items()},
+        log_limit=known.log_limit,
         operation="",
         schedule=None,
     )
@@ -329,7 +329,7 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
             except NotFound:  # it failed to start
                 return
         ended = not call.query.follow or job.state not in ("starting", "running")
-        for stream in _STREAMS:
+        for stream in STREAMS:
             while piece := await call.service.locally(_read_log, job, stream, offsets[stream]):
                 offsets[stream] += piece.removed + len(piece.data)
                 beat = loop.time()
@@ -345,10 +345,9 @@ async def _pieces(call: Call, job: Job, offsets: dict[Stream, int]) -> Any:
 
 
 def _read_log(job: Job, stream: Stream, at: int) -> LogPiece | None:
-    """Return what follows an offset in a log; None: nothing."""
+    """Return the output after an offset; None at the end of the log."""
     try:
         with LogReader(job.directory, stream, at) as reader:
-            removed, data = reader.read(_PIECE)
+            return reader.read(_PIECE)
     except FileNotFoundError:  # it was removed meanwhile
         return None
-    return LogPiece(stream, data, removed) if removed or data else None

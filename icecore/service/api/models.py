@@ -73,8 +73,9 @@ class Job(Model, frozen=True, kw_only=True):
     """An instance of a job on this node.
 
     ``owner`` is the uid that it runs as, ``user`` the name; ``how`` describes how it ended;
-    ``log_bytes`` are the sizes of its logs, with what was removed at their front; ``isolation`` its
-    namespaces; ``data`` its data directories; ``operation`` is the operation that supervises it.
+    ``log_bytes`` are the sizes of its logs, including what was removed, ``log_limit`` is their
+    limit (0: none); ``isolation`` its namespaces; ``data`` its data directories; ``operation`` is
+    the operation that supervises it.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Job(Model, frozen=True, kw_only=True):
     exit_status: int | None = None
     kept_bytes: int = 0
     log_bytes: dict[str, int] = {}
+    log_limit: int = 0
     operation: str = ""
     schedule: Schedule | None = None
 

@@ -5,7 +5,7 @@ It imports nothing, because the client loads it.
 """
 
 #: Of ``run``.
-RUN = ("pid", "ipc", "network", "root", "tmp", "resident", "keep_resident", "io_uring", "log_bytes")
+RUN = ("pid", "ipc", "network", "root", "tmp", "resident", "keep_resident", "io_uring", "log_limit")
 #: Of ``run`` for a supervised job.
 SUPERVISE = (
     "every",

@@ -80,8 +80,9 @@ class OperationsQuery(ListQuery, frozen=True, kw_only=True):
 class LogsQuery(Request, frozen=True, kw_only=True):
     """Parameters of a job's logs. ``stdout`` and ``stderr`` are offsets in bytes.
 
-    Output that was beyond the bound of a log (``log_bytes``) is missing. A line has ``removed``,
-    the bytes that are missing before its ``data``; offsets count them.
+    If output at an offset was removed (``log_limit`` of a job), the next line has ``removed``: the
+    number of bytes skipped before ``data``. Offsets include them. A response with one stream does
+    not show what was skipped; use ``both`` to continue from an offset later.
     """
 
     stream: Literal["both", "stdout", "stderr"] = "both"
@@ -151,8 +152,8 @@ class RunRequest(Request, frozen=True, kw_only=True):
     The job gets this environment and no other; with a token, also variables that name its user. Its
     user, groups, limits, scheduling and cgroup are the caller's (on the unix socket), or those of
     the token's user. ``umask``: default: the caller's. ``data``: directories of that user whose
-    content is part of each snapshot. ``log_bytes``: of each log, so many bytes of the newest output
-    are kept; 0: all output.
+    content is part of each snapshot. ``log_limit``: size limit of each log, in
+    bytes; 0: none.
     """
 
     command: Annotated[list[Word], msgspec.Meta(min_length=1, max_length=1 << 16)]
@@ -169,7 +170,7 @@ class RunRequest(Request, frozen=True, kw_only=True):
     resident: bool | None = None
     keep_resident: bool | None = None
     io_uring: bool | None = None
-    log_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 55)] | None = None
+    log_limit: Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)] | None = None
     data: Annotated[list[Folder], msgspec.Meta(max_length=64)] = []
     supervise: Supervise | None = None
 

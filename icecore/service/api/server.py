@@ -323,7 +323,7 @@ async def _tend(service: Service) -> None:
 
 
 async def _trim(service: Service) -> None:
-    """Now and every few seconds, remove the oldest output beyond the bounds of the jobs' logs."""
+    """Trim the logs of all jobs, now and every few seconds."""
     while True:
         await service.trim_logs()
         await asyncio.sleep(_TRIM_SECONDS)

@@ -210,7 +210,7 @@ class Service:
             await self.removing(self.registry.thaw_left)
 
     async def trim_logs(self) -> None:
-        """Remove the oldest output beyond the bounds of all logs."""
+        """Trim the logs of all jobs to their limits."""
         with suppress(IcecoreError, OSError):  # as in `thaw_left`
             await self.locally(self.registry.trim_logs)
 

@@ -21,7 +21,8 @@ from icecore.errors import (
     UsageError,
 )
 from icecore.events import Sink, Value
-from icecore.host.jobs.job import Job, Stream
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.logs import Stream
 from icecore.restorer.restored import Restored
 from icecore.service.record import Record
 from icecore.service.supervision.plan import Engine, Plan
@@ -168,11 +169,14 @@ class Instances:
         self._tell_ignored(job)
 
     def _tell_ignored(self, job: Job) -> None:
-        """Report the requested data directories that the job was not started with."""
+        """Report the requested data directories and log limit that the job was not started with."""
         has = job.description.data
         ignored = [path for path in self._plan.data if os.path.realpath(path) not in has]
         if ignored:
             self._tell("run.data_ignored", instance=job.instance, paths=list[Value](ignored))
+        limit = job.description.log_limit
+        if self._plan.log_limit not in (None, limit):
+            self._tell("run.log_limit_ignored", instance=job.instance, log_limit=limit)
 
     def newest(self) -> Job | None:
         """Return the newest instance of this name, if there is one."""

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from icecore.host.jobs.job import Job, LogPiece, Stream
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.logs import LogPiece, Stream
 from icecore.service.record import Record
 from icecore.service.supervision.instances import Begun, Tell
 

@@ -27,6 +27,7 @@ class Plan:
         name: The job's name.
         start: Starts the job anew.
         data: The data directories with which ``start`` starts it, as the user named them.
+        log_limit: The limit of its logs, if the user gave one.
         resume: Bring it back from its newest snapshot if there is one.
         lineage: The lineage to resume; empty: that of the newest snapshot of the name.
         stop: A signal that came before: stop the job that runs. 0: none.
@@ -68,6 +69,7 @@ class Plan:
     slow_down: float = 0.02
     keep: Policy | None = None
     data: Sequence[str] = ()
+    log_limit: int | None = None
 
 
 class Engine(Protocol):

@@ -27,7 +27,8 @@ from icecore.errors import (
     WindowExceeded,
 )
 from icecore.events import Event, Sink, Value
-from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, LogPiece, stopped_with
+from icecore.host.jobs.job import ASKED_SECONDS, ExitStatus, Job, stopped_with
+from icecore.host.jobs.logs import LogPiece
 from icecore.service.metrics.tally import WAIT_SECONDS, Tally
 from icecore.service.record import Record, Taken
 from icecore.service.supervision.failures import Failures
@@ -321,7 +322,7 @@ class Supervisor:
             self._dump(stop=False)
 
     def _trim_logs(self) -> None:
-        if self._job is not None:
+        if self._job is not None and not self._dumping:  # a dump does it before its window
             self._job.trim_logs(self._emit)
 
     @property

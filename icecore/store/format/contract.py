@@ -40,8 +40,6 @@ ImageId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Number64 = Annotated[int, msgspec.Meta(ge=0)]
 #: Bytes, or an address in a process.
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)]
-#: Bytes of a file, which may be sparse.
-FileBytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Many = msgspec.Meta(max_length=MAX_REGIONS)
 Words = msgspec.Meta(max_length=MAX_WORDS)
 Processes = msgspec.Meta(max_length=MAX_PROCESSES)
@@ -102,9 +100,9 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
             owner of the snapshot. Left out if it is root.
         data: Absolute paths of its data directories (`icecore.store.format.data`), as the job sees
             them. Left out if it has none.
-        log_bytes: Bytes of the newest output that are kept of each log. Left out if all output is.
-        log_removed: By stream, the bytes that are missing at the front of its log because they were
-            beyond that. Left out, like each stream, if none are.
+        log_limit: Size limit of each log, in bytes. Left out if there is none.
+        log_start: By stream, the offset before which output was removed from its log. A stream is
+            left out if none was, and the field if it would be empty.
     """
 
     name: str
@@ -119,8 +117,8 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     user: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)] = 0
     user_name: str = "root"
     data: Annotated[list[str], Few] = []
-    log_bytes: FileBytes = 0
-    log_removed: dict[Literal["stdout", "stderr"], FileBytes] = {}
+    log_limit: Bytes = 0
+    log_start: dict[Literal["stdout", "stderr"], Bytes] = {}
 
 
 # -- device memory that the driver moved

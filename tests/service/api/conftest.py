@@ -93,7 +93,7 @@ class FakeBacking:
         return []
 
 
-def make_job(state: Path, name: str, user: int, *, pid: int = 0, log_bytes: int = 0) -> Job:
+def make_job(state: Path, name: str, user: int, *, pid: int = 0, log_limit: int = 0) -> Job:
     """Record an instance with a process, or that has ended."""
     instance = f"i{len(list((state / 'jobs').glob('*'))):08x}"
     directory = state / "jobs" / instance
@@ -102,13 +102,13 @@ def make_job(state: Path, name: str, user: int, *, pid: int = 0, log_bytes: int 
         name=name, instance=instance, command=["sleep", "1"], cwd="/", isolation=Isolation(),
         binds=[], created=time.time(), boot=boot_id(), owner=(1, 1), pid=pid or 1,
         start_time=procfs.start_time(pid) if pid else -1, user=user, user_name=f"user{user}",
-        log_bytes=log_bytes,
+        log_limit=log_limit,
     )  # fmt: skip
     job = Job(directory, known)
     job.save()
     (directory / "stdout.log").write_bytes(f"out of {name}\n".encode())
     (directory / "stderr.log").write_bytes(b"err\n")
-    if log_bytes:
+    if log_limit:
         log_bound.make_records(directory, {})
         for log in directory.glob("*.log"):
             os.chown(log, user, -1)

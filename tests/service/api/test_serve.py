@@ -197,13 +197,13 @@ def test_the_logs_of_a_users_job_are_bounded(node: Node) -> None:
     node.start()
     words = ("seq", "-f", "%015.0f", "65536")
     command = ("sh", "-c", '"$@"; sleep 60', "sh", *words)
-    node.ok(ALICE, "run", "-d", "--name", "long", "--log-bytes", "64 KiB", "--", *command)
+    node.ok(ALICE, "run", "-d", "--name", "long", "--log-limit", "64 KiB", "--", *command)
     (log,) = (node.folder / "state" / "jobs").glob("*/stdout.log")
     until(lambda: log.stat().st_size == 1 << 20, "a MiB is written")
     until(lambda: log.stat().st_blocks * 512 <= 72 << 10, "the log is trimmed")
     done = node.run(ALICE, "logs", "long")
     assert done.stdout.split() == [f"{number:015}" for number in range(65537 - 4096, 65537)]
-    assert done.stderr == "note: 960 KiB of stdout of job long were removed (--log-bytes)\n"
+    assert done.stderr == "note: 960 KiB of stdout of job long were removed (--log-limit)\n"
     node.ok(ALICE, "kill", "-s", "KILL", "long")
 
 

@@ -173,7 +173,7 @@ def test_the_service_trims_logs_in_a_thread(
     """Now and every few seconds; those of jobs that have ended, too."""
     monkeypatch.setattr(server, "_TRIM_SECONDS", 0.1)
     jobs = [
-        make_job(node.state, name, ALICE, pid=pid, log_bytes=1 << 16)
+        make_job(node.state, name, ALICE, pid=pid, log_limit=1 << 16)
         for name, pid in (("long", process), ("over", 0))
     ]
     trim, threads = log_bound.trim, set[threading.Thread]()

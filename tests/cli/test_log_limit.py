@@ -1,4 +1,4 @@
-"""``icecore run --log-bytes``: what the commands remove and say, and snapshots of such a job."""
+"""``icecore run --log-limit``: what the commands remove and say, and snapshots of such a job."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def wait_written(job: Job, size: int) -> Path:
 
 
 def test_logs_and_attach_of_a_job_that_nobody_else_follows(cli: Cli) -> None:
-    cli.run("run", "-d", "--name", "w", "--log-bytes", "64 KiB", *writer(cli, 16384))
+    cli.run("run", "-d", "--name", "w", "--log-limit", "64 KiB", *writer(cli, 16384))
     job = cli.job("w")
-    assert job.description.log_bytes == 64 * KIB
+    assert job.description.log_limit == 64 * KIB
     wait_written(job, MIB)
     assert allocated(job) >= MIB
     done = cli.run("logs", "w")
     assert numbers(done.stdout) == [*range(16384 - 1024, 16384)]
     assert allocated(job) <= 72 * KIB
     assert done.stderr.splitlines() == [
-        "note: 960 KiB of stdout of job w were removed (--log-bytes)"
+        "note: 960 KiB of stdout of job w were removed (--log-limit)"
     ]
     assert cli.run("logs", "w", "--stream", "stderr").stderr == ""
     events, documented = cli.events("logs", "w"), documented_events()
@@ -92,7 +92,7 @@ def test_logs_and_attach_of_a_job_that_nobody_else_follows(cli: Cli) -> None:
 
 
 def test_the_foreground_trims_although_nobody_reads_its_output(cli: Cli) -> None:
-    running = cli.start("run", "--name", "w", "--log-bytes", "64 KiB", *writer(cli, 65536))
+    running = cli.start("run", "--name", "w", "--log-limit", "64 KiB", *writer(cli, 65536))
     until(lambda: any(job.alive for job in cli.registry.instances()), "started")
     job = cli.job("w")
     wait_written(job, 4 * MIB)
@@ -106,13 +106,13 @@ def test_the_foreground_trims_although_nobody_reads_its_output(cli: Cli) -> None
 
 
 def test_the_bound_can_be_configured_and_is_off_by_default(cli: Cli) -> None:
-    cli.run("run", "--name", "a", "--", "true", ICECORE_RUN_LOG_BYTES="2 MiB")
-    assert cli.job("a").description.log_bytes == 2 * MIB
-    cli.run("run", "--name", "b", "--log-bytes", "0", "--", "true", ICECORE_RUN_LOG_BYTES="2 MiB")
-    assert cli.job("b").description.log_bytes == 0
+    cli.run("run", "--name", "a", "--", "true", ICECORE_RUN_LOG_LIMIT="2 MiB")
+    assert cli.job("a").description.log_limit == 2 * MIB
+    cli.run("run", "--name", "b", "--log-limit", "0", "--", "true", ICECORE_RUN_LOG_LIMIT="2 MiB")
+    assert cli.job("b").description.log_limit == 0
     cli.run("run", "--name", "c", "--", "seq", "300000")
     job = cli.job("c")
-    assert job.description.log_bytes == 0
+    assert job.description.log_limit == 0
     cli.run("logs", "c")
     assert allocated(job) >= job.log_sizes()["stdout"] > MIB
 
@@ -121,7 +121,7 @@ def test_the_bound_can_be_configured_and_is_off_by_default(cli: Cli) -> None:
 def test_a_snapshot_has_the_hole_and_its_instances_too(cli: Cli) -> None:
     """The dump makes the hole before its window, and stores only what is left."""
     cli.run("init")
-    cli.run("run", "-d", "--name", "w", "--log-bytes", "256 KiB", *writer(cli, 65536))
+    cli.run("run", "-d", "--name", "w", "--log-limit", "256 KiB", *writer(cli, 65536))
     job = cli.job("w")
     log = wait_written(job, 4 * MIB)
     written = log.read_bytes()
@@ -133,7 +133,7 @@ def test_a_snapshot_has_the_hole_and_its_instances_too(cli: Cli) -> None:
     for name in ("second", "third"):
         cli.run("restore", "w", "--name", name)
         other = cli.job(name)
-        assert other.description.log_bytes == 256 * KIB
+        assert other.description.log_limit == 256 * KIB
         assert other.log_sizes() == {"stdout": 4 * MIB, "stderr": 0}
         assert allocated(other) <= 264 * KIB
         first = next(other.logs())
@@ -155,7 +155,7 @@ def test_a_snapshot_has_the_hole_and_its_instances_too(cli: Cli) -> None:
 @pytest.mark.usefixtures("needs_criu")
 def test_a_dump_that_cannot_tell_what_was_removed_fails_and_the_job_goes_on(cli: Cli) -> None:
     cli.run("init")
-    cli.run("run", "-d", "--name", "w", "--log-bytes", "64 KiB", *writer(cli, 16384))
+    cli.run("run", "-d", "--name", "w", "--log-limit", "64 KiB", *writer(cli, 16384))
     job = cli.job("w")
     wait_written(job, MIB)
     os.chown(job.directory, 12345, -1)
@@ -171,7 +171,7 @@ def test_a_dump_that_cannot_tell_what_was_removed_fails_and_the_job_goes_on(cli:
 @pytest.mark.usefixtures("needs_criu")
 def test_a_supervisor_trims_although_nobody_reads_its_output(cli: Cli) -> None:
     cli.run("init")
-    words = ("run", "--name", "w", "--resume", "--log-bytes", "64 KiB", *writer(cli, 65536))
+    words = ("run", "--name", "w", "--resume", "--log-limit", "64 KiB", *writer(cli, 65536))
     for size in (4 * MIB, 8 * MIB):  # started, then brought back
         process = cli.start(*words)
         until(lambda: any(job.alive for job in cli.registry.instances()), "started")
