@@ -40,6 +40,6 @@ def manifest_with(
 
 def through_manifest(record: RunRecord) -> RunRecord:
     """Return what a restore reads of what a dump writes."""
-    found = run_record(manifest_with(encode_records(run=recorded_run(record))))
+    found = run_record(manifest_with(encode_records(run=recorded_run(record, record.log_start))))
     assert found is not None
     return found

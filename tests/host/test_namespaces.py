@@ -336,7 +336,7 @@ RECORD = RunRecord(
 
 
 def text_of(record: RunRecord) -> str:
-    return encode_records(run=recorded_run(record))[RUN]
+    return encode_records(run=recorded_run(record, {}))[RUN]
 
 
 def test_records_survive_the_manifest() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -16,7 +15,7 @@ import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
 from icecore.config import Config, ServiceSettings
-from icecore.host.jobs import log_bound
+from icecore.host.jobs import log_trimming
 from icecore.host.jobs.description import Description, boot_id
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
@@ -109,9 +108,7 @@ def make_job(state: Path, name: str, user: int, *, pid: int = 0, log_limit: int 
     (directory / "stdout.log").write_bytes(f"out of {name}\n".encode())
     (directory / "stderr.log").write_bytes(b"err\n")
     if log_limit:
-        log_bound.make_records(directory, {})
-        for log in directory.glob("*.log"):
-            os.chown(log, user, -1)
+        log_trimming.write_starts(directory, {})
     if not pid:
         (directory / "status").write_text("exited 3\n")
     return job

@@ -192,7 +192,7 @@ def test_a_user_runs_snapshots_and_restores_a_job(node: Node) -> None:
     assert len(list(node.client.items("/v1/snapshots"))) == 1
 
 
-def test_the_logs_of_a_users_job_are_bounded(node: Node) -> None:
+def test_the_logs_of_a_users_job_are_limited(node: Node) -> None:
     """By the service, while nobody follows the job."""
     node.start()
     words = ("seq", "-f", "%015.0f", "65536")
@@ -200,10 +200,12 @@ def test_the_logs_of_a_users_job_are_bounded(node: Node) -> None:
     node.ok(ALICE, "run", "-d", "--name", "long", "--log-limit", "64 KiB", "--", *command)
     (log,) = (node.folder / "state" / "jobs").glob("*/stdout.log")
     until(lambda: log.stat().st_size == 1 << 20, "a MiB is written")
-    until(lambda: log.stat().st_blocks * 512 <= 72 << 10, "the log is trimmed")
+    start = log.with_suffix(".start")
+    until(lambda: (1 << 20) - start.stat().st_size < 128 << 10, "the log is trimmed")
     done = node.run(ALICE, "logs", "long")
-    assert done.stdout.split() == [f"{number:015}" for number in range(65537 - 4096, 65537)]
-    assert done.stderr == "note: 960 KiB of stdout of job long were removed (--log-limit)\n"
+    first = start.stat().st_size // 16 + 1
+    assert done.stdout.split() == [f"{number:015}" for number in range(first, 65537)]
+    assert "of stdout, removed by --log-limit" in done.stderr
     node.ok(ALICE, "kill", "-s", "KILL", "long")
 
 

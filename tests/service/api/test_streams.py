@@ -20,8 +20,9 @@ import msgspec
 import pytest
 
 from icecore.errors import Denied
-from icecore.host.jobs import log_bound
-from icecore.host.jobs.job import Job, LogPiece, Stream
+from icecore.host.jobs import log_trimming
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.logs import LogPiece, Stream
 from icecore.host.kernel.peer import Peer
 from icecore.remote.connection import Service
 from icecore.remote.jobs import RemoteRegistry
@@ -135,8 +136,8 @@ def test_what_was_removed_of_a_log_is_told_and_counts(node: Node, go: Go) -> Non
     """A client that comes again asks for what follows, and misses nothing more."""
     log = min(node.state.glob("jobs/*/stdout.log"))
     log.write_bytes(b"x" * (1 << 20))
-    log_bound.make_records(log.parent, {})
-    assert log_bound.trim(log.parent, 0, 1 << 16) == ""
+    log_trimming.write_starts(log.parent, {})
+    log_trimming.trim(log.parent, 1 << 16)
     gone = (1 << 20) - (1 << 16)
 
     async def test(session: Session) -> None:
@@ -162,40 +163,38 @@ def test_what_was_removed_of_a_log_is_told_and_counts(node: Node, go: Go) -> Non
     go(test)
 
 
-def append(log: Path) -> None:
-    with open(log, "ab") as file:
-        file.write(b"x" * (1 << 20))
-
-
 def test_the_service_trims_logs_in_a_thread(
     node: Node, process: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Now and every few seconds; those of jobs that have ended, too."""
-    monkeypatch.setattr(server, "_TRIM_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_TRIM_SECONDS", 0.05)
     jobs = [
         make_job(node.state, name, ALICE, pid=pid, log_limit=1 << 16)
         for name, pid in (("long", process), ("over", 0))
     ]
-    trim, threads = log_bound.trim, set[threading.Thread]()
+    trim, threads = log_trimming.trim, set[threading.Thread]()
 
-    def told(directory: Path, user: int, bound: int) -> str:
+    def told(directory: Path, limit: int, most: int) -> None:
         threads.add(threading.current_thread())
-        return trim(directory, user, bound)
+        trim(directory, limit, most)
 
-    monkeypatch.setattr(log_bound, "trim", told)
+    monkeypatch.setattr(log_trimming, "trim", told)
+
+    def starts() -> set[int]:
+        return {log_trimming.read_starts(job.directory).get("stdout", 0) for job in jobs}
 
     async def test() -> None:
         trimming = asyncio.create_task(server._trim(node.service))
         try:
-            for size in (1, 2, 3):
+            for size in (1 << 20, 2 << 20):
                 for job in jobs:
-                    append(job.log_path("stdout"))
+                    job.log_path("stdout").open("ab").write(b"x" * (1 << 20))
+                    os.truncate(job.log_path("stdout"), size)
                 for _ in range(200):
-                    sizes = [job.log_path("stdout").stat().st_blocks * 512 for job in jobs]
-                    if max(sizes) <= (1 << 16) + 8192:
+                    if starts() == {size - (1 << 16)}:
                         break
                     await asyncio.sleep(0.05)
-                assert max(sizes) <= (1 << 16) + 8192, (size, sizes)
+                assert starts() == {size - (1 << 16)}
         finally:
             trimming.cancel()
 
