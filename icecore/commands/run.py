@@ -16,7 +16,6 @@ from icecore.config import RunSettings
 from icecore.environment import job_environment
 from icecore.errors import UsageError
 from icecore.events import Event
-from icecore.remote.connection import is_there
 
 if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
@@ -226,8 +225,11 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             0 if identity is None else identity.user,
         )
     job = start()
-    if own.log_limit and context.origin is None and not is_there(context.config.service.socket):
-        context.output.event(Event("run.untrimmed", {"job": job.name}))
+    if own.log_limit and context.origin is None:
+        from icecore.remote.connection import is_there  # few jobs have a limit
+
+        if not is_there(context.config.service.socket):
+            context.output.event(Event("run.untrimmed", {"job": job.name}))
     if arguments.detach:
         context.output.line(job.name)
         return 0

@@ -22,17 +22,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink
 from icecore.host.jobs.description import Description, boot_id
-from icecore.host.jobs.logs import STREAMS, LogPiece, LogReader, Stream
 from icecore.host.jobs.namespaces import RunRecord, own_paths
 from icecore.host.kernel import freezer, procfs
 from icecore.private import create_private
+
+if TYPE_CHECKING:
+    from icecore.host.jobs.logs import LogPiece, Stream
 
 _POLL_SECONDS = 0.05
 _PIECE = 1 << 20  # bytes of a log that are read at once
@@ -515,6 +517,8 @@ class Job:
         """Return the current size of each log in bytes, including what was removed; 0 if it does not
         exist: the instance is being made or removed.
         """
+        from icecore.host.jobs.logs import STREAMS  # 'ps' does not need it
+
         sizes: dict[Stream, int] = dict.fromkeys(STREAMS, 0)
         for stream in STREAMS:
             with suppress(FileNotFoundError):
@@ -533,6 +537,8 @@ class Job:
         Args:
             seen: The offsets, in bytes. Default: 0.
         """
+        from icecore.host.jobs.logs import STREAMS, LogReader  # 'ps' does not need it
+
         with ExitStack() as stack:
             readers = {
                 stream: stack.enter_context(LogReader(self.directory, stream, seen.get(stream, 0)))

@@ -33,12 +33,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
-from icecore.host.jobs.logs import Stream
 from icecore.host.kernel import procfs
 from icecore.private import make_parents, require_own
+
+if TYPE_CHECKING:
+    from icecore.host.jobs.logs import Stream
 
 #: Where a job with a private root sees the directory of its instance.
 INSTANCE_MOUNT = "/run/icecore/job"
