@@ -321,14 +321,14 @@ def _run(
     arguments.job_command = rest or []
     arguments.parser = build_parser
     settings = load(arguments.config)
-    if arguments.numpy:
-        load_numpy()
     with (
         recorder or Output(as_json=arguments.json, quiet=arguments.quiet) as output,
         Context(settings, output, arguments.repository or settings.repository, origin) as context,
     ):
         if origin is None:
             context.service = _service(arguments, settings)
+        if arguments.numpy and context.service is None:
+            load_numpy()
         if arguments.command in _OF_THIS_NODE and context.service is None:
             context.recover()
         for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:

@@ -308,6 +308,8 @@ def test_errors_and_statuses_are_those_of_the_command_line(node: Node) -> None:
         if "--json" in words:
             one, two = json.loads(through.stdout), json.loads(direct.stdout)
             assert {**one, "at": 0} == {**two, "at": 0}
+    loaded = node.run(ALICE, "restore", "nosuch", PYTHONPROFILEIMPORTTIME="1").stderr
+    assert "icecore.remote" in loaded and "numpy" not in loaded  # a client starts fast
     refused = node.run(ALICE, "dump", "--before", "id", "x")
     assert refused.returncode == 2 and "refuses --before" in refused.stderr
     refused = node.run(ALICE, "-r", "/elsewhere", "dump", "x")
