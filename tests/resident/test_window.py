@@ -228,13 +228,13 @@ def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(
 ) -> None:
     """There is always somebody in one of the driver's calls, but nobody is always."""
     machine = new_machine(unfair=True)
-    target = machine.target(FAKE_CUDA_SLOW="10000")
+    target = machine.target(FAKE_CUDA_SLOW="30000")
     target("start()")
-    addresses = [target("alloc(2 * MIB)")[1] for _ in range(6)]
+    addresses = [target("alloc(2 * MIB)")[1] for _ in range(12)]
     busy = "lambda at: [cuda.cuMemsetD8_v2(ctypes.c_ulonglong(at), 1, ctypes.c_size_t(4096)) for _ in iter(_stop.is_set, True)]"
     for at in addresses:
         target(f"threading.Thread(target={busy}, args=({at},)).start()")
-    for _ in range(20):  # seldom all are out at once, and it is had
+    for _ in range(60):  # seldom all are out at once, and it is had
         try:
             target.lock(0.5)
         except LockTimeout:
@@ -243,7 +243,7 @@ def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(
     else:
         pytest.fail("the lock is always had")
     for _ in range(windows):
-        assert take_away(target.agent, target.lock, target.unlock, seconds=90.0) == 12 * MIB
+        assert take_away(target.agent, target.lock, target.unlock, seconds=90.0) == 24 * MIB
         give_back(target.agent)
     target("_stop.set()")
 
