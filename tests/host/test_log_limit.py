@@ -185,6 +185,37 @@ def test_a_large_hole_is_made_in_steps(directory: Path, monkeypatch: pytest.Monk
     assert read(directory) == [MIB, b"x" * MIB]
 
 
+def test_a_block_of_which_a_part_is_removed_is_punched_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZFS, for example, has blocks of 128 KiB, which are data as long as a byte of them is."""
+    append(directory / "stdout.log", b"x" * (10 * MIB + 124 * KIB))
+    first, punch, punches = log_trimming._first_data, libc.punch, list[tuple[int, int]]()
+
+    def punched(log: int, at: int, length: int) -> None:
+        punches.append((at, length))
+        punch(log, at, length)
+
+    monkeypatch.setattr(
+        log_trimming, "_first_data", lambda log, size: first(log, size) // (128 * KIB) * 128 * KIB
+    )
+    monkeypatch.setattr(libc, "punch", punched)
+    trim(directory, 512 * KIB)
+    assert len(punches) == 1 and sum(punches[0]) == 9 * MIB + 636 * KIB
+    trim(directory, 512 * KIB)
+    assert len(punches) <= 2
+
+
+def test_a_file_system_that_shows_no_holes_is_reported(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a restored job may lie on one."""
+    append(directory / "stdout.log", b"x" * (20 * MIB))
+    monkeypatch.setattr(log_trimming, "_first_data", lambda log, size: 0)
+    with pytest.raises(OSError, match="finds no holes"):
+        trim(directory, MIB)
+
+
 def test_what_the_job_has_written_is_shown_even_if_it_is_a_hole(directory: Path) -> None:
     """Only what was removed is left out: not zeros that follow it, nor a sparse region."""
     log = directory / "stdout.log"

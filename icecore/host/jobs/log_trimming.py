@@ -28,6 +28,8 @@ MOST = 1 << 56
 _LEAST_BYTES = 64 << 10
 #: A hole frees whole blocks. Readers skip the zeros that are left in larger ones.
 _ALIGN = 4096
+#: No file system has larger blocks: of as many bytes, a part must become a hole.
+_LARGEST_BLOCK = 16 << 20
 #: One call of fallocate(2) keeps readers waiting for a part of a second.
 _STEP_BYTES = 256 << 20
 #: In one call of `trim`, of each log.
@@ -169,7 +171,12 @@ def _step(log: int, start: int, limit: int, most: int) -> int:
         if error.errno == errno.EOPNOTSUPP:  # after other errors, a part may be removed
             os.ftruncate(start, recorded)
         raise
-    return end - first
+    left = _first_data(log, size)
+    if left >= end:
+        return end - first
+    if left <= first and end - first >= _LARGEST_BLOCK:
+        raise OSError(errno.EOPNOTSUPP, "lseek(2) finds no holes")
+    return 0  # the rest of a block, which goes with the next one
 
 
 def _first_data(log: int, size: int) -> int:
