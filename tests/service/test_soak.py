@@ -58,6 +58,8 @@ _SERVICE_LIVES = 0.4
 _KILLS = max(2, round(SECONDS / 60))
 _FIRST_SECONDS = 180.0
 _END_SECONDS = 600.0
+#: A job that failed again and again is restored after a minute (the longest back-off).
+_CALM_SECONDS = 60.0 + 3 * EVERY
 #: Statuses after which a service manager starts a job again: stopped with a snapshot, killed, ended
 #: by a signal before it was ready (-15) or by a second one (143), or the repository could not be
 #: reached (8). 16: the lease of a holder that was killed is still there. 19: the service is down. 137:
@@ -329,7 +331,7 @@ def test_soak(soak: Soak) -> None:
     time.sleep(max(10.0, SECONDS / 20))  # the service is idle but for its clients
     soak.run(SECONDS)
     calm = time.monotonic()
-    time.sleep(3 * EVERY)
+    time.sleep(_CALM_SECONDS)
     hurried = time.monotonic()
     soak.clients.over = True
     for job in soak.jobs:

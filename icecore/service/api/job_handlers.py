@@ -52,7 +52,7 @@ def as_job(
     ended = state in ("ended", "failed")
     found = call.service.ended.get(job.instance)
     # What has ended stays as it is, and the registry returns the same object again.
-    if found is not None and ended and found[0] is job:
+    if found is not None and ended and found[0]() is job:
         shown = found[1]
     else:
         shown = _instance(job, state, job.status() if ended else None)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from aiohttp import web
 
@@ -36,7 +36,6 @@ _THREADS = 16
 _LOCAL_PER_CALLER = 4
 _REMOVAL_THREADS = 16
 _REMOVED_PER_CALLER = 2
-_MOST_ENDED = 4096
 _STORAGE_THREADS = 64
 _STORED_PER_CALLER = 4
 _STORED_SECONDS = 30.0
@@ -142,8 +141,9 @@ class Service:
     stopping: bool = False
     admin_gid: int | None = None
     schedules: Records = field(init=False)
-    #: Instance → its object and resource, of those that have ended. Threads share it.
-    ended: dict[str, tuple[Job, models.Job]] = field(default_factory=dict)
+    #: Instance → its object and resource, of those that have ended, as long as the registry knows
+    #: the object. Threads share it.
+    ended: dict[str, tuple[ref[Job], models.Job]] = field(default_factory=dict)
     _local: Threads = field(default_factory=lambda: Threads(_THREADS, _LOCAL_PER_CALLER))
     _removal: Threads = field(
         default_factory=lambda: Threads(_REMOVAL_THREADS, _REMOVED_PER_CALLER)
@@ -293,10 +293,15 @@ class Service:
         return [one for one in found if caller.may_touch(one.job, one.owner)]
 
     def remember(self, job: Job, shown: models.Job) -> None:
-        """Cache the resource of an instance that has ended."""
-        if len(self.ended) >= _MOST_ENDED:
-            self.ended.clear()
-        self.ended[job.instance] = job, shown
+        """Cache the resource of an instance that has ended, until the instance is removed."""
+        instance = job.instance
+
+        def forget(gone: ref[Job]) -> None:
+            kept = self.ended.get(instance)
+            if kept is not None and kept[0] is gone:
+                self.ended.pop(instance, None)
+
+        self.ended[instance] = ref(job, forget), shown
 
     def own_repository(self, caller: Caller) -> Where:
         """Return the repository that the caller may manage as a whole.
