@@ -1,5 +1,5 @@
-"""Deltas for the writer: finds a chunk's base in the parent's record, reads and verifies it, and
-decides whether a delta pays off.
+"""Deltas: reads a chunk's base, decides whether a delta pays off, and verifies the base of one that
+does.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import Event, Sink
@@ -16,7 +17,7 @@ from icecore.store.format.chunk import align, chunk_id, pages_of
 from icecore.store.format.cipher import open_piece, overhead, peek_piece
 from icecore.store.format.codec import Buffer
 from icecore.store.format.names import object_name
-from icecore.store.format.rows import Place, Row
+from icecore.store.format.rows import NOWHERE, Place
 from icecore.store.runtime.pool import SAMPLE_BYTES, Scratch
 from icecore.store.snapshot.trial import (
     SAMPLE_PAGES,
@@ -46,6 +47,21 @@ _LITTLE = 16
 _LONGEST_PAUSE = 16
 
 
+class Candidate(NamedTuple):
+    """A full chunk that may be the base of a delta.
+
+    Attributes:
+        chunk: Its id.
+        place: Where it is stored.
+        bitmap: Its data bitmap. Empty: unknown, but at the head of the delta at ``delta``.
+    """
+
+    chunk: bytes
+    place: Place
+    bitmap: bytes
+    delta: Place = NOWHERE
+
+
 @dataclass(frozen=True)
 class Delta:
     """A delta to store: codec number, parts and their length, and the base."""
@@ -53,18 +69,7 @@ class Delta:
     number: int
     parts: tuple[Buffer, ...]
     length: int
-    base: bytes
-    base_place: Place
-
-
-@dataclass(frozen=True)
-class Base:
-    """A base: its id, place, data bitmap and bytes."""
-
-    chunk: bytes
-    place: Place
-    bitmap: bytes
-    content: memoryview
+    base: Candidate
 
 
 @dataclass
@@ -83,7 +88,6 @@ class Deltas:
 
     Args:
         fetch: Reads shards.
-        usable: Whether a shard may be referred to.
         key: The repository's chunk key.
         objective: The same as for full forms.
         emit: Gets ``store.base_damaged`` if a base proves damaged; the chunk is then stored in
@@ -94,7 +98,6 @@ class Deltas:
     def __init__(
         self,
         fetch: Fetch,
-        usable: Callable[[bytes], bool],
         key: bytes,
         objective: Objective,
         emit: Sink,
@@ -103,7 +106,6 @@ class Deltas:
     ) -> None:
         self._fetch = fetch
         self._peek = peek
-        self._usable = usable
         self._key = key
         self._emit = emit
         # Small deltas are created at every snapshot and take little time in any form, so their
@@ -111,63 +113,52 @@ class Deltas:
         self._small = Habit(), objective.for_small_deltas()
         self._large = Habit(), objective
         self._luck: dict[int, _Luck] = {}
-        # The base bitmaps of deltas created here: what pre-copy stored may change again before it
-        # can be read back.
-        self._made: dict[bytes, bytes] = {}
 
     def make(
         self,
         region: int,
-        chunk: bytes,
         bitmap: bytes,
         data: memoryview,
-        previous: Row,
+        base: Candidate,
         full: float,
         scratch: Scratch,
     ) -> Delta | None:
-        """Return a delta of ``data`` (whose id is ``chunk``) if it pays off, given that the best
-        full form is expected to take ``full`` bytes.
-
-        The base is the parent's chunk or, if that chunk is a delta, its base.
+        """Return a delta of ``data`` if it pays off, given that the best full form is expected to
+        take ``full`` bytes.
 
         Raises:
             StoreError: The base could not be read, for a reason other than damage or absence.
         """
-        base, place = previous.chunk, previous.stored.place
-        if place.codec & codec.DELTA:
-            # The base's bitmap is at the head of the delta, which cannot be read while it is being
-            # uploaded.
-            if previous.chunk not in self._made and not self._usable(place.shard):
-                return None
-            base, place = previous.stored.base, previous.stored.base_place
-        if place.codec == codec.ZERO or full * _LITTLE < len(data) or not self._usable(place.shard):
+        if full * _LITTLE < len(data):
             return None
         luck = self._luck.setdefault(region, _Luck())
         try:
-            theirs = self._bitmap(previous, scratch)
-            looked = self._look(region, data, place, scratch) if theirs == bitmap else None
+            base = base._replace(bitmap=base.bitmap or self._bitmap(base.delta, scratch))
+            same = base.bitmap == bitmap
+            looked = self._look(region, data, base.place, scratch) if same else None
             if looked is None and luck.pause > 0:
                 luck.pause -= 1
                 return None
             if looked is not None and looked > WORTH * full * _DOUBT:
                 return None
-            content = self._content(base, place, theirs, scratch)
-            made = self._encode(
-                region, bitmap, data, Base(base, place, theirs, content), full, scratch
-            )
+            content = self._content(base, scratch)
+            made = self._encode(region, bitmap, data, base, content, full, scratch)
             # Only a base that is used has to be verified: most failed attempts end before this.
-            if made is not None and chunk_id(self._key, theirs, content) != base:
-                raise Damaged("chunk", base.hex(), "its bytes do not match its id")
+            if made is not None and chunk_id(self._key, base.bitmap, content) != base.chunk:
+                raise Damaged("chunk", base.chunk.hex(), "its bytes do not match its id")
         except (Damaged, ObjectMissing) as error:
             self._emit(
                 Event(
                     "store.base_damaged",
-                    {"chunk": base.hex(), "shard": place.shard.hex(), "error": str(error)},
+                    {
+                        "chunk": base.chunk.hex(),
+                        "shard": base.place.shard.hex(),
+                        "error": str(error),
+                    },
                 )
             )
             return None
         if made is not None:
-            self._made[chunk] = theirs
             luck.losses = 0
         else:
             luck.losses += 1
@@ -179,11 +170,11 @@ class Deltas:
         region: int,
         bitmap: bytes,
         data: memoryview,
-        base: Base,
+        base: Candidate,
+        content: memoryview,
         full: float,
         scratch: Scratch,
     ) -> Delta | None:
-        content = base.content
         if base.bitmap != bitmap:
             content = align(base.bitmap, content, bitmap, scratch.aligned[: len(data)])
         found = delta.difference(data, content, scratch.own, scratch.residual)
@@ -203,22 +194,13 @@ class Deltas:
             number,
             delta.parts(number, base.bitmap, found.changed, body),
             length,
-            base.chunk,
-            base.place,
+            base,
         )
 
-    def _bitmap(self, previous: Row, scratch: Scratch) -> bytes:
-        """Return the base's data bitmap: the record's own, or from the header of the delta that the
-        record names.
-        """
-        own = previous.stored.place
-        if not own.codec & codec.DELTA:
-            return previous.data
-        made = self._made.get(previous.chunk)
-        if made is not None:
-            return made
+    def _bitmap(self, place: Place, scratch: Scratch) -> bytes:
+        """Return a base's data bitmap, from the head of the delta at ``place``."""
         head = scratch.stored[:BITMAP_BYTES]
-        self._peek_at(own, 0, head)
+        self._peek_at(place, 0, head)
         return delta.base_bitmap(head)
 
     def _peek_at(self, place: Place, start: int, out: memoryview) -> None:
@@ -269,9 +251,10 @@ class Deltas:
         habit, objective = self._small if share * _SMALL <= 1 else self._large
         return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
 
-    def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
+    def _content(self, candidate: Candidate, scratch: Scratch) -> memoryview:
         """Return the base's bytes, unverified."""
-        content = scratch.base[: pages_of(theirs) * PAGE]
+        base, place, bitmap, _ = candidate
+        content = scratch.base[: pages_of(bitmap) * PAGE]
         try:
             if overhead(self._key):
                 if place.codec == codec.RAW:

@@ -20,7 +20,7 @@ from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format import codec
 from icecore.store.format.cell import PLACE, Records
 from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
-from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
+from icecore.store.format.chunk import NO_CHUNK, pages_of
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import Buffer
 from icecore.store.format.contract import recorded_owner
@@ -36,12 +36,13 @@ from icecore.store.format.state import SnapshotRecord
 from icecore.store.log.repository import StoredRepository
 from icecore.store.log.session import Session
 from icecore.store.log.uploads import Uploads
-from icecore.store.runtime.pool import BufferPool, ScratchPerThread
+from icecore.store.runtime.pool import BufferPool
 from icecore.store.snapshot.ahead import ReadAhead
-from icecore.store.snapshot.bases import Deltas
+from icecore.store.snapshot.bases import Candidate
+from icecore.store.snapshot.forms import Chunk, Forms, OwnChunk
 from icecore.store.snapshot.packs import MapWriter
 from icecore.store.snapshot.stream import BufferedStream, DraftStream, ShardStream
-from icecore.store.snapshot.trial import Habit, Objective, sample, surprising, trial
+from icecore.store.snapshot.trial import Objective
 
 T = TypeVar("T")
 
@@ -52,7 +53,6 @@ _LEAST_SHARD_BYTES = 4 * CELL_BYTES
 _PATIENCE_SECONDS = 600.0
 _CLAIM_WAIT_SECONDS = 0.5
 _NOTHING_HERE = Stored(Place(bytes(16), 0, 0, codec.ZERO))
-_ZEROS = bytes(64)
 
 
 @dataclass
@@ -110,24 +110,21 @@ class SnapshotWriter:
         self._repository = repository
         self._loop = loop
         self._emit = emit
-        self._objective = objective or Objective()
         self._keys = repository.keys
         self._uploads = Uploads(session, loop, emit)
         self._streams: Sequence[ShardStream] = self._make_streams(streams, memory)
-        self._habits = [Habit() for _ in range(streams)]
-        self._deltas: Sequence[Deltas] = [
-            Deltas(
-                self._fetch,
-                self._usable_base,
-                self._keys.chunk,
-                self._objective,
-                emit,
-                peek=repository.backend.direct,
-            )
-            for _ in range(streams)
-        ]
         self._ahead = ReadAhead(repository.backend, loop)
-        self._scratch = ScratchPerThread()
+        self._forms = Forms(
+            streams,
+            self._fetch,
+            self._keys.chunk,
+            objective or Objective(),
+            emit,
+            peek=repository.backend.direct,
+        )
+        # The base bitmaps of deltas of this session: what pre-copy stored may change again before
+        # it can be read back.
+        self._base_bitmaps: dict[bytes, bytes] = {}
         self._maps = MapWriter(self._keys)
         self._lock = threading.Lock()
         self._chunks: dict[bytes, Stored | _Claim] = {}
@@ -200,18 +197,36 @@ class SnapshotWriter:
             raise ValueError(f"{len(data)} bytes for {pages_of(data_bitmap)} data pages")
         if not len(data):
             return pack(Row(cell, data_bitmap, zero_bitmap, NO_CHUNK, _NOTHING_HERE))
-        chunk = chunk_id(self._keys.chunk, data_bitmap, data)
+        chunk = self.chunk(data_bitmap, data)
+        return self.store_chunk(stream, cell, zero_bitmap, chunk, previous, region=region)
+
+    def chunk(self, bitmap: bytes, data: memoryview) -> OwnChunk:
+        """Return the chunk of these data pages, for :meth:`store_chunk`."""
+        return self._forms.chunk(bitmap, data)
+
+    def store_chunk(
+        self,
+        stream: int,
+        cell: int,
+        zero_bitmap: bytes,
+        chunk: Chunk,
+        previous: np.void | None,
+        *,
+        region: int = 0,
+    ) -> np.void:
+        """Store one cell whose data pages are ``chunk``; otherwise as :meth:`store_cell`."""
+        self._uploads.check()
         before = unpack(previous) if previous is not None else None
-        stored = self._claim(chunk, before, len(data))
+        stored = self._claim(chunk.id, before, chunk.length)
         if stored is None:
             try:
-                stored = self._store(stream, region, chunk, data_bitmap, data, before)
+                stored = self._store(stream, region, chunk, before)
             except BaseException:
-                self._settle(chunk, None)
+                self._settle(chunk.id, None)
                 raise
-            self._settle(chunk, stored)
+            self._settle(chunk.id, stored)
             self._count(stored)
-        return pack(Row(cell, data_bitmap, zero_bitmap, chunk, stored))
+        return pack(Row(cell, chunk.bitmap, zero_bitmap, chunk.id, stored))
 
     def put_map(
         self,
@@ -325,7 +340,8 @@ class SnapshotWriter:
         snapshots of a small job.
         """
         self._over = True
-        self._streams, self._deltas = (), ()
+        self._streams = ()
+        del self._forms
 
     def __enter__(self) -> Self:
         return self
@@ -437,38 +453,39 @@ class SnapshotWriter:
             return None
         return Stored(Place(shard, int(place["offset"]), int(place["length"]), number))
 
-    def _store(
-        self,
-        stream: int,
-        region: int,
-        chunk: bytes,
-        bitmap: bytes,
-        data: memoryview,
-        before: Row | None,
-    ) -> Stored:
-        if data[: len(_ZEROS)] == _ZEROS and not np.frombuffer(data, np.uint64).any():
+    def _store(self, stream: int, region: int, chunk: Chunk, before: Row | None) -> Stored:
+        if chunk.zero:
             return _NOTHING_HERE
-        scratch = self._scratch.get()
-        habit = self._habits[stream]
-        estimate = habit.choose(
-            region, data, scratch, lambda scratch: trial(sample(data), scratch, self._objective)
-        )
+        number, parts, length, base = chunk.form(stream, region, self._candidate(before))
         put = self._streams[stream].put
-        if before is not None and before.chunk != NO_CHUNK:
-            made = self._deltas[stream].make(
-                region, chunk, bitmap, data, before, estimate.ratio * len(data), scratch
-            )
-            if made is not None:
-                shard, offset, length = put(
-                    EncodedChunk(chunk, bitmap, made.base, made.number, made.parts, made.length)
-                )
-                return Stored(Place(shard, offset, length, made.number), made.base, made.base_place)
-        number, parts = codec.encode(data, estimate.choice, scratch.encoder)
-        length = sum(len(part) for part in parts)
-        if surprising(estimate, len(data), length):
-            habit.surprised(region)
-        shard, offset, length = put(EncodedChunk(chunk, bitmap, NO_CHUNK, number, parts, length))
-        return Stored(Place(shard, offset, length, number))
+        own = NO_CHUNK if base is None else base.chunk
+        shard, offset, length = put(
+            EncodedChunk(chunk.id, chunk.bitmap, own, number, parts, length)
+        )
+        place = Place(shard, offset, length, number)
+        if base is None:
+            return Stored(place)
+        self._base_bitmaps[chunk.id] = base.bitmap
+        return Stored(place, base.chunk, base.place)
+
+    def _candidate(self, before: Row | None) -> Candidate | None:
+        """Return what the cell may become a delta of: the parent's chunk or, if that is a delta, its
+        base.
+        """
+        if before is None or before.chunk == NO_CHUNK:
+            return None
+        place, base, base_place = before.stored
+        if not place.codec & codec.DELTA:
+            candidate = Candidate(before.chunk, place, before.data)
+        else:
+            # The base's bitmap is at the head of the delta, which cannot be read while it is being
+            # uploaded.
+            bitmap = self._base_bitmaps.get(before.chunk, b"")
+            if not bitmap and not self._usable_base(place.shard):
+                return None
+            candidate = Candidate(base, base_place, bitmap, place)
+        usable = candidate.place.codec != codec.ZERO and self._usable_base(candidate.place.shard)
+        return candidate if usable else None
 
     def _count(self, stored: Stored) -> None:
         place = stored.place

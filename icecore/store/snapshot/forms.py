@@ -1,0 +1,143 @@
+"""The stored forms of chunks: in full or as a delta, in the codec that suits. This is the part of
+the writer that needs a chunk's bytes, and nearly all of its CPU time. A program can do it in other
+processes (`Chunk`): they need no more than a way to read shards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from icecore.events import Sink
+from icecore.store.format import codec
+from icecore.store.format.chunk import chunk_id
+from icecore.store.format.codec import Buffer
+from icecore.store.runtime.pool import Scratch, ScratchPerThread
+from icecore.store.snapshot.bases import Candidate, Deltas, Fetch
+from icecore.store.snapshot.trial import Estimate, Habit, Objective, sample, surprising, trial
+
+_ZEROS = bytes(64)
+
+
+class Form(NamedTuple):
+    """A chunk in its stored form, not encrypted.
+
+    Attributes:
+        number: Its codec.
+        parts: Its bytes; valid until the same thread makes another form.
+        length: The sum of their lengths.
+        base: Of a delta; its bitmap is never empty.
+    """
+
+    number: int
+    parts: Sequence[Buffer]
+    length: int
+    base: Candidate | None = None
+
+
+class Chunk(ABC):
+    """The data pages of a cell, at least one.
+
+    Attributes:
+        id: 32 bytes (`icecore.store.format.chunk.chunk_id`).
+        bitmap: The cell's data bitmap, 32 bytes.
+        length: Bytes.
+    """
+
+    id: bytes
+    bitmap: bytes
+    length: int
+
+    @property
+    @abstractmethod
+    def zero(self) -> bool:
+        """Whether all bytes are zero."""
+
+    @abstractmethod
+    def form(self, stream: int, region: int, base: Candidate | None) -> Form:
+        """Return how to store it, if it is not zero.
+
+        Args:
+            stream: The shard stream, and
+            region: the region that it belongs to: neighbours there are assumed to be similar.
+            base: What it may become a delta of.
+
+        Raises:
+            StoreError: The base could not be read, for a reason other than damage or absence.
+        """
+
+
+class Forms:
+    """Makes the forms of one snapshot's chunks. Threads may share it.
+
+    Args:
+        streams: Number of shard streams.
+        fetch: Reads shards.
+        key: The repository's chunk key.
+        objective: What to save, bytes or time.
+        emit: Gets ``store.base_damaged``.
+        peek: Whether small reads are cheap.
+    """
+
+    def __init__(
+        self, streams: int, fetch: Fetch, key: bytes, objective: Objective, emit: Sink, *, peek: bool
+    ) -> None:
+        self._key = key
+        self._objective = objective
+        self._habits = [Habit() for _ in range(streams)]
+        self._deltas = [Deltas(fetch, key, objective, emit, peek=peek) for _ in range(streams)]
+        self._scratch = ScratchPerThread()
+
+    def chunk(self, bitmap: bytes, data: memoryview) -> OwnChunk:
+        """Return the chunk of these bytes, whose form this process makes."""
+        return OwnChunk(self, chunk_id(self._key, bitmap, data), bitmap, data)
+
+    def make(
+        self, stream: int, region: int, bitmap: bytes, data: memoryview, base: Candidate | None
+    ) -> Form:
+        """See `Chunk.form`."""
+        scratch = self._scratch.get()
+        habit = self._habits[stream]
+
+        def measure(scratch: Scratch) -> Estimate:
+            return trial(sample(data), scratch, self._objective)
+
+        estimate = habit.choose(region, data, scratch, measure)
+        if base is not None:
+            full = estimate.ratio * len(data)
+            made = self._deltas[stream].make(region, bitmap, data, base, full, scratch)
+            if made is not None:
+                return Form(made.number, made.parts, made.length, made.base)
+        number, parts = codec.encode(data, estimate.choice, scratch.encoder)
+        length = sum(len(part) for part in parts)
+        if surprising(estimate, len(data), length):
+            habit.surprised(region)
+        return Form(number, parts, length)
+
+
+class OwnChunk(Chunk):
+    """A chunk whose bytes are in this process.
+
+    Attributes:
+        data: Its bytes.
+    """
+
+    def __init__(self, forms: Forms, id: bytes, bitmap: bytes, data: memoryview) -> None:
+        self.id = id
+        self.bitmap = bitmap
+        self.length = len(data)
+        self.data = data
+        self._forms = forms
+
+    @property
+    def zero(self) -> bool:
+        """See `Chunk`."""
+        begins = self.data[: len(_ZEROS)] == _ZEROS
+        return begins and not np.frombuffer(self.data, np.uint64).any()
+
+    def form(self, stream: int, region: int, base: Candidate | None) -> Form:
+        """See `Chunk`."""
+        return self._forms.make(stream, region, self.bitmap, self.data, base)
