@@ -69,6 +69,12 @@ def add(commands: Commands) -> None:
         default="one per core, at most 12",
     )
     setting(
+        "encoders",
+        "processes that encode in place of threads",
+        "--encoders",
+        default="none on small machines and for small jobs",
+    )
+    setting(
         "background_cpu",
         "share of the cores that scanning and storing may use while the job runs",
         default="auto: as many as are idle, at least an eighth",

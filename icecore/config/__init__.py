@@ -49,6 +49,7 @@ class DumpSettings:
     memory: Literal["in-place", "streamed"] = _setting("in-place", choice("in-place", "streamed"))
     staging_bytes: int = _setting(2 << 30, SIZE)
     scan_threads: int = _setting(0, THREADS)
+    encoders: int = _setting(0, THREADS)
     background_cpu: float = _setting(0.0, SHARE_OR_AUTO)
     files: Literal["content", "check"] = _setting("content", choice("content", "check"))
     with_files: bool = _setting(False, SWITCH)

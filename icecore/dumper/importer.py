@@ -186,7 +186,7 @@ class _Import:
             streams=self.streams,
             staging_bytes=_STAGING_BYTES,
             threads=self.threads,
-            encoders=0,
+            encode_threads=0,
             link_rate=self.link_rate,
             emit=self.emit,
         )

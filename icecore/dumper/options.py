@@ -41,6 +41,8 @@ class DumpOptions:
         tcp: Old name of ``connections``; empty: not given.
         tags: Free tags of the snapshot.
         pinned: Never forget this snapshot by policy.
+        encoders: Processes that encode, if the repository is a directory. 0: one per core, up to 16,
+            on machines with five cores or more, once half a gigabyte is stored and more is waiting.
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
             (eight, if scanning needs the interpreter) and four.
         background_cpu: Share of the cores that scanning and storing may use while the job runs, at
@@ -83,6 +85,7 @@ class DumpOptions:
     tags: tuple[str, ...] = field(default=())
     pinned: bool = False
     scan_threads: int = 0
+    encoders: int = 0
     background_cpu: float = 0.0
     memory: Literal["in-place", "streamed"] = "in-place"
     before: str = ""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from icecore.dumper.memory.budget import CpuBudget, own_seconds
+from icecore.dumper.encode.encoders import Encoders
+from icecore.dumper.memory.budget import CpuBudget, OwnSeconds
 from icecore.dumper.memory.parent import Parent, choose_parent, load_parent
 from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
@@ -49,7 +50,10 @@ class Storing:
         streams: Number of shard streams, ideally one for each process.
         staging_bytes: Bound on staging, which never exceeds a third of the available memory.
         threads: Number of scan threads.
-        encoders: Number of encoding threads.
+        encode_threads: Number of encoding threads.
+        encoders: Number of processes that encode in their place once there is much to store, if the
+            repository is a directory.
+        eager: Start the encoders at once.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
         under: Session without which the snapshot is not committed; empty: none.
         processes: Pids whose CPU time counts as that of this work.
@@ -68,7 +72,9 @@ class Storing:
         streams: int,
         staging_bytes: int,
         threads: int,
-        encoders: int,
+        encode_threads: int,
+        encoders: int = 0,
+        eager: bool = False,
         link_rate: float,
         emit: Sink,
         under: str = "",
@@ -79,7 +85,8 @@ class Storing:
         # The threads that were there before belong to the program that calls the library.
         mine = {threading.get_native_id(), loop.thread}
         others = {thread.native_id or 0 for thread in threading.enumerate()} - mine
-        self.budget = CpuBudget(own_seconds(others, processes))
+        own = OwnSeconds(others, processes)
+        self.budget = CpuBudget(own)
         record = loop.run(choose_parent(repository, job, parent))
         session = loop.run(
             repository.begin(record.snapshot if record else None, purpose, prove=False, insist=last)
@@ -100,8 +107,21 @@ class Storing:
         self.staging = stack.enter_context(
             Staging(min(staging_bytes, limits.memory_available() // 3), threads)
         )
+        backend = repository.backend
+        self.encoders: Encoders | None = None
+        if encoders and backend.direct and backend.folder:
+            self.encoders = stack.enter_context(
+                Encoders(
+                    encoders,
+                    repository,
+                    streams,
+                    objective or Objective(),
+                    own.add,
+                    eager=eager,
+                )
+            )
         self.pipeline = stack.enter_context(
-            Pipeline(self.writer, self.staging, encoders, self.budget)
+            Pipeline(self.writer, self.staging, encode_threads, self.budget, self.encoders, emit)
         )
         seed = fingerprint_seed(repository.keys, self.lineage)
         self.context = ScanContext(

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from icecore.dumper import storing
-from icecore.dumper.memory.budget import CpuBudget, own_seconds
+from icecore.dumper.memory.budget import CpuBudget, OwnSeconds
 from icecore.dumper.memory.pipeline import CellStore, Pipeline, SpaceSink
 from icecore.dumper.memory.staging import Staging
 from icecore.dumper.observe.inspection import Inspection
@@ -141,7 +141,7 @@ def test_the_threads_of_a_calling_program_do_not_count() -> None:
     other = threading.Thread(target=spin, daemon=True)
     other.start()
     assert other.native_id is not None
-    read = own_seconds([other.native_id])
+    read = OwnSeconds([other.native_id])
     began, process = read(), time.process_time()
     first = cpu.thread_seconds(other.native_id)
     assert first is not None

@@ -328,7 +328,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
             ]
             done = placer.deliver(batch, wanted, records, records["data"].tobytes())
             assert done.why == "" and done.states == [CellState.HELD] * 3
-            (pid,) = descendants(placers._process.pid)
+            (pid,) = descendants(placers._family.pid)
             with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
                 for address, (_, data) in zip(done.addresses, cells, strict=True):
                     memory.seek(address)
@@ -429,7 +429,7 @@ def test_who_works_while_placers_load() -> None:
         with Placers(
             8, str(place.root), keys.chunk, room=16 << 20, patience=0.5, word="test", lock=""
         ) as placers:
-            os.kill(placers._process.pid, signal.SIGSTOP)
+            os.kill(placers._family.pid, signal.SIGSTOP)
             themselves, through, enough = set[int](), [], threading.Event()
 
             class Slow(CellSink):
@@ -477,8 +477,10 @@ def test_placers_that_still_load_are_ended_at_once() -> None:
             word="test",
             lock="",
         )
-        os.kill(placers._process.pid, signal.SIGSTOP)
+        os.kill(placers._family.pid, signal.SIGSTOP)
         began = time.monotonic()
         placers.close()
         placers.close()
-        assert time.monotonic() - began < 4 and placers._process.returncode == -signal.SIGKILL
+        assert (
+            time.monotonic() - began < 4 and placers._family._process.returncode == -signal.SIGKILL
+        )

@@ -50,9 +50,9 @@ class Scene:
     def pids(self) -> list[int]:
         """Those of the placers, in their order."""
         assert eventually(
-            lambda: len(descendants(self.placers._process.pid)) == len(self.placers.all)
+            lambda: len(descendants(self.placers._family.pid)) == len(self.placers.all)
         )
-        return sorted(descendants(self.placers._process.pid))
+        return sorted(descendants(self.placers._family.pid))
 
     def is_right(self, left: list[int]) -> None:
         """Each row is in the file, or left over."""
@@ -158,7 +158,7 @@ def test_who_does_not_begin_is_not_waited_for_as_long_as_others_work() -> None:
 
 def test_when_none_begins_all_is_left_over() -> None:
     with scene() as it:
-        os.kill(it.placers._process.pid, signal.SIGSTOP)  # before it has forked any of them
+        os.kill(it.placers._family.pid, signal.SIGSTOP)  # before it has forked any of them
         assert sorted(it.hand_out(0.5)) == list(range(ROWS))
 
 

@@ -21,27 +21,30 @@ _SAVED_SECONDS = 0.05
 _OWED_SECONDS = 1.0
 
 
-def own_seconds(
-    others: Collection[int] = (), processes: Collection[int] = ()
-) -> Callable[[], float]:
-    """Return a clock of icecore's own CPU time in seconds: that of this process and of ``processes``,
-    less that of the threads ``others``, which belong to the program that calls the library.
+class OwnSeconds:
+    """A clock of icecore's own CPU time in seconds: that of this process and of ``processes``, less
+    that of the threads ``others``, which belong to the program that calls the library.
 
     Args:
         others: Native thread ids.
         processes: Pids.
     """
-    last_other = dict.fromkeys(others, 0.0)
-    last_process = dict.fromkeys(processes, 0.0)
 
-    def read() -> float:
-        for thread in last_other:
-            last_other[thread] = thread_seconds(thread) or last_other[thread]
-        for pid in last_process:
-            last_process[pid] = process_seconds(pid) or last_process[pid]
-        return time.process_time() + sum(last_process.values()) - sum(last_other.values())
+    def __init__(self, others: Collection[int] = (), processes: Collection[int] = ()) -> None:
+        self._last_other = dict.fromkeys(others, 0.0)
+        self._last_process = dict.fromkeys(processes, 0.0)
 
-    return read
+    def add(self, pid: int) -> None:
+        """Count a process, too, from its beginning on."""
+        self._last_process = {**self._last_process, pid: 0.0}
+
+    def __call__(self) -> float:
+        other, process = self._last_other, self._last_process
+        for thread in other:
+            other[thread] = thread_seconds(thread) or other[thread]
+        for pid in process:
+            process[pid] = process_seconds(pid) or process[pid]
+        return time.process_time() + sum(process.values()) - sum(other.values())
 
 
 class CpuBudget:

@@ -1,5 +1,6 @@
-"""The background pipeline: threads that drop zero pages and store the rest. During the window they
-wait behind a gate, because the window comes first.
+"""The background pipeline: threads that drop zero pages and store the rest, each with an encoder
+(`icecore.dumper.encode`) if there is much to store. During the window they wait behind a gate,
+because the window comes first.
 """
 
 from __future__ import annotations
@@ -12,19 +13,28 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from icecore.dumper.encode.encoders import (
+    PAYS_BYTES,
+    Encoder,
+    EncoderLost,
+    Encoders,
+    LoadedChunk,
+)
 from icecore.dumper.memory.background import lower_priority
 from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import ZERO, CellPlan
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
-from icecore.events import Advance, unwatched
-from icecore.sizes import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
+from icecore.dumper.memory.zero_pages import NO_PAGES, without_zero_pages
+from icecore.events import Advance, Event, Sink, discard, unwatched
+from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
+from icecore.store.snapshot.forms import Chunk
 
-_WORDS = PAGE // 8
 _SPILL_SLOTS = 64
-_NO_PAGES = bytes(BITMAP_BYTES)
+#: A thread encodes smaller cells itself: asking takes about as long.
+_LEAST_CELL = 64 << 10
 
 
 class CellStore(Protocol):
@@ -42,6 +52,21 @@ class CellStore(Protocol):
         region: int = 0,
     ) -> np.void:
         """Store one cell and return its CELL record."""
+
+    def store_chunk(
+        self,
+        stream: int,
+        cell: int,
+        zero_bitmap: bytes,
+        chunk: Chunk,
+        previous: np.void | None,
+        *,
+        region: int = 0,
+    ) -> np.void:
+        """Store one cell whose data pages are ``chunk``."""
+
+    def chunk(self, bitmap: bytes, data: memoryview) -> Chunk:
+        """Return the chunk of these data pages."""
 
 
 class SpaceSink:
@@ -83,20 +108,58 @@ class SpaceSink:
         return int(self._plan.length[row])
 
     def store(
-        self, row: int, slot: Slot, scratch: npt.NDArray[np.uint8], writer: CellStore
+        self,
+        row: int,
+        slot: Slot,
+        scratch: npt.NDArray[np.uint8],
+        writer: CellStore,
+        encoder: Encoder | None = None,
     ) -> None:
-        """Encode and store one cell. The pipeline's threads call this."""
+        """Encode and store one cell. The pipeline's threads call this.
+
+        Args:
+            encoder: Encodes it.
+
+        Raises:
+            EncoderLost: The cell is stored, but without the encoder.
+        """
         plan = self._plan
-        size = int(plan.length[row])
-        bitmap, zero, data = plan.bitmap[row].tobytes(), _NO_PAGES, slot.view(0, size)
-        if self._sparse[plan.region[row]]:
-            bitmap, zero, data = without_zero_pages(plan.bitmap[row], data, scratch)
+        stream, cell, region = self._stream, int(plan.cell[row]), int(plan.region[row])
+        bitmap, whole = plan.bitmap[row], slot.view(0, int(plan.length[row]))
         candidate = int(self._candidates[row])
         previous = self._known.record[candidate] if candidate >= 0 else None
-        region = int(plan.region[row])
+        sparse = bool(self._sparse[region])
+
+        def split() -> tuple[bytes, bytes, memoryview]:
+            if sparse:
+                return without_zero_pages(bitmap, whole, scratch)
+            return bitmap.tobytes(), NO_PAGES, whole
+
+        def own() -> Chunk:
+            data_bitmap, _, data = split()
+            return writer.chunk(data_bitmap, data)
+
+        lost = None
+        if encoder is not None and len(whole) >= _LEAST_CELL:
+            try:
+                loaded = encoder.load(slot, len(whole), bitmap.tobytes(), sparse=sparse)
+            except EncoderLost as error:
+                lost = error
+            else:
+                if loaded.length:
+                    chunk = LoadedChunk(encoder, loaded, whole, own, self._pipeline.emit)
+                    self.records[row] = writer.store_chunk(
+                        stream, cell, loaded.zero, chunk, previous, region=region
+                    )
+                    if chunk.lost is not None:
+                        raise chunk.lost
+                    return
+        data_bitmap, zero_bitmap, data = split()
         self.records[row] = writer.store_cell(
-            self._stream, int(plan.cell[row]), bitmap, zero, data, previous, region=region
+            stream, cell, data_bitmap, zero_bitmap, data, previous, region=region
         )
+        if lost is not None:
+            raise lost
 
     def zeros(self, rows: npt.NDArray[np.int64]) -> None:
         """Record cells that hold only zeros. ``rows`` i8[n]: as for `unchanged`."""
@@ -114,58 +177,6 @@ class SpaceSink:
         self.records["cell"][same] = self._plan.cell[same]
 
 
-def without_zero_pages(
-    bitmap: npt.NDArray[np.uint8], data: memoryview, scratch: npt.NDArray[np.uint8]
-) -> tuple[bytes, bytes, memoryview]:
-    """Split a cell's present pages into data and zero pages.
-
-    Args:
-        bitmap: u1[32], the present pages.
-        data: Their bytes in address order.
-        scratch: u1[1 MiB] to gather the data pages in.
-
-    Returns:
-        Data bitmap, zero bitmap, and the bytes of the data pages (``data`` itself when there are no
-        zero pages).
-    """
-    pages = np.frombuffer(data, np.uint64).reshape(-1, _WORDS)
-    zero = (pages[:, 0] | pages[:, _WORDS // 2 - 1] | pages[:, -1]) == 0
-    suspects = np.flatnonzero(zero)
-    if not len(suspects):
-        return bitmap.tobytes(), _NO_PAGES, data
-    # max() takes half the time of any(), which converts each word first.
-    zero[suspects] = (pages[suspects] if len(suspects) < len(pages) else pages).max(axis=1) == 0
-    if not zero.any():
-        return bitmap.tobytes(), _NO_PAGES, data
-    present = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
-    mask = np.zeros(CELL_PAGES, np.bool_)
-    mask[present[zero]] = True
-    zero_bitmap = np.packbits(mask, bitorder="little")
-    kept = np.flatnonzero(~zero)
-    out = scratch[: len(kept) * PAGE]
-    np.take(pages, kept, axis=0, out=out.view(np.uint64).reshape(-1, _WORDS))
-    return (bitmap & ~zero_bitmap).tobytes(), zero_bitmap.tobytes(), out.data
-
-
-class _Mark:
-    """A barrier that goes through the queue once for each thread. When all threads have arrived,
-    everything queued before it is stored.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._left = threads
-        self._lock = threading.Lock()
-        self.passed = threading.Event()
-
-    def arrive(self) -> None:
-        """Wait for the other threads, or until the barrier is lifted."""
-        with self._lock:
-            self._left -= 1
-            if self._left == 0:
-                self.passed.set()
-        self.passed.wait()
-
-
 class Pipeline:
     """Threads between staging and the store.
 
@@ -177,24 +188,36 @@ class Pipeline:
         staging: Where slots are given back.
         threads: Number of encoding threads.
         budget: Bounds the CPU time of these threads while the job runs; None: no bound.
+        encoders: Encode in place of these threads once much is stored; None: there are none.
+        emit: Gets ``store.base_damaged`` and ``dump.encoder_lost`` events.
     """
 
     def __init__(
-        self, writer: CellStore, staging: Staging, threads: int, budget: CpuBudget | None = None
+        self,
+        writer: CellStore,
+        staging: Staging,
+        threads: int,
+        budget: CpuBudget | None = None,
+        encoders: Encoders | None = None,
+        emit: Sink = discard,
     ) -> None:
+        self.emit = emit
+        self._encoders = encoders
         self._budget = budget or CpuBudget()
         self._writer = writer
         self._staging = staging
-        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | _Mark | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | None] = queue.SimpleQueue()
+        #: Cells that are queued or being stored.
+        self._pending = 0
+        self._change = threading.Condition()
+        self._stored = 0
+        self._over = False
         self._gate = threading.Event()
         self._gate.set()
         # The scan outruns the store many times over, so a wider margin would only open the gate when
         # staging would have sufficed.
         self._low = max(4, min(_SPILL_SLOTS, staging.capacity // 8))
         staging.when_empty = self._spill
-        self._mark = _Mark(threads)
         self._failure: BaseException | None = None
         self._advance: Advance = unwatched
         self.spilled = False
@@ -220,6 +243,8 @@ class Pipeline:
         if self._failure is not None:
             self._staging.release(slot)
             raise self._failure
+        with self._change:
+            self._pending += 1
         self._queue.put((sink, row, slot))
         if self._staging.available < self._low:
             self._spill()
@@ -249,40 +274,70 @@ class Pipeline:
             Whatever the store raised first.
         """
         self._gate.set()
-        mark = self._mark = _Mark(len(self._threads))
-        for _ in self._threads:
-            self._queue.put(mark)
-        try:
-            # A thread that fails sets the failure first and then lifts the mark that it sees, so no
-            # failure is missed.
-            if self._threads and self._failure is None:
-                mark.passed.wait()
-        finally:
-            mark.passed.set()
+        with self._change:
+            self._change.wait_for(lambda: not self._pending or self._failure is not None)
         if self._failure is not None:
             raise self._failure
 
-    def _run(self) -> None:
+    def _run(self, encoder: Encoder | None = None) -> None:
         lower_priority()  # the job runs whenever the gate is open
         scratch = np.empty(CELL_BYTES, np.uint8)
+        lost = False
         while (item := self._queue.get()) is not None:
-            if isinstance(item, _Mark):
-                item.arrive()
-                continue
             self._gate.wait()
+            if encoder is None and not lost:
+                encoder = self._find_encoder()
             sink, row, slot = item
             try:
                 try:
                     if self._failure is None:
-                        sink.store(row, slot, scratch, self._writer)
+                        try:
+                            sink.store(row, slot, scratch, self._writer, encoder)
+                        except EncoderLost as error:
+                            encoder, lost = None, True
+                            self.emit(Event("dump.encoder_lost", {"error": str(error)}))
+                        self._stored += sink.length(row)  # about: another thread may add, too
                         self._advance(sink.length(row))
                 finally:
                     self._staging.release(slot)
                 self._budget.pause()
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 self._failure = self._failure or error
-                self._mark.passed.set()
                 self._staging.abandon(error)
+            finally:
+                with self._change:
+                    self._pending -= 1
+                    if not self._pending or self._failure is not None:
+                        self._change.notify_all()
+
+    def _find_encoder(self) -> Encoder | None:
+        """Return an encoder if there is one for this thread. Start them, and threads for the rest
+        of them, once the threads have stored much and more is waiting.
+        """
+        encoders = self._encoders
+        if encoders is None:
+            return None
+        if not encoders.started:
+            much = self._stored >= PAYS_BYTES and self._queue.qsize() >= len(self._threads)
+            if not (much or encoders.eager) or not encoders.start():
+                return None
+            with self._change:
+                if self._over:
+                    return None
+                more = [
+                    threading.Thread(target=self._run_encoder, name=f"encode-{i}", daemon=True)
+                    for i in range(len(self._threads), encoders.count)
+                ]
+                self._threads += more
+            for thread in more:
+                thread.start()
+        return encoders.take()
+
+    def _run_encoder(self) -> None:
+        assert self._encoders is not None
+        encoder = self._encoders.wait()
+        if encoder is not None:
+            self._run(encoder)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -297,7 +352,12 @@ class Pipeline:
             self._failure = self._failure or error
         self._gate.set()
         self._budget.lift()
-        for _ in self._threads:
+        if self._encoders is not None:
+            self._encoders.stop_waiting()
+        with self._change:
+            self._over = True
+            threads = list(self._threads)
+        for _ in threads:
             self._queue.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join()

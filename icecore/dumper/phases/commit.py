@@ -116,6 +116,7 @@ def _store(request: Request, ready: Ready, result: CaptureResult) -> Stored:
             "chunks": stored.chunks,
             "deltas": stored.deltas,
             "by_codec": dict(stored.sizes.by_codec),
+            "encoders": storing.encoders.begun if storing.encoders else 0,
         }
     return stored
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.dumper.data.directories import DataDirectories
+from icecore.dumper.encode.encoders import encoders_for
 from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.freeze.window import TreeRestless, Window
@@ -117,7 +118,9 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         streams=min(_MAX_STREAMS, len(found.processes)),
         staging_bytes=_staging_bytes(request, found),
         threads=threads,
-        encoders=options.scan_threads or limits.threads_for(ENCODE_THREADS),
+        encode_threads=options.scan_threads or limits.threads_for(ENCODE_THREADS),
+        encoders=options.encoders or (0 if options.scan_threads else encoders_for()),
+        eager=bool(options.encoders),
         link_rate=options.link_rate,
         emit=request.emit,
         under=options.under,

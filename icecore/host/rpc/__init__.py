@@ -5,4 +5,5 @@ sockets.
   library only
 - `calls`: numbered calls, many in flight at once; each returns or raises
 - `peer`: the first steps of a started process
+- `family`: processes that are forked from one that has loaded what they need
 """

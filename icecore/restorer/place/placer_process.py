@@ -1,19 +1,16 @@
 """The placers of a restore: processes that read, verify and place cells, because threads of one
 interpreter block each other.
 
-A placer does nothing without a request, and ends when the restorer has ended. One process loads the
-libraries and then forks the placers, before it has any thread. Arguments: a word that identifies
-the restore, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
+A placer does nothing without a request, and ends when the restorer has ended. Arguments: a word
+that identifies the restore, and the number of each placer's end of a SOCK_SEQPACKET socket pair
+(`icecore.host.rpc.family`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import sys
-from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -22,6 +19,7 @@ from icecore.errors import IcecoreError
 from icecore.host.kernel import userfaultfd
 from icecore.host.kernel.memory import HugeBuffer, address_of
 from icecore.host.rpc import packets, peer
+from icecore.host.rpc.family import serve_each
 from icecore.restorer.place.file_placer import FilePlacer
 from icecore.restorer.place.locks import SharedLock
 from icecore.restorer.place.placing import (
@@ -53,8 +51,6 @@ from icecore.store.format.cell import CELL
 from icecore.store.format.cipher import Key
 from icecore.store.runtime.pool import Scratch
 from icecore.store.snapshot.decoder import ChunkDecoder
-
-_PR_SET_PDEATHSIG = 1
 
 
 class PlacerServer:
@@ -211,30 +207,8 @@ def serve(control: socket.socket) -> None:
 def main() -> None:
     """Entry: ``placer_process WORD CONTROL_FD…``."""
     peer.ignore_signals()
-    numbers = [int(word) for word in sys.argv[2:]]
     codec.load()
-    children, parent = [], os.getpid()
-    for number in numbers:
-        child = os.fork()
-        if child == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)  # the parent ended before the prctl
-            for other in numbers:
-                if other != number:
-                    os.close(other)
-            status = 1
-            try:
-                with suppress(packets.PeerDied), socket.socket(fileno=number) as control:
-                    serve(control)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    for number in numbers:
-        os.close(number)
-    for child in children:
-        os.waitpid(child, 0)
+    serve_each([int(word) for word in sys.argv[2:]], serve)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,14 @@ not answer has placed nothing but what it was asked for under a lock that is sti
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-import msgspec
-
 from icecore.errors import RestoreFailed
 from icecore.host.kernel.userfaultfd import Stop
-from icecore.host.kernel.waiting import readable
-from icecore.host.rpc import packets
+from icecore.host.rpc.family import Family, FamilyMember
 from icecore.restorer.place.members import Member, Outcome
 from icecore.restorer.place.placing import (
     Answer,
@@ -32,7 +26,6 @@ from icecore.restorer.place.placing import (
     Part,
     PinnedRegion,
     Place,
-    Request,
     Stage,
     Staged,
     Store,
@@ -90,42 +83,12 @@ class PlacerLost(RestoreFailed):
     """
 
 
-class Placer:
-    """One placer. Used by one thread at a time.
-
-    Args:
-        control: The socket to it.
-        patience: Seconds that it may take to answer.
-    """
+class Placer(FamilyMember):
+    """One placer."""
 
     def __init__(self, control: socket.socket, patience: float) -> None:
-        control.settimeout(patience)
-        self._control = control
-        self._patience = patience
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Answer).decode
+        super().__init__(control, patience, Answer)
         self._targets: dict[int, Member] = {}
-        self._ready = False
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be asked: it has begun, or has ended. It takes a while to load."""
-        if not self._ready and readable([self.fileno()], 0.0):
-            self._ready = True
-            with suppress(PlacerLost):  # raised again by the first request
-                self._hear()
-        return self._ready
-
-    def wait_ready(self) -> None:
-        """Wait until it has begun, or has ended.
-
-        Raises:
-            PlacerLost: It does not begin.
-        """
-        if not self._ready:
-            readable([self.fileno()], self._patience)
-            if not self.ready:
-                raise PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
 
     def deliver(
         self, batch: Batch, cells: Sequence[WantedCell], records: Records, pages: bytes
@@ -194,10 +157,6 @@ class Placer:
         """Hand over the file in which `store` puts cells, and their table."""
         self._send(about, [file, table])
 
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when the placer has said something."""
-        return self._control.fileno()
-
     def store(self, rows: range) -> None:
         """Ask a placer that has begun to put rows of the table into the file; `stored` returns the
         answer. Several requests may be pending.
@@ -217,35 +176,14 @@ class Placer:
         assert isinstance(answer, Stored)
         return answer
 
-    def close(self) -> None:
-        """Let the placer end."""
-        self._control.close()
-
     def _forget_gone(self) -> None:
         for number in [number for number, member in self._targets.items() if member.gone]:
             del self._targets[number]
             self._send(Forget(number))
 
-    def _send(self, request: Request, descriptors: Sequence[int] = ()) -> None:
-        try:
-            packets.send(self._control, self._encode(request), descriptors)
-        except (packets.PeerDied, TimeoutError) as error:
-            raise self._failed(error) from error
-
-    def _ask(self, request: Request) -> Answer:
-        self.wait_ready()
-        self._send(request)
-        return self._hear()
-
-    def _hear(self) -> Answer:
-        try:
-            data, _ = packets.receive(self._control)
-        except (packets.PeerDied, TimeoutError) as error:
-            raise self._failed(error) from error
-        answer: Answer = self._decode(data)
-        return answer
-
-    def _failed(self, error: OSError) -> RestoreFailed:
+    def _failed(self, error: OSError | None) -> RestoreFailed:
+        if error is None:
+            return PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
         if isinstance(error, TimeoutError):
             return RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s")
         return PlacerLost("a placer process has ended")
@@ -275,29 +213,8 @@ class Placers:
         word: str,
         lock: str,
     ) -> None:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
-        theirs = [pair[1].fileno() for pair in pairs]
-        try:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "icecore.restorer.place.placer_process",
-                    word,
-                    *map(str, theirs),
-                ],
-                pass_fds=theirs,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # It forks once the libraries are loaded; none of these may have threads then.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        finally:
-            for _, end in pairs:
-                end.close()
-        self.all = [Placer(own, patience) for own, _ in pairs]
+        self._family = Family("icecore.restorer.place.placer_process", word, count)
+        self.all = [Placer(own, patience) for own in self._family.sockets]
         self.lock = lock
         self._order = Open(folder, bytes(key), encryption_of(key), room, lock)
 
@@ -309,9 +226,7 @@ class Placers:
 
     def kill(self) -> None:
         """Kill them, whatever they do; `close` waits for their end."""
-        if self._process.poll() is None:
-            # It leads a session, and all placers are in its group.
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._family.kill()
 
     def close(self) -> None:
         """End them; afterwards none holds a userfaultfd. May be called twice.
@@ -319,18 +234,12 @@ class Placers:
         Raises:
             RestoreFailed: A placer did not end, and was killed.
         """
-        if self._process.poll() is None and not any(placer.ready for placer in self.all):
-            self.kill()  # still loading: none has done anything
+        if self._family.alive and not any(placer.ready for placer in self.all):
+            self._family.kill()  # still loading: none has done anything
         for placer in self.all:
             placer.close()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._process.wait(_END_SECONDS)
-            raise RestoreFailed(
-                f"a placer process did not end within {_END_SECONDS:.0f} s"
-            ) from None
+        if not self._family.wait(_END_SECONDS):
+            raise RestoreFailed(f"a placer process did not end within {_END_SECONDS:.0f} s")
 
     def __enter__(self) -> Placers:
         return self

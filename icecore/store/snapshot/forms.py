@@ -83,7 +83,14 @@ class Forms:
     """
 
     def __init__(
-        self, streams: int, fetch: Fetch, key: bytes, objective: Objective, emit: Sink, *, peek: bool
+        self,
+        streams: int,
+        fetch: Fetch,
+        key: bytes,
+        objective: Objective,
+        emit: Sink,
+        *,
+        peek: bool,
     ) -> None:
         self._key = key
         self._objective = objective

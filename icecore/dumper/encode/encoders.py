@@ -1,0 +1,311 @@
+"""The dumper's side of its encoders (`icecore.dumper.encode.encoder_process`). What an encoder does
+not do, the dumper does itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from icecore.dumper.encode.protocol import (
+    Answer,
+    Encode,
+    Encoded,
+    Failed,
+    Load,
+    Loaded,
+    Open,
+    Ready,
+)
+from icecore.dumper.memory.staging import Slot
+from icecore.events import Event, Sink
+from icecore.host.kernel import limits
+from icecore.host.rpc import packets
+from icecore.host.rpc.family import Family, FamilyMember
+from icecore.sizes import CELL_BYTES
+from icecore.store.format.cipher import encryption_of
+from icecore.store.format.codec import MAX_OVERHEAD
+from icecore.store.log.repository import StoredRepository
+from icecore.store.snapshot.bases import Candidate
+from icecore.store.snapshot.forms import Chunk, Form
+from icecore.store.snapshot.trial import Objective
+
+#: Bytes that threads have stored before encoders pay: they take a quarter of a second of CPU time
+#: to start, and a few hundredths each.
+PAYS_BYTES = 512 << 20
+#: With fewer cores, threads are as fast.
+_LEAST_CORES = 5
+_MOST = 16
+#: What an encoder takes.
+_BYTES = 64 << 20
+_ROOM = CELL_BYTES + MAX_OVERHEAD
+_PATIENCE_SECONDS = 60.0
+_END_SECONDS = 5.0
+_LOOK_SECONDS = 0.02
+
+
+def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
+    """Return how many encoders pay for a dump that stores much.
+
+    Args:
+        cores: Of this machine.
+        memory: Bytes that all together may take.
+    """
+    cores = cores or os.cpu_count() or 1
+    memory = limits.memory_available() // 8 if memory is None else memory
+    return 0 if cores < _LEAST_CORES else min(cores, _MOST, memory // _BYTES)
+
+
+class EncoderLost(Exception):
+    """An encoder has ended, does not answer, or could not do what it was asked for."""
+
+
+class Encoder(FamilyMember):
+    """One encoder.
+
+    Args:
+        control: The socket to it.
+        patience: Seconds that it may take to answer.
+        order: The first message.
+
+    Attributes:
+        pid: Its process, once it is `ready`.
+        form: The memory in which it puts forms.
+    """
+
+    def __init__(self, control: socket.socket, patience: float, order: Open) -> None:
+        super().__init__(control, patience, Answer)
+        self.pid = 0
+        memory = os.memfd_create("icecore-encoder", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, _ROOM)
+            self.form = memoryview(mmap.mmap(memory, _ROOM))
+            self._send(order, [memory])
+        finally:
+            os.close(memory)
+
+    def load(self, slot: Slot, size: int, bitmap: bytes, *, sparse: bool) -> Loaded:
+        """Have a cell read, and hashed.
+
+        Args:
+            slot: Where it is.
+            size: Bytes of its present pages.
+            bitmap: Which they are.
+            sparse: Drop pages of zeros.
+
+        Raises:
+            EncoderLost: See there.
+        """
+        answer = self._answer(Load(slot.address, size, bitmap, sparse))
+        assert isinstance(answer, Loaded)
+        return answer
+
+    def encode(self, stream: int, region: int, base: Candidate | None) -> Encoded:
+        """Have the last cell encoded; see `icecore.store.snapshot.forms.Chunk.form`.
+
+        Raises:
+            EncoderLost: See there.
+        """
+        answer = self._answer(Encode(stream, region, base))
+        assert isinstance(answer, Encoded)
+        return answer
+
+    def _answer(self, request: Load | Encode) -> Answer:
+        answer: Answer = self._ask(request)
+        if isinstance(answer, Failed):
+            raise EncoderLost(answer.why)
+        return answer
+
+    def _begin(self, first: Answer) -> None:
+        assert isinstance(first, Ready)
+        self.pid = first.pid
+
+    def _failed(self, error: OSError | None) -> EncoderLost:
+        if isinstance(error, packets.PeerDied):
+            return EncoderLost("an encoder process has ended")
+        return EncoderLost(f"an encoder process gave no answer for {self._patience:.0f} s")
+
+
+class LoadedChunk(Chunk):
+    """A chunk that an encoder has read.
+
+    Args:
+        encoder: It.
+        loaded: Its answer.
+        data: The cell in this process, if all of its pages are data.
+        own: Makes the same chunk in this process.
+        emit: Gets ``store.base_damaged`` events.
+
+    Attributes:
+        lost: Why the encoder could not encode it, so that this process did.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        loaded: Loaded,
+        data: memoryview,
+        own: Callable[[], Chunk],
+        emit: Sink,
+    ) -> None:
+        self.id = loaded.chunk
+        self.bitmap = loaded.data
+        self.length = loaded.length
+        self.lost: EncoderLost | None = None
+        self._encoder = encoder
+        self._zeros = loaded.zeros
+        self._data = data
+        self._own = own
+        self._emit = emit
+
+    @property
+    def zero(self) -> bool:
+        """See `Chunk`."""
+        return self._zeros
+
+    def form(self, stream: int, region: int, base: Candidate | None) -> Form:
+        """See `Chunk`."""
+        try:
+            made = self._encoder.encode(stream, region, base)
+        except EncoderLost as error:
+            self.lost = error
+            return self._own().form(stream, region, base)
+        for fields in made.damaged:
+            self._emit(Event("store.base_damaged", fields))
+        if made.lengths is None:
+            return Form(made.number, [self._data], self.length)
+        parts, at = [], 0
+        for length in made.lengths:
+            parts.append(self._encoder.form[at : at + length])
+            at += length
+        return Form(made.number, parts, at, made.base)
+
+
+class Encoders:
+    """The encoders of one dump (a context manager: leaving it ends them).
+
+    Args:
+        count: How many.
+        repository: Must be in a directory.
+        streams: Number of shard streams.
+        objective: What to save, bytes or time.
+        begun: Called with the pid of each that has begun.
+        eager: Start them with the first cell, however little there is.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        repository: StoredRepository,
+        streams: int,
+        objective: Objective,
+        begun: Callable[[int], None],
+        *,
+        eager: bool = False,
+    ) -> None:
+        self.count = count
+        self.eager = eager
+        self._repository = repository
+        self._streams = streams
+        self._objective = objective
+        self._note_begun = begun
+        self._change = threading.Lock()
+        self._family: Family | None = None
+        self._all: list[Encoder] = []
+        self._free: list[Encoder] = []
+        self._closing = False
+
+    @property
+    def begun(self) -> int:
+        """How many have begun."""
+        return sum(1 for encoder in self._all if encoder.pid)
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._family is not None
+
+    def start(self) -> bool:
+        """Start them, once. They load in the background.
+
+        Returns:
+            False if they were started before.
+        """
+        with self._change:
+            if self._family is not None or self._closing:
+                return False
+            backend, key = self._repository.backend, self._repository.keys.chunk
+            order = Open(
+                backend.folder,
+                bytes(key),
+                encryption_of(key),
+                os.getpid(),
+                self._streams,
+                self._objective.link,
+                self._objective.cores,
+            )
+            family = Family("icecore.dumper.encode.encoder_process", str(os.getpid()), self.count)
+            self._family = family
+            self._all = [Encoder(own, _PATIENCE_SECONDS, order) for own in family.sockets]
+            self._free = list(self._all)
+        return True
+
+    def take(self) -> Encoder | None:
+        """Return an encoder that has begun and that nobody has taken; None: there is none now."""
+        if not self._free:
+            return None
+        with self._change:
+            for encoder in self._free:
+                if encoder.ready:
+                    self._free.remove(encoder)
+                    break
+            else:
+                return None
+        if encoder.pid:
+            self._note_begun(encoder.pid)
+        return encoder
+
+    def wait(self) -> Encoder | None:
+        """Return an encoder as soon as one has begun that nobody has taken; None: there will be
+        none.
+        """
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self._free and not self._closing and time.monotonic() < until:
+            encoder = self.take()
+            if encoder is not None:
+                return encoder
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def stop_waiting(self) -> None:
+        """Let every thread in `wait` return, and start none any more."""
+        self._closing = True
+
+    def close(self) -> None:
+        """End them. May be called twice."""
+        self._closing = True
+        with self._change:
+            family, self._family = self._family, None
+            if family is None:
+                return
+            if not any(encoder.ready for encoder in self._all):
+                family.kill()  # still loading
+            for encoder in self._all:
+                encoder.close()
+            family.wait(_END_SECONDS)
+
+    def __enter__(self) -> Encoders:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

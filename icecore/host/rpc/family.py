@@ -1,0 +1,203 @@
+"""Families: processes that are forked from one that has loaded what they need, each with a socket
+to the process that started them. Such work is done in processes because the threads of one
+interpreter would wait for each other.
+
+A member does nothing without a request, and ends when the other end of its socket is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from icecore.host.kernel.waiting import readable
+from icecore.host.rpc import packets, peer
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Family:
+    """The members, from their starter's side.
+
+    Args:
+        module: Program that loads the libraries and calls `serve_each` with the numbers after
+            ``word`` in its arguments.
+        word: Shows in their command line.
+        count: How many.
+
+    Attributes:
+        sockets: One for each member; whoever uses them closes them.
+    """
+
+    def __init__(self, module: str, word: str, count: int) -> None:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, word, *map(str, theirs)],
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # It forks once the libraries are loaded; none of these may have threads then.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        except BaseException:
+            for own, _ in pairs:
+                own.close()
+            raise
+        finally:
+            for _, end in pairs:
+                end.close()
+        self.sockets = [own for own, _ in pairs]
+
+    @property
+    def pid(self) -> int:
+        """The process that forks the members."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that forked the members runs; it ends after all of them."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kill them, whatever they do; `wait` waits for their end."""
+        if self.alive:
+            # It leads a session, and all members are in its group.
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until they have ended, which they do once their sockets are closed; kill those that
+        have not after ``seconds``.
+
+        Returns:
+            Whether all ended by themselves.
+        """
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait(seconds)
+            return False
+        return True
+
+
+class FamilyMember(ABC):
+    """One member, from its starter's side. Messages are msgpack; the member's first one says that it
+    has begun. Used by one thread at a time.
+
+    Args:
+        control: The socket to it.
+        patience: Seconds that it may take to answer.
+        answers: The type of its messages.
+    """
+
+    def __init__(self, control: socket.socket, patience: float, answers: Any) -> None:
+        control.settimeout(patience)
+        self._control = control
+        self._patience = patience
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(answers).decode
+        self._begun = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be asked: it has begun, or has ended. It takes a while to load."""
+        if not self._begun and readable([self.fileno()], 0.0):
+            self._begun = True
+            try:
+                self._begin(self._hear())
+            except Exception as error:
+                if not isinstance(error.__cause__, packets.PeerDied):
+                    raise
+                # It has ended: the first request fails, too.
+        return self._begun
+
+    def wait_ready(self) -> None:
+        """Wait until it has begun, or has ended.
+
+        Raises:
+            As `_failed`: It does not begin.
+        """
+        if not self._begun:
+            readable([self.fileno()], self._patience)
+            if not self.ready:
+                raise self._failed(None)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the member has said something."""
+        return self._control.fileno()
+
+    def close(self) -> None:
+        """Let it end."""
+        self._control.close()
+
+    def _begin(self, first: Any) -> None:
+        """Take its first message."""
+        return None
+
+    def _send(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        try:
+            packets.send(self._control, self._encode(request), descriptors)
+        except (packets.PeerDied, TimeoutError) as error:
+            raise self._failed(error) from error
+
+    def _ask(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> Any:
+        self.wait_ready()
+        self._send(request, descriptors)
+        return self._hear()
+
+    def _hear(self) -> Any:
+        try:
+            data, _ = packets.receive(self._control)
+        except (packets.PeerDied, TimeoutError) as error:
+            raise self._failed(error) from error
+        return self._decode(data)
+
+    @abstractmethod
+    def _failed(self, error: OSError | None) -> Exception:
+        """Return the error of a member that has ended (`packets.PeerDied`), does not answer, or
+        (None) does not begin.
+        """
+
+
+def serve_each(numbers: Sequence[int], serve: Callable[[socket.socket], None]) -> None:
+    """Fork a process for each descriptor, and wait until all have ended. Call this before any
+    thread starts.
+
+    Args:
+        serve: Answers requests; it ends by `packets.PeerDied` when the other end is closed.
+    """
+    children, parent = [], os.getpid()
+    for number in numbers:
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)  # the parent ended before the prctl
+            for other in numbers:
+                if other != number:
+                    os.close(other)
+            status = 1
+            try:
+                with suppress(packets.PeerDied):
+                    serve(peer.take_over(number))
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    for number in numbers:
+        os.close(number)
+    for child in children:
+        os.waitpid(child, 0)

@@ -1,0 +1,268 @@
+"""Encoders: processes that encode a dump's cells. They store what threads store, and nothing is lost
+with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from icecore.dumper.encode.encoders import Encoders, encoders_for
+from icecore.dumper.memory.cells import EXTENT, plan_cells
+from icecore.dumper.memory.known import KnownCells
+from icecore.dumper.memory.pipeline import Pipeline
+from icecore.dumper.memory.staging import Staging
+from icecore.restorer.guard.guard_process import descendants
+from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format import codec
+from icecore.store.format.fingerprints import FINGERPRINT
+from icecore.store.format.manifest import Region
+from icecore.store.snapshot.trial import Objective
+from icecore.store.snapshot.writer import SnapshotWriter
+from tests.store.images import KINDS, Place, local_place, make_data
+
+_CELLS = 24
+_WAIT = 60.0
+
+
+class Content:
+    """Memory of this process with data of all kinds: whole cells, cells with pages of zeros, and
+    cells of a few pages.
+    """
+
+    def __init__(self) -> None:
+        size = _CELLS * CELL_BYTES
+        self.map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.bytes = np.frombuffer(self.map, np.uint8)
+        extents = []
+        for cell in range(_CELLS):
+            pages = 3 if cell % 8 == 7 else CELL_PAGES
+            data = np.frombuffer(make_data(KINDS[cell % len(KINDS)], pages, cell), np.uint8).copy()
+            if cell % 4 == 1:
+                data.reshape(-1, PAGE)[5:40] = 0
+            self.bytes[cell * CELL_BYTES : cell * CELL_BYTES + len(data)] = data
+            extents.append((self.address + cell * CELL_BYTES, pages))
+        self.regions = [Region(self.address, size, self.address, kind="anonymous", lazy=True)]
+        self.plan = plan_cells(self.regions, np.array(extents, EXTENT))
+
+    def change(self, seed: int) -> None:
+        """Change some bytes of every third cell."""
+        random = np.random.default_rng(seed)
+        for cell in range(0, _CELLS, 3):
+            at = cell * CELL_BYTES + int(random.integers(0, 3 * PAGE - 64))
+            self.bytes[at : at + 64] = random.integers(0, 256, 64)
+
+    def of(self, row: int) -> bytes:
+        """Return the bytes of a cell."""
+        start = row * CELL_BYTES
+        return self.bytes[start : start + int(self.plan.length[row])].tobytes()
+
+    def store(
+        self, pipeline: Pipeline, staging: Staging, known: KnownCells
+    ) -> npt.NDArray[np.void]:
+        """Put all cells through the pipeline; return their records."""
+        sink = pipeline.space(0, self.plan, self.regions, known)
+        for row in range(len(self.plan)):
+            slot, data = staging.acquire(), self.of(row)
+            slot.view(0, len(data))[:] = data
+            pipeline.put(sink, row, slot)
+        pipeline.drain()
+        return sink.records
+
+    def known(self, records: npt.NDArray[np.void]) -> KnownCells:
+        """Return these records as known cells."""
+        return KnownCells(self.plan.key, np.zeros(len(records), FINGERPRINT), records)
+
+
+@contextmanager
+def storing(
+    place: Place, parent: str | None = None, count: int = 3, *, eager: bool = True
+) -> Iterator[tuple[SnapshotWriter, Staging, Pipeline, Encoders]]:
+    """A pipeline of two threads with ``count`` encoders."""
+    with (
+        place.writer(parent) as writer,
+        Encoders(count, place.repository, 1, Objective(), lambda _: None, eager=eager) as encoders,
+        Staging(64 << 20) as staging,
+        Pipeline(writer, staging, 2, encoders=encoders, emit=place.events.append) as pipeline,
+    ):
+        yield writer, staging, pipeline, encoders
+
+
+def begin(encoders: Encoders) -> None:
+    """Start them, and wait until all have begun."""
+    encoders.start()
+    for encoder in encoders._all:
+        encoder.wait_ready()
+
+
+def reported(place: Place) -> list[tuple[str, str]]:
+    """Return name and error of the events that report what went wrong."""
+    return [(e.name, str(e.fields["error"])) for e in place.events if "error" in e.fields]
+
+
+def commit(
+    place: Place, writer: SnapshotWriter, content: Content, records: npt.NDArray[np.void]
+) -> str:
+    space = writer.put_map("process", "1", 0, content.regions, [records], None)
+    return writer.commit(place.manifest([space]))
+
+
+def check(place: Place, snapshot: str, content: Content) -> None:
+    """Compare what a snapshot holds with the memory, zero pages included."""
+    reader = place.reader(snapshot)
+    (records,) = reader.records(reader.manifest.spaces[0])
+    room = memoryview(bytearray(CELL_BYTES))
+    for row, record in enumerate(records):
+        data = np.frombuffer(reader.read_cell(record, room), np.uint8).reshape(-1, PAGE)
+        there = np.unpackbits(record["data"], bitorder="little").astype(np.bool_)
+        whole = np.zeros((CELL_PAGES, PAGE), np.uint8)
+        whole[there] = data
+        length = int(content.plan.length[row])
+        assert whole.reshape(-1)[:length].tobytes() == content.of(row)
+        present = there | np.unpackbits(record["zero"], bitorder="little").astype(np.bool_)
+        assert present.sum() * PAGE == length
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_encoders_store_what_threads_store(tmp_path: Path, encrypted: bool) -> None:
+    with local_place(tmp_path / "repository", encrypted=encrypted) as place:
+        content = Content()
+        with storing(place) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            first = content.store(pipeline, staging, KnownCells.none())
+            assert encoders.begun == 3
+            pids = descendants(encoders._family.pid)  # type: ignore[union-attr]
+            assert len(pids) == 3
+            one = commit(place, writer, content, first)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        check(place, one, content)
+        content.change(1)
+        with storing(place, one) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            again = content.store(pipeline, staging, content.known(first))
+            done = writer.statistics
+            two = commit(place, writer, content, again)
+        assert done.deltas >= 3 and done.reused_from["parent"] >= _CELLS // 2
+        check(place, two, content)
+        content.change(2)
+        # The parent's deltas are no bases: their own base, whose bitmap the encoders look up, is.
+        with storing(place, two) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            last = content.store(pipeline, staging, content.known(again))
+            three = commit(place, writer, content, last)
+        delta = (last["place"]["codec"] & codec.DELTA) != 0
+        assert delta.sum() >= 3
+        assert (last["base"][delta] != last["chunk"][delta]).any(axis=1).all()
+        check(place, three, content)
+        assert reported(place) == []
+
+
+def test_an_encoder_that_ends_loses_nothing(tmp_path: Path) -> None:
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=2) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            pipeline.close_gate()
+            sink = pipeline.space(0, content.plan, content.regions, KnownCells.none())
+            for row in range(len(content.plan)):
+                slot, data = staging.acquire(), content.of(row)
+                slot.view(0, len(data))[:] = data
+                pipeline.put(sink, row, slot)
+            for encoder in encoders._all:
+                os.kill(encoder.pid, signal.SIGKILL)
+            pipeline.open_gate()
+            pipeline.drain()
+            snapshot = commit(place, writer, content, sink.records)
+        check(place, snapshot, content)
+        assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")] * 2
+
+
+def test_one_that_ends_between_its_two_answers_loses_nothing(tmp_path: Path) -> None:
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            (encoder,) = encoders._all
+            claim = writer._claim
+
+            def end_and_claim(*words: object) -> object:
+                if Path(f"/proc/{encoder.pid}").exists():
+                    os.kill(encoder.pid, signal.SIGKILL)
+                return claim(*words)  # type: ignore[arg-type]
+
+            writer._claim = end_and_claim  # type: ignore[method-assign,assignment]
+            records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")]
+
+
+def test_a_damaged_base_is_reported(tmp_path: Path) -> None:
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            first = content.store(pipeline, staging, KnownCells.none())
+            one = commit(place, writer, content, first)
+        at = first[0]["place"]
+        name = at["shard"].tobytes().hex()
+        (shard,) = (tmp_path / "repository" / "shards").rglob(name)
+        with open(shard, "r+b") as file:
+            file.seek(int(at["offset"]) + 12345)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        content.change(1)
+        with storing(place, one, 1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            again = content.store(pipeline, staging, content.known(first))
+            two = commit(place, writer, content, again)
+        check(place, two, content)
+        ((name, error),) = reported(place)
+        assert name == "store.base_damaged" and "do not match" in error
+
+
+def test_they_are_started_once_much_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, eager=False) as (_, staging, pipeline, encoders):
+            content.store(pipeline, staging, KnownCells.none())
+            assert not encoders.started
+        monkeypatch.setattr("icecore.dumper.memory.pipeline.PAYS_BYTES", 8 << 20)
+        with storing(place, eager=False) as (_, staging, pipeline, encoders):
+            until = time.monotonic() + _WAIT
+            while encoders.begun < 3 and time.monotonic() < until:
+                content.change(int(time.monotonic() * 1000) % 10_000)
+                content.store(pipeline, staging, KnownCells.none())
+            assert encoders.begun == 3
+            assert len(pipeline._threads) == 3
+
+
+def test_a_dump_that_fails_ends_them(tmp_path: Path) -> None:
+    with local_place(tmp_path / "repository") as place:
+        with pytest.raises(RuntimeError), storing(place) as (_, _, _, encoders):
+            begin(encoders)
+            pids = descendants(encoders._family.pid)  # type: ignore[union-attr]
+            raise RuntimeError("as planned")
+        assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "count"),
+    [(4, 64 << 30, 0), (5, 64 << 30, 5), (200, 64 << 30, 16), (16, 256 << 20, 4)],
+)
+def test_how_many_pay(cores: int, memory: int, count: int) -> None:
+    assert encoders_for(cores, memory) == count
