@@ -17,17 +17,19 @@ import msgspec
 import numpy as np
 
 from icecore.dumper.encode.protocol import (
+    ROOM_CELLS,
     Answer,
+    Cell,
     Encode,
     Encoded,
     Failed,
     Load,
     Loaded,
+    Named,
     Open,
     Ready,
     Request,
 )
-from icecore.dumper.memory.background import lower_priority
 from icecore.dumper.memory.zero_pages import NO_PAGES, without_zero_pages
 from icecore.errors import IcecoreError
 from icecore.events import Event
@@ -67,10 +69,10 @@ class EncoderServer:
         )
         with open(memory, "rb") as file:
             self._out = memoryview(mmap.mmap(memory, os.fstat(file.fileno()).st_size))
-        self._room = HugeBuffer(CELL_BYTES)
-        self._scratch = HugeBuffer(CELL_BYTES).array
-        self._chunk: OwnChunk | None = None
-        self._whole = False
+        self._rooms = [HugeBuffer(CELL_BYTES) for _ in range(ROOM_CELLS)]
+        self._scratch = [HugeBuffer(CELL_BYTES).array for _ in range(ROOM_CELLS)]
+        #: The cells that were read, and whether each is whole in the dumper's memory, too.
+        self._chunks: list[tuple[OwnChunk | None, bool]] = []
 
     def answer(self, request: Request) -> Answer:
         """Carry out a request."""
@@ -86,27 +88,33 @@ class EncoderServer:
             return Failed(str(error))
 
     def _load(self, request: Load) -> Loaded:
-        size, bitmap, zero = request.size, request.bitmap, NO_PAGES
-        there = (ctypes.c_uint64 * 2)(request.address, size)
-        read = libc.process_vm_readv(self._pid, self._room.iovec, 1, ctypes.addressof(there), 1, 0)
+        self._chunks.clear()
+        return Loaded([self._name(number, cell) for number, cell in enumerate(request.cells)])
+
+    def _name(self, number: int, cell: Cell) -> Named:
+        room, size = self._rooms[number], cell.size
+        there = (ctypes.c_uint64 * 2)(cell.address, size)
+        read = libc.process_vm_readv(self._pid, room.iovec, 1, ctypes.addressof(there), 1, 0)
         if read != size:
             raise OSError(ctypes.get_errno(), f"read {read} of {size} bytes of {self._pid}")
-        data = self._room.view(0, size)
-        if request.sparse:
+        bitmap, zero, data = cell.bitmap, NO_PAGES, room.view(0, size)
+        if cell.sparse:
             bitmap, zero, data = without_zero_pages(
-                np.frombuffer(bitmap, np.uint8), data, self._scratch
+                np.frombuffer(bitmap, np.uint8), data, self._scratch[number]
             )
-        self._chunk, self._whole = None, len(data) == size
         if not len(data):
-            return Loaded(b"", bitmap, zero, 0, True)
-        chunk = self._chunk = self._forms.chunk(bitmap, data)
-        return Loaded(chunk.id, bitmap, zero, chunk.length, chunk.zero)
+            self._chunks.append((None, False))
+            return Named(b"", bitmap, zero, 0, True)
+        chunk = self._forms.chunk(bitmap, data)
+        self._chunks.append((chunk, len(data) == size))
+        return Named(chunk.id, bitmap, zero, chunk.length, chunk.zero)
 
     def _form(self, request: Encode) -> Encoded:
-        assert self._chunk is not None
-        form = self._chunk.form(request.stream, request.region, request.base)
+        chunk, whole = self._chunks[request.number]
+        assert chunk is not None
+        form = chunk.form(request.stream, request.region, request.base)
         lengths = None
-        if form.number != codec.RAW or not self._whole:
+        if form.number != codec.RAW or not whole:
             fill(self._out, form.parts)
             lengths = [len(part) for part in form.parts]
         damaged, self._damaged = self._damaged, []
@@ -125,7 +133,6 @@ def serve(control: socket.socket) -> None:
     Raises:
         PeerDied: It is.
     """
-    lower_priority()
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
     encoder: EncoderServer | None = None

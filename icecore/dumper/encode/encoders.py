@@ -11,18 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import NamedTuple
 
 from icecore.dumper.encode.protocol import (
     Answer,
+    Cell,
     Encode,
     Encoded,
     Failed,
     Load,
     Loaded,
+    Named,
     Open,
     Ready,
 )
-from icecore.dumper.memory.staging import Slot
 from icecore.events import Event, Sink
 from icecore.host.kernel import limits
 from icecore.host.rpc import packets
@@ -81,6 +83,7 @@ class Encoder(FamilyMember):
     def __init__(self, control: socket.socket, patience: float, order: Open) -> None:
         super().__init__(control, patience, Answer)
         self.pid = 0
+        self._packet = memoryview(bytearray(packets.PACKET))
         memory = os.memfd_create("icecore-encoder", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory, _ROOM)
@@ -89,29 +92,23 @@ class Encoder(FamilyMember):
         finally:
             os.close(memory)
 
-    def load(self, slot: Slot, size: int, bitmap: bytes, *, sparse: bool) -> Loaded:
-        """Have a cell read, and hashed.
-
-        Args:
-            slot: Where it is.
-            size: Bytes of its present pages.
-            bitmap: Which they are.
-            sparse: Drop pages of zeros.
+    def load(self, cells: list[Cell]) -> list[Named]:
+        """Have cells read and named, at most `ROOM_CELLS`.
 
         Raises:
             EncoderLost: See there.
         """
-        answer = self._answer(Load(slot.address, size, bitmap, sparse))
+        answer = self._answer(Load(cells))
         assert isinstance(answer, Loaded)
-        return answer
+        return answer.cells
 
-    def encode(self, stream: int, region: int, base: Candidate | None) -> Encoded:
-        """Have the last cell encoded; see `icecore.store.snapshot.forms.Chunk.form`.
+    def encode(self, number: int, stream: int, region: int, base: Candidate | None) -> Encoded:
+        """Have one of these cells encoded; see `icecore.store.snapshot.forms.Chunk.form`.
 
         Raises:
             EncoderLost: See there.
         """
-        answer = self._answer(Encode(stream, region, base))
+        answer = self._answer(Encode(number, stream, region, base))
         assert isinstance(answer, Encoded)
         return answer
 
@@ -119,6 +116,21 @@ class Encoder(FamilyMember):
         answer: Answer = self._ask(request)
         if isinstance(answer, Failed):
             raise EncoderLost(answer.why)
+        return answer
+
+    def _hear(self) -> Answer:
+        # An answer carries no descriptors and is short. Every system call costs a thread a wait for
+        # the interpreter.
+        try:
+            length = self._control.recv_into(self._packet)
+        except BlockingIOError as error:
+            raise self._failed(TimeoutError(*error.args)) from error
+        except ConnectionError:
+            length = 0
+        if not length:
+            ended = packets.PeerDied()
+            raise self._failed(ended) from ended
+        answer: Answer = self._decode(self._packet[:length])
         return answer
 
     def _begin(self, first: Answer) -> None:
@@ -131,12 +143,19 @@ class Encoder(FamilyMember):
         return EncoderLost(f"an encoder process gave no answer for {self._patience:.0f} s")
 
 
-class LoadedChunk(Chunk):
+class NamedCell(NamedTuple):
+    """A cell that an encoder has read; its number there."""
+
+    encoder: Encoder
+    number: int
+    named: Named
+
+
+class NamedChunk(Chunk):
     """A chunk that an encoder has read.
 
     Args:
-        encoder: It.
-        loaded: Its answer.
+        cell: The cell.
         data: The cell in this process, if all of its pages are data.
         own: Makes the same chunk in this process.
         emit: Gets ``store.base_damaged`` events.
@@ -147,18 +166,16 @@ class LoadedChunk(Chunk):
 
     def __init__(
         self,
-        encoder: Encoder,
-        loaded: Loaded,
+        cell: NamedCell,
         data: memoryview,
         own: Callable[[], Chunk],
         emit: Sink,
     ) -> None:
-        self.id = loaded.chunk
-        self.bitmap = loaded.data
-        self.length = loaded.length
+        self.id = cell.named.chunk
+        self.bitmap = cell.named.data
+        self.length = cell.named.length
         self.lost: EncoderLost | None = None
-        self._encoder = encoder
-        self._zeros = loaded.zeros
+        self._cell = cell
         self._data = data
         self._own = own
         self._emit = emit
@@ -166,12 +183,12 @@ class LoadedChunk(Chunk):
     @property
     def zero(self) -> bool:
         """See `Chunk`."""
-        return self._zeros
+        return self._cell.named.zeros
 
     def form(self, stream: int, region: int, base: Candidate | None) -> Form:
         """See `Chunk`."""
         try:
-            made = self._encoder.encode(stream, region, base)
+            made = self._cell.encoder.encode(self._cell.number, stream, region, base)
         except EncoderLost as error:
             self.lost = error
             return self._own().form(stream, region, base)
@@ -181,7 +198,7 @@ class LoadedChunk(Chunk):
             return Form(made.number, [self._data], self.length)
         parts, at = [], 0
         for length in made.lengths:
-            parts.append(self._encoder.form[at : at + length])
+            parts.append(self._cell.encoder.form[at : at + length])
             at += length
         return Form(made.number, parts, at, made.base)
 

@@ -1,17 +1,53 @@
 """The protocol between a dump and its encoders (`icecore.dumper.encode.encoder_process`).
 
 Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a cell from the dumper's
-memory and says which chunk it is (`Load`, `Loaded`). If that chunk has to be stored, it puts the
-chunk's form into memory that it shares with the dumper (`Encode`, `Encoded`), which writes it.
+memory, a few at once, and says which chunks they are (`Load`, `Loaded`). If a chunk has to be
+stored, it puts the chunk's form into memory that it shares with the dumper (`Encode`, `Encoded`),
+which writes it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from icecore.store.snapshot.bases import Candidate
+
+#: Cells that an encoder has room for.
+ROOM_CELLS = 4
+
+
+class Cell(NamedTuple):
+    """A cell in the dumper's memory.
+
+    Attributes:
+        address, size: Its present pages.
+        bitmap: Which they are.
+        sparse: Drop pages of zeros.
+    """
+
+    address: int
+    size: int
+    bitmap: bytes
+    sparse: bool
+
+
+class Named(NamedTuple):
+    """A cell that was read.
+
+    Attributes:
+        chunk: The chunk's id; empty if there are no data pages.
+        data, zero: The cell's bitmaps of data pages and of pages of zeros.
+        length: Bytes of the data pages.
+        zeros: Whether they are zero nevertheless.
+    """
+
+    chunk: bytes
+    data: bytes
+    zero: bytes
+    length: int
+    zeros: bool
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -35,23 +71,15 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read a cell.
+    """Read cells, at most `ROOM_CELLS`, in place of those before."""
 
-    Attributes:
-        address, size: The present pages in the dumper's memory.
-        bitmap: Which they are.
-        sparse: Drop pages of zeros.
-    """
-
-    address: int
-    size: int
-    bitmap: bytes
-    sparse: bool
+    cells: list[Cell]
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encode the cell that was read last; see `icecore.store.snapshot.forms.Chunk.form`."""
+    """Encode a cell, by its number in `Load`; see `icecore.store.snapshot.forms.Chunk.form`."""
 
+    number: int
     stream: int
     region: int
     base: Candidate | None
@@ -64,20 +92,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What was read.
+    """What was read, in the order of `Load`."""
 
-    Attributes:
-        chunk: The chunk's id; empty if there are no data pages.
-        data, zero: The cell's bitmaps of data pages and of pages of zeros.
-        length: Bytes of the data pages.
-        zeros: Whether they are zero nevertheless.
-    """
-
-    chunk: bytes
-    data: bytes
-    zero: bytes
-    length: int
-    zeros: bool
+    cells: list[Named]
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -6,8 +6,9 @@ there is room, else into pinned host memory. What finds no room at all is stored
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.pipeline import SpaceSink
 from icecore.dumper.memory.scan import ScanResult
 from icecore.dumper.memory.spaces import ScanContext, Scanned, SpaceCapture
+from icecore.dumper.memory.staging import ForeignSlot
 from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.errors import DumpFailed
 from icecore.events import Sink, phase
@@ -37,6 +39,10 @@ from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
 from icecore.host.resident.sharing import Shares, Taken
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.fingerprints import FINGERPRINT
+
+#: Cells of the host region from which copies on a GPU are stored, at most; and how many make that
+#: pay, because staging lets them go sooner.
+_MOST_PLACES, _LEAST_PLACES = 16 * RING, 4 * RING
 
 
 @dataclass
@@ -49,6 +55,41 @@ class CopiedProcess:
     sink: SpaceSink
     place: npt.NDArray[np.int64]
     device: list[str]
+
+
+class Places:
+    """Free places in the host region. Thread-safe.
+
+    Args:
+        free: Their offsets.
+
+    Attributes:
+        count: How many there are, free or not.
+    """
+
+    def __init__(self, free: Sequence[int]) -> None:
+        self.count = len(free)
+        self._free = list(free)
+        self._change = threading.Condition()
+
+    def take(self, count: int, check: Callable[[], None]) -> list[int]:
+        """Wait until so many are free, and return them.
+
+        Args:
+            check: Called now and then; raises when waiting has become pointless.
+        """
+        with self._change:
+            while len(self._free) < count:
+                check()
+                self._change.wait(1.0)
+            taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give_back(self, place: int) -> None:
+        """Return a place."""
+        with self._change:
+            self._free.append(place)
+            self._change.notify()
 
 
 class ResidentCopy:
@@ -91,6 +132,7 @@ class ResidentCopy:
         self._parent = parent
         self._emit = emit
         self.processes: list[CopiedProcess] = []
+        self._places: Places | None = None
 
     @property
     def devices(self) -> Mapping[str, Sequence[tuple[ProcessCells, AllocationCells]]]:
@@ -214,7 +256,7 @@ class ResidentCopy:
         aside = process.place[rows]
         through = rows[in_window | (aside >= ON_DEVICE)]
         for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
-            self._hand_on(process, row, int(process.place[row]))
+            self._hand_over(process, row, int(process.place[row]), lambda: None)
         pieces = process.cells.pieces
         firsts = [piece.first for piece in pieces]
         for device in dict.fromkeys(process.device):
@@ -225,10 +267,11 @@ class ResidentCopy:
                     (own.handle, (row - own.first) * CELL_BYTES)
                     for own, row in zip(owners, rows_there, strict=True)
                 ]
+                hand_on = partial(self._hand_on_of, process, rows_there)
+                fetch_through(self._worker, self._region, device, cells, hand_on)
             else:
                 cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
-            hand_on = partial(self._hand_on_of, process, rows_there)
-            fetch_through(self._worker, self._region, device, cells, hand_on)
+                self._fetch_aside(process, device, cells, rows_there)
 
     def _hand_on_of(
         self, process: CopiedProcess, rows: Sequence[int], number: int, place: int
@@ -237,11 +280,59 @@ class ResidentCopy:
 
     def _hand_on(self, process: CopiedProcess, row: int, place: int) -> None:
         assert self._region is not None
-        if self._context.stop.is_set():
-            raise DumpFailed("the dump was abandoned")
+        self._check()
         slot = self._context.staging.acquire()
         copy_cell(self._region, place, slot.address)
         process.sink.keep(row, slot)
+
+    def _fetch_aside(
+        self,
+        process: CopiedProcess,
+        device: str,
+        cells: Sequence[tuple[int, int]],
+        rows: Sequence[int],
+    ) -> None:
+        """Fetch copies from a GPU into free cells of the region, from which they are stored."""
+        assert self._region is not None
+        places = self._free_places()
+        if places.count < _LEAST_PLACES:
+            hand_on = partial(self._hand_on_of, process, rows)
+            fetch_through(self._worker, self._region, device, cells, hand_on)
+            return
+        done = 0
+        while done < len(cells):
+            to = places.take(min(RING, len(cells) - done), self._check)
+            some = cells[done : done + len(to)]
+            self._worker.finish(self._worker.fetch(device, some, to))
+            for row, place in zip(rows[done : done + len(to)], to, strict=True):
+                self._hand_over(process, row, place, partial(places.give_back, place))
+            done += len(to)
+
+    def _free_places(self) -> Places:
+        """Return the cells of the region that hold no copies; those that are being stored come back
+        later.
+        """
+        if self._places is None:
+            assert self._region is not None
+            every = np.concatenate([one.place for one in self.processes])
+            last = int(every[(every != NOWHERE) & (every < ON_DEVICE)].max(initial=0))
+            rest = range(max(RING, last // CELL_BYTES + 1), self._region.size // CELL_BYTES)
+            free = [*range(RING), *rest[: _MOST_PLACES - RING]]
+            self._places = Places([number * CELL_BYTES for number in free])
+        return self._places
+
+    def _hand_over(
+        self, process: CopiedProcess, row: int, place: int, over: Callable[[], None]
+    ) -> None:
+        """Hand a cell of the region to the pipeline, which stores it from there."""
+        assert self._region is not None
+        self._check()
+        address = self._region.address + place
+        process.sink.keep(row, ForeignSlot(self._region.cell(place), address, over))
+
+    def _check(self) -> None:
+        if self._context.stop.is_set():
+            raise DumpFailed("the dump was abandoned")
 
     def store(self) -> list[SpaceCapture]:
         """Hand everything that was copied aside to the pipeline and return the spaces.

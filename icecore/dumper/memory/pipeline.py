@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -18,8 +19,10 @@ from icecore.dumper.encode.encoders import (
     Encoder,
     EncoderLost,
     Encoders,
-    LoadedChunk,
+    NamedCell,
+    NamedChunk,
 )
+from icecore.dumper.encode.protocol import ROOM_CELLS, Cell
 from icecore.dumper.memory.background import lower_priority
 from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import ZERO, CellPlan
@@ -107,18 +110,26 @@ class SpaceSink:
         """Return the bytes of the cell of ``row``."""
         return int(self._plan.length[row])
 
+    def cell(self, row: int, slot: Slot) -> Cell | None:
+        """Return what an encoder has to read; None: so little that it does not pay."""
+        size = int(self._plan.length[row])
+        if size < _LEAST_CELL:
+            return None
+        sparse = bool(self._sparse[self._plan.region[row]])
+        return Cell(slot.address, size, self._plan.bitmap[row].tobytes(), sparse)
+
     def store(
         self,
         row: int,
         slot: Slot,
         scratch: npt.NDArray[np.uint8],
         writer: CellStore,
-        encoder: Encoder | None = None,
+        read: NamedCell | None = None,
     ) -> None:
         """Encode and store one cell. The pipeline's threads call this.
 
         Args:
-            encoder: Encodes it.
+            read: The cell, if an encoder has read it.
 
         Raises:
             EncoderLost: The cell is stored, but without the encoder.
@@ -128,10 +139,9 @@ class SpaceSink:
         bitmap, whole = plan.bitmap[row], slot.view(0, int(plan.length[row]))
         candidate = int(self._candidates[row])
         previous = self._known.record[candidate] if candidate >= 0 else None
-        sparse = bool(self._sparse[region])
 
         def split() -> tuple[bytes, bytes, memoryview]:
-            if sparse:
+            if self._sparse[region]:
                 return without_zero_pages(bitmap, whole, scratch)
             return bitmap.tobytes(), NO_PAGES, whole
 
@@ -139,27 +149,18 @@ class SpaceSink:
             data_bitmap, _, data = split()
             return writer.chunk(data_bitmap, data)
 
-        lost = None
-        if encoder is not None and len(whole) >= _LEAST_CELL:
-            try:
-                loaded = encoder.load(slot, len(whole), bitmap.tobytes(), sparse=sparse)
-            except EncoderLost as error:
-                lost = error
-            else:
-                if loaded.length:
-                    chunk = LoadedChunk(encoder, loaded, whole, own, self._pipeline.emit)
-                    self.records[row] = writer.store_chunk(
-                        stream, cell, loaded.zero, chunk, previous, region=region
-                    )
-                    if chunk.lost is not None:
-                        raise chunk.lost
-                    return
-        data_bitmap, zero_bitmap, data = split()
-        self.records[row] = writer.store_cell(
-            stream, cell, data_bitmap, zero_bitmap, data, previous, region=region
+        if read is None or not read.named.length:
+            data_bitmap, zero_bitmap, data = split()
+            self.records[row] = writer.store_cell(
+                stream, cell, data_bitmap, zero_bitmap, data, previous, region=region
+            )
+            return
+        chunk = NamedChunk(read, whole, own, self._pipeline.emit)
+        self.records[row] = writer.store_chunk(
+            stream, cell, read.named.zero, chunk, previous, region=region
         )
-        if lost is not None:
-            raise lost
+        if chunk.lost is not None:
+            raise chunk.lost
 
     def zeros(self, rows: npt.NDArray[np.int64]) -> None:
         """Record cells that hold only zeros. ``rows`` i8[n]: as for `unchanged`."""
@@ -175,6 +176,10 @@ class SpaceSink:
         same = np.flatnonzero(rows >= 0)
         self.records[same] = self._known.record[rows[same]]
         self.records["cell"][same] = self._plan.cell[same]
+
+
+#: A cell in a slot, and where its record goes.
+Item = tuple[SpaceSink, int, Slot]
 
 
 class Pipeline:
@@ -206,7 +211,7 @@ class Pipeline:
         self._budget = budget or CpuBudget()
         self._writer = writer
         self._staging = staging
-        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         #: Cells that are queued or being stored.
         self._pending = 0
         self._change = threading.Condition()
@@ -282,33 +287,81 @@ class Pipeline:
     def _run(self, encoder: Encoder | None = None) -> None:
         lower_priority()  # the job runs whenever the gate is open
         scratch = np.empty(CELL_BYTES, np.uint8)
-        lost = False
+        usable = True
         while (item := self._queue.get()) is not None:
             self._gate.wait()
-            if encoder is None and not lost:
+            if encoder is None and usable:
                 encoder = self._find_encoder()
-            sink, row, slot = item
-            try:
+            items: list[Item] = [item]
+            read: list[NamedCell | None] = [None]
+            if encoder is not None:
+                items += self._more()
                 try:
-                    if self._failure is None:
-                        try:
-                            sink.store(row, slot, scratch, self._writer, encoder)
-                        except EncoderLost as error:
-                            encoder, lost = None, True
-                            self.emit(Event("dump.encoder_lost", {"error": str(error)}))
-                        self._stored += sink.length(row)  # about: another thread may add, too
-                        self._advance(sink.length(row))
-                finally:
-                    self._staging.release(slot)
-                self._budget.pause()
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-                self._failure = self._failure or error
-                self._staging.abandon(error)
+                    read = self._read(items, encoder)
+                except EncoderLost as error:
+                    read, usable = [None] * len(items), self._lose(error)
+            for one, cell in zip(items, read, strict=True):
+                try:
+                    self._store(one, cell if usable else None, scratch)
+                except EncoderLost as error:
+                    usable = self._lose(error)
+            if not usable:
+                encoder = None
+
+    def _more(self) -> list[Item]:
+        """Return some more items for one encoder, if there are many."""
+        more: list[Item] = []
+        while len(more) < ROOM_CELLS - 1 and self._queue.qsize() > 2 * len(self._threads):
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if item is None:
+                self._queue.put(None)  # for another thread, or for this one
+                break
+            more.append(item)
+        return more
+
+    def _read(self, items: Sequence[Item], encoder: Encoder) -> list[NamedCell | None]:
+        """Have an encoder read cells; return what it has read."""
+        cells = [sink.cell(row, slot) for sink, row, slot in items]
+        wanted = [cell for cell in cells if cell is not None]
+        if not wanted or self._failure is not None:
+            return [None] * len(items)
+        named = iter(enumerate(encoder.load(wanted)))
+        return [NamedCell(encoder, *next(named)) if cell is not None else None for cell in cells]
+
+    def _lose(self, error: EncoderLost) -> bool:
+        """Report that a thread has lost its encoder, and does without. Return False."""
+        self.emit(Event("dump.encoder_lost", {"error": str(error)}))
+        return False
+
+    def _store(self, item: Item, read: NamedCell | None, scratch: npt.NDArray[np.uint8]) -> None:
+        """Store one cell, unless an earlier one failed.
+
+        Raises:
+            EncoderLost: It is stored, but without the encoder.
+        """
+        sink, row, slot = item
+        try:
+            try:
+                if self._failure is None:
+                    self._stored += sink.length(row)  # about: another thread may add, too
+                    sink.store(row, slot, scratch, self._writer, read)
             finally:
-                with self._change:
-                    self._pending -= 1
-                    if not self._pending or self._failure is not None:
-                        self._change.notify_all()
+                self._staging.release(slot)
+                self._advance(sink.length(row))
+            self._budget.pause()
+        except EncoderLost:
+            raise
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            self._failure = self._failure or error
+            self._staging.abandon(error)
+        finally:
+            with self._change:
+                self._pending -= 1
+                if not self._pending or self._failure is not None:
+                    self._change.notify_all()
 
     def _find_encoder(self) -> Encoder | None:
         """Return an encoder if there is one for this thread. Start them, and threads for the rest

@@ -71,6 +71,26 @@ class PackedSlot(Slot):
         self.pack = pack
 
 
+class ForeignSlot(Slot):
+    """A cell that waits elsewhere in this process's memory.
+
+    Args:
+        memory: It.
+        address: Its address.
+        over: Called when it is released.
+    """
+
+    __slots__ = ("over",)
+
+    def __init__(self, memory: memoryview, address: int, over: Callable[[], None]) -> None:
+        super().__init__(memory, address, len(memory))
+        self.over = over
+
+    def view(self, start: int = 0, stop: int | None = None) -> memoryview:
+        """Return the data from ``start`` to ``stop``."""
+        return self._whole[start:stop]
+
+
 class Pack:
     """A slot full of small cells, free again once it is closed and all of them are released."""
 
@@ -218,6 +238,9 @@ class Staging:
 
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
+        if isinstance(slot, ForeignSlot):
+            slot.over()
+            return
         if isinstance(slot, PackedSlot):
             if not slot.pack.drop():
                 return

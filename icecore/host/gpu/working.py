@@ -55,6 +55,7 @@ class HostRegion:
         os.ftruncate(self.descriptor, size)
         self._mapping = mmap.mmap(self.descriptor, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._view = memoryview(self._mapping)
 
     def prefault(self) -> None:
         """Fault its memory in now, not in a window."""
@@ -69,6 +70,10 @@ class HostRegion:
 
         with ThreadPoolExecutor(min(_PREFAULT_THREADS, os.cpu_count() or 1), "prefault") as pool:
             list(pool.map(some, range(0, self.size, _PREFAULT)))
+
+    def cell(self, place: int) -> memoryview:
+        """Return a cell's memory."""
+        return self._view[place : place + CELL]
 
     def close(self) -> None:
         """Let go of it. Nothing may use `address` any more."""

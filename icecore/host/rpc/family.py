@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -104,7 +105,11 @@ class FamilyMember(ABC):
     """
 
     def __init__(self, control: socket.socket, patience: float, answers: Any) -> None:
-        control.settimeout(patience)
+        # The kernel's time-outs: with Python's, each call would be two.
+        limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
+        control.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            control.setsockopt(socket.SOL_SOCKET, option, limit)
         self._control = control
         self._patience = patience
         self._encode = msgspec.msgpack.Encoder().encode
@@ -150,8 +155,10 @@ class FamilyMember(ABC):
     def _send(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         try:
             packets.send(self._control, self._encode(request), descriptors)
-        except (packets.PeerDied, TimeoutError) as error:
+        except packets.PeerDied as error:
             raise self._failed(error) from error
+        except BlockingIOError as error:
+            raise self._failed(TimeoutError(*error.args)) from error
 
     def _ask(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> Any:
         self.wait_ready()
@@ -161,8 +168,10 @@ class FamilyMember(ABC):
     def _hear(self) -> Any:
         try:
             data, _ = packets.receive(self._control)
-        except (packets.PeerDied, TimeoutError) as error:
+        except packets.PeerDied as error:
             raise self._failed(error) from error
+        except BlockingIOError as error:
+            raise self._failed(TimeoutError(*error.args)) from error
         return self._decode(data)
 
     @abstractmethod
