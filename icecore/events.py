@@ -75,7 +75,10 @@ class Phase:
         than before.
         """
         now = time.monotonic()
-        with self._lock:
+        # A thread does not wait for another one that reports.
+        if now - self._told < _PROGRESS_SECONDS or not self._lock.acquire(blocking=False):
+            return
+        try:
             if self._over or now - self._told < _PROGRESS_SECONDS or done < self._furthest:
                 return
             self._told, self._furthest = now, done
@@ -85,6 +88,8 @@ class Phase:
                     {"state": "progress", **self._about, "bytes": min(done, total), "total": total},
                 )
             )
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Report no more progress: the event of the end is the last one."""

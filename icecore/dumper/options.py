@@ -41,8 +41,9 @@ class DumpOptions:
         tcp: Old name of ``connections``; empty: not given.
         tags: Free tags of the snapshot.
         pinned: Never forget this snapshot by policy.
-        encoders: Processes that encode, if the repository is a directory. 0: one per core, up to 16,
-            on machines with five cores or more, once half a gigabyte is stored and more is waiting.
+        encoders: Processes that encode in place of threads, if the repository is a directory. 0: five
+            for each eight cores, up to 16, on machines with five cores or more, once half a
+            gigabyte is stored and more is waiting.
         scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
             (eight, if scanning needs the interpreter) and four.
         background_cpu: Share of the cores that scanning and storing may use while the job runs, at

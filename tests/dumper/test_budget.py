@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -154,6 +156,20 @@ def test_the_threads_of_a_calling_program_do_not_count() -> None:
     other.join(_WAIT)
     assert all_of_it - own >= 0.29
     assert read() >= began  # a thread that has ended keeps what it had used
+
+
+def test_a_process_that_is_added_counts_from_its_beginning() -> None:
+    read = OwnSeconds()
+    code = "import time\nwhile time.process_time() < 0.2: pass\nprint(1, flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as busy:
+        assert busy.stdin is not None and busy.stdout is not None
+        assert busy.stdout.readline() == b"1\n"
+        own = read() - time.process_time()
+        read.add(busy.pid)
+        assert read() - time.process_time() >= own + 0.19
+        busy.stdin.close()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), 1e-6, 1e-14, 0.0099])

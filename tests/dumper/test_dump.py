@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from icecore.dumper.dump import DumpResult, dump
+from icecore.dumper.encode.encoders import Encoder
+from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.stopping import StopRequest
 from icecore.dumper.target import Target
@@ -114,6 +116,28 @@ def test_every_page_is_recorded(name: str, start: Start, store: Store) -> None:
     driving.wait_progress(running.state_dir)
     driving.ask_finish(running.program, running.state_dir)
     assert driving.wait_finished(running.program, running.state_dir).passed
+
+
+def test_every_page_is_recorded_by_encoders(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pre-copy waits for them here, so that they encode whatever the machine is doing."""
+    find = Pipeline._find_encoder
+
+    def wait_and_find(pipeline: Pipeline) -> Encoder | None:
+        found = find(pipeline)
+        return found or (pipeline._encoders.wait() if pipeline._encoders else None)
+
+    monkeypatch.setattr(Pipeline, "_find_encoder", wait_and_find)
+    running = start("memory-pattern", "--mib", "200")
+    for _ in range(2):
+        still, events = watching(running.pid)
+        result = store.dump(running.pid, DumpOptions(encoders=2, pre_copy="on"), events=events)
+        assert assert_same_memory(store.read(result.snapshot), still) * PAGE > 100 << 20
+        assert no_complaint(events) and "dump.encoder_lost" not in events.names()
+        (_, *_, end) = events.named("dump.store")
+        assert end.fields["encoders"] == 2
+    driving.wait_progress(running.state_dir)
 
 
 @pytest.mark.parametrize("moment", ["at first", "dump.precopy", "dump.criu"])

@@ -262,7 +262,13 @@ def test_a_dump_that_fails_ends_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "memory", "count"),
-    [(4, 64 << 30, 0), (5, 64 << 30, 5), (200, 64 << 30, 16), (16, 256 << 20, 4)],
+    [
+        (4, 64 << 30, 0),
+        (5, 64 << 30, 3),
+        (16, 64 << 30, 10),
+        (200, 64 << 30, 16),
+        (16, 256 << 20, 4),
+    ],
 )
 def test_how_many_pay(cores: int, memory: int, count: int) -> None:
     assert encoders_for(cores, memory) == count

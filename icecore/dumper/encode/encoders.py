@@ -40,7 +40,7 @@ from icecore.store.snapshot.trial import Objective
 #: Bytes that threads have stored before encoders pay: they take a quarter of a second of CPU time
 #: to start, and a few hundredths each.
 PAYS_BYTES = 512 << 20
-#: With fewer cores, threads are as fast.
+#: With fewer cores, threads are as fast; of more, the job and the writing threads need some.
 _LEAST_CORES = 5
 _MOST = 16
 #: What an encoder takes.
@@ -60,7 +60,7 @@ def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
     """
     cores = cores or os.cpu_count() or 1
     memory = limits.memory_available() // 8 if memory is None else memory
-    return 0 if cores < _LEAST_CORES else min(cores, _MOST, memory // _BYTES)
+    return 0 if cores < _LEAST_CORES else min(cores * 5 // 8, _MOST, memory // _BYTES)
 
 
 class EncoderLost(Exception):
