@@ -228,6 +228,11 @@ class Lab:
             changed=result.sizes.changed,
             stored=result.sizes.stored,
             copied=copied,
+            encoders=[
+                event.fields["encoders"]
+                for event in events
+                if event.name == "dump.store" and event.fields.get("state") == "end"
+            ],
             early={
                 key: event.fields.get(key)
                 for event in events

@@ -86,6 +86,26 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
         lab.kill(other)
 
 
+def test_what_encoders_store(lab: Lab) -> None:
+    """They read copies of device memory where these lie."""
+    needs(1, "torch")
+    about = ("--width", "2048", "--ballast", "3")
+    wanted = reference(lab.folder, *about, steps=800)
+    out = lab.folder / "losses"
+    pid = lab.plain(TRAIN, "--out", str(out), *_PAUSE, *about, environment=lab.resident())
+    wait_lines(out, 20, lab.logs)
+    snapshots = []
+    for _ in range(3):
+        snapshots.append(lab.dump(pid, encoders=6).snapshot)
+        same(wait_lines(out, len(lines(out)) + 20, lab.logs), wanted)
+    assert [row["encoders"] for row in lab.rows] == [[6]] * 3
+    lab.kill(pid)
+    for snapshot, mode in zip(reversed(snapshots), ("full", "lazy", "full"), strict=True):
+        restored = lab.restore(snapshot, mode=mode)
+        same(wait_lines(out, len(lines(out)) + 30, lab.logs), wanted)
+        lab.kill(restored.pid)
+
+
 def test_memory_that_stayed(tmp_path: Path) -> None:
     needs(1, "torch")
     made = Resident(tmp_path, 2.0)
