@@ -559,6 +559,22 @@ def test_an_instance_that_is_being_removed(registry: Registry, directory: Path) 
     job.trim_logs(lambda event: pytest.fail(event.name))
 
 
+def test_a_sweep_ends_when_it_is_told_to(registry: Registry) -> None:
+    jobs = [registry.start(["true"], name=f"job{n}", log_limit=64 * KIB) for n in range(3)]
+    for job in jobs:
+        job.wait(10)
+        append(job.log_path("stdout"), b"x" * MIB)
+    asked: list[bool] = []
+
+    def over() -> bool:
+        asked.append(len(asked) == 2)
+        return asked[-1]
+
+    registry.trim_logs(over)
+    trimmed = [bool(read_starts(job.directory)) for job in registry.instances()]
+    assert trimmed == [True, True, False] and asked == [False, False, True]
+
+
 # -- with snapshots
 
 

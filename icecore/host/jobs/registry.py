@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -312,9 +312,15 @@ class Registry:
             if job.group is not None and job.alive and freezer.thaw_left(job.group):
                 self._emit(Event("job.thawed", {"job": job.name, "instance": job.instance}))
 
-    def trim_logs(self) -> None:
-        """Trim the logs of all instances (`Job.trim_logs`)."""
+    def trim_logs(self, over: Callable[[], bool] = lambda: False) -> None:
+        """Trim the logs of all instances (`Job.trim_logs`).
+
+        Args:
+            over: Whether to leave the rest, asked before each.
+        """
         for job in self.instances():
+            if over():
+                return
             job.trim_logs(self._emit)
 
     def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import stat
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,7 +98,8 @@ async def _serve_on(
             )
         )
         emit(Event("serve.listening", {"at": _name(one), "tls": tls is not None}))
-    others = [asyncio.create_task(one) for one in (_beat(), _tend(service), _trim(service))]
+    upkeep = (_beat(), _tend(service, emit), _trim(service, emit))
+    others = [asyncio.create_task(one) for one in upkeep]
     notify("READY=1")
     try:
         await stop.wait()
@@ -312,18 +313,30 @@ async def _beat() -> None:
         await asyncio.sleep(int(microseconds) / 2e6)
 
 
-async def _tend(service: Service) -> None:
+async def _tend(service: Service, emit: Sink) -> None:
     """Now and every minute, thaw jobs that killed dumps left frozen, and return the C library's
     free memory to the system.
     """
-    while True:
+
+    async def tend() -> None:
         await service.thaw_left()
         await service.locally(return_free_memory)
-        await asyncio.sleep(_TEND_SECONDS)
+
+    await _regularly("tend", tend, _TEND_SECONDS, emit)
 
 
-async def _trim(service: Service) -> None:
+async def _trim(service: Service, emit: Sink) -> None:
     """Trim the logs of all jobs, now and every few seconds."""
+    await _regularly("trim", service.trim_logs, _TRIM_SECONDS, emit)
+
+
+async def _regularly(
+    what: str, work: Callable[[], Awaitable[object]], seconds: float, emit: Sink
+) -> None:
+    """Do some work now and every ``seconds``. If it fails, report it, and go on."""
     while True:
-        await service.trim_logs()
-        await asyncio.sleep(_TRIM_SECONDS)
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001 - the service must not lose its upkeep
+            emit(Event("serve.upkeep_failed", {"what": what, "error": repr(error)}))
+        await asyncio.sleep(seconds)

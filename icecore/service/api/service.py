@@ -212,7 +212,7 @@ class Service:
     async def trim_logs(self) -> None:
         """Trim the logs of all jobs to their limits."""
         with suppress(IcecoreError, OSError):  # as in `thaw_left`
-            await self.locally(self.registry.trim_logs)
+            await self.locally(self.registry.trim_logs, lambda: self.stopping)
 
     async def stored(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run what may wait for a repository in a thread, some calls of one caller at a time.

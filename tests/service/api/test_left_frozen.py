@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from icecore.events import discard
 from icecore.host.jobs.job import Job
 from icecore.host.kernel import freezer, frozen
 from icecore.service.api import server
@@ -91,7 +92,7 @@ def test_a_job_is_thawed_in_time_and_not_while_its_guard_lives(
 
     async def test() -> None:
         leave_frozen(group, guard)
-        tending = asyncio.create_task(server._tend(node.service))
+        tending = asyncio.create_task(server._tend(node.service, discard))
         try:
             assert not await thawed(group, 1.0)
             guard.kill()

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from icecore.errors import Denied
+from icecore.events import Event
 from icecore.host.jobs import log_trimming
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.logs import LogPiece, Stream
@@ -166,15 +167,18 @@ def test_what_was_removed_of_a_log_is_told_and_counts(node: Node, go: Go) -> Non
 def test_the_service_trims_logs_in_a_thread(
     node: Node, process: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Now and every few seconds; those of jobs that have ended, too."""
+    """Now and every few seconds, whatever goes wrong; those of jobs that have ended, too."""
     monkeypatch.setattr(server, "_TRIM_SECONDS", 0.05)
     jobs = [
         make_job(node.state, name, ALICE, pid=pid, log_limit=1 << 16)
         for name, pid in (("long", process), ("over", 0))
     ]
-    trim, threads = log_trimming.trim, set[threading.Thread]()
+    trim, threads, events = log_trimming.trim, set[threading.Thread](), list[Event]()
 
     def told(directory: Path, limit: int, most: int) -> None:
+        if not threads:
+            threads.add(threading.current_thread())
+            raise ValueError("as planned")
         threads.add(threading.current_thread())
         trim(directory, limit, most)
 
@@ -184,7 +188,7 @@ def test_the_service_trims_logs_in_a_thread(
         return {log_trimming.read_starts(job.directory).get("stdout", 0) for job in jobs}
 
     async def test() -> None:
-        trimming = asyncio.create_task(server._trim(node.service))
+        trimming = asyncio.create_task(server._trim(node.service, events.append))
         try:
             for size in (1 << 20, 2 << 20):
                 for job in jobs:
@@ -200,6 +204,9 @@ def test_the_service_trims_logs_in_a_thread(
 
     asyncio.run(test())
     assert threads and threading.main_thread() not in threads
+    assert [event.fields for event in events] == [
+        {"what": "trim", "error": "ValueError('as planned')"}
+    ]
 
 
 def test_a_log_is_followed(node: Node, go: Go) -> None:
