@@ -20,7 +20,6 @@ import msgspec
 import pytest
 
 from icecore.errors import Denied
-from icecore.events import Event
 from icecore.host.jobs import log_trimming
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.logs import LogPiece, Stream
@@ -173,7 +172,7 @@ def test_the_service_trims_logs_in_a_thread(
         make_job(node.state, name, ALICE, pid=pid, log_limit=1 << 16)
         for name, pid in (("long", process), ("over", 0))
     ]
-    trim, threads, events = log_trimming.trim, set[threading.Thread](), list[Event]()
+    trim, threads, events = log_trimming.trim, set[threading.Thread](), list[Any]()
 
     def told(directory: Path, limit: int, most: int) -> None:
         if not threads:
