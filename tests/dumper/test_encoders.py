@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from icecore.dumper.encode.encoders import Encoders, encoders_for
+from icecore.dumper.encode.encoders import Encoder, Encoders, encoders_for
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline
@@ -249,6 +249,57 @@ def test_they_are_started_once_much_is_stored(
                 content.store(pipeline, staging, KnownCells.none())
             assert encoders.begun == 3
             assert len(pipeline._threads) == 3
+
+
+def test_a_machine_without_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("icecore.dumper.encode.encoders.os.memfd_create", full)
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place) as (writer, staging, pipeline, encoders):
+            records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+            family = encoders._family
+        check(place, snapshot, content)
+        assert family is not None and not family.alive
+        ((name, error),) = reported(place)
+        assert name == "dump.encoder_lost" and "Cannot allocate memory" in error
+
+
+def test_an_encoder_that_answers_nonsense_fails_the_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not leave it waiting for the cells that its thread had taken."""
+
+    def nonsense(self: Encoder, cells: object) -> object:
+        raise ValueError("as planned")
+
+    monkeypatch.setattr(Encoder, "load", nonsense)
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with (
+            pytest.raises(ValueError, match="as planned"),
+            storing(place) as (_, staging, pipeline, encoders),
+        ):
+            begin(encoders)
+            content.store(pipeline, staging, KnownCells.none())
+
+
+def test_a_closed_gate_with_few_slots(tmp_path: Path) -> None:
+    """Cells that threads have taken but wait with do not keep the scan from slots for ever."""
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place) as (writer, _, pipeline, encoders), Staging(1, 1) as few:
+            begin(encoders)
+            pipeline._staging = few
+            few.when_empty = pipeline._spill
+            pipeline.close_gate()
+            records = content.store(pipeline, few, KnownCells.none())
+            assert pipeline.spilled and few.capacity < _CELLS
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
 
 
 def test_a_dump_that_fails_ends_them(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ _LEAST_CORES = 5
 _MOST = 16
 #: What an encoder takes.
 _BYTES = 64 << 20
+_PROGRAM = "icecore.dumper.encode.encoder_process"
 _ROOM = CELL_BYTES + MAX_OVERHEAD
 _PATIENCE_SECONDS = 60.0
 _END_SECONDS = 5.0
@@ -232,6 +233,7 @@ class Encoders:
         self._objective = objective
         self._note_begun = begun
         self._change = threading.Lock()
+        self._tried = False
         self._family: Family | None = None
         self._all: list[Encoder] = []
         self._free: list[Encoder] = []
@@ -245,17 +247,21 @@ class Encoders:
     @property
     def started(self) -> bool:
         """Whether `start` was called."""
-        return self._family is not None
+        return self._tried
 
     def start(self) -> bool:
         """Start them, once. They load in the background.
 
         Returns:
             False if they were started before.
+
+        Raises:
+            EncoderLost: The machine has no room for them.
         """
         with self._change:
-            if self._family is not None or self._closing:
+            if self._tried or self._closing:
                 return False
+            self._tried = True
             backend, key = self._repository.backend, self._repository.keys.chunk
             order = Open(
                 backend.folder,
@@ -266,9 +272,14 @@ class Encoders:
                 self._objective.link,
                 self._objective.cores,
             )
-            family = Family("icecore.dumper.encode.encoder_process", str(os.getpid()), self.count)
-            self._family = family
-            self._all = [Encoder(own, _PATIENCE_SECONDS, order) for own in family.sockets]
+            try:
+                self._family = Family(_PROGRAM, str(os.getpid()), self.count)
+                for own in self._family.sockets:
+                    self._all.append(Encoder(own, _PATIENCE_SECONDS, order))
+            except (OSError, EncoderLost) as error:
+                if self._family is not None:
+                    self._family.kill()
+                raise EncoderLost(f"encoders cannot be started: {error}") from error
             self._free = list(self._all)
         return True
 

@@ -255,10 +255,10 @@ class Pipeline:
             self._spill()
 
     def _spill(self) -> None:
-        """Open the gate if anything waits behind it. If nothing does, the scan threads hold the
-        remaining slots and have not handed any on.
+        """Open the gate if anything waits behind it, in the queue or with a thread. If nothing does,
+        the scan threads hold the remaining slots and have not handed any on.
         """
-        if not self._gate.is_set() and not self._queue.empty():
+        if not self._gate.is_set() and self._pending:
             self.spilled = True
             self._gate.set()
 
@@ -290,17 +290,21 @@ class Pipeline:
         usable = True
         while (item := self._queue.get()) is not None:
             self._gate.wait()
-            if encoder is None and usable:
-                encoder = self._find_encoder()
             items: list[Item] = [item]
             read: list[NamedCell | None] = [None]
-            if encoder is not None:
-                items += self._more()
-                try:
+            try:
+                if encoder is None and usable:
+                    encoder = self._find_encoder()
+                if encoder is not None:
+                    items += self._more()
+                    read = [None] * len(items)
                     read = self._read(items, encoder)
-                except EncoderLost as error:
-                    read, usable = [None] * len(items), self._lose(error)
+            except EncoderLost as error:
+                usable = self._lose(error)
+            except BaseException as error:  # noqa: BLE001 - the items are released below
+                self._fail(error)
             for one, cell in zip(items, read, strict=True):
+                self._gate.wait()
                 try:
                     self._store(one, cell if usable else None, scratch)
                 except EncoderLost as error:
@@ -355,17 +359,23 @@ class Pipeline:
         except EncoderLost:
             raise
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            self._failure = self._failure or error
-            self._staging.abandon(error)
+            self._fail(error)
         finally:
             with self._change:
                 self._pending -= 1
                 if not self._pending or self._failure is not None:
                     self._change.notify_all()
 
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._staging.abandon(error)
+
     def _find_encoder(self) -> Encoder | None:
         """Return an encoder if there is one for this thread. Start them, and threads for the rest
         of them, once the threads have stored much and more is waiting.
+
+        Raises:
+            EncoderLost: They cannot be started.
         """
         encoders = self._encoders
         if encoders is None:
