@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from icecore.dumper.encode.encoders import Encoder, Encoders, encoders_for
+from icecore.dumper.encode.encoders import Encoder, EncoderLost, Encoders, encoders_for
+from icecore.dumper.encode.protocol import Cell
+from icecore.dumper.gpu.resident_copy import Places
+from icecore.dumper.memory.background import NICE
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline
@@ -194,11 +198,11 @@ def test_one_that_ends_between_its_two_answers_loses_nothing(tmp_path: Path) -> 
         with storing(place, count=1) as (writer, staging, pipeline, encoders):
             begin(encoders)
             (encoder,) = encoders._all
-            claim = writer._claim
+            claim, left = writer._claim, [encoder.pid]
 
             def end_and_claim(*words: object) -> object:
-                if Path(f"/proc/{encoder.pid}").exists():
-                    os.kill(encoder.pid, signal.SIGKILL)
+                if left:
+                    os.kill(left.pop(), signal.SIGKILL)
                 return claim(*words)  # type: ignore[arg-type]
 
             writer._claim = end_and_claim  # type: ignore[method-assign,assignment]
@@ -249,6 +253,93 @@ def test_they_are_started_once_much_is_stored(
                 content.store(pipeline, staging, KnownCells.none())
             assert encoders.begun == 3
             assert len(pipeline._threads) == 3
+            nice = {os.getpriority(os.PRIO_PROCESS, t.native_id or 0) for t in pipeline._threads}
+            nice |= {os.getpriority(os.PRIO_PROCESS, encoder.pid) for encoder in encoders._all}
+            assert nice == {os.getpriority(os.PRIO_PROCESS, 0) + NICE}
+
+
+def test_an_encoder_that_hangs_costs_its_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("icecore.dumper.encode.encoders._PATIENCE_SECONDS", 1.5)
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=2) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            pids = [encoder.pid for encoder in encoders._all]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+            for pid in pids:  # else the end would wait for them, and kill them
+                os.kill(pid, signal.SIGCONT)
+        check(place, snapshot, content)
+        assert set(reported(place)) == {
+            ("dump.encoder_lost", "an encoder process gave no answer for 2 s")
+        }
+
+
+def test_one_that_may_not_read_the_dumpers_memory(tmp_path: Path) -> None:
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            (encoder,) = encoders._all
+            with pytest.raises(EncoderLost, match="read -1 of 4096 bytes"):
+                encoder.load([Cell(1 << 20, 4096, bytes(32), False)])
+            records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+
+
+def test_a_sink_that_fails_leaves_no_dump_waiting(tmp_path: Path) -> None:
+    def refuse(event: object) -> None:
+        raise RuntimeError("as planned")
+
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with (
+            pytest.raises(RuntimeError, match="as planned"),
+            storing(place, count=1) as (_, staging, pipeline, encoders),
+        ):
+            begin(encoders)
+            pipeline.emit = refuse
+            os.kill(encoders._all[0].pid, signal.SIGKILL)
+            content.store(pipeline, staging, KnownCells.none())
+
+
+def test_a_machine_without_room_for_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place) as (writer, staging, pipeline, _):
+
+            class Full(threading.Thread):
+                def start(self) -> None:
+                    raise RuntimeError("can't start new thread")
+
+            monkeypatch.setattr("icecore.dumper.memory.pipeline.threading.Thread", Full)
+            records = content.store(pipeline, staging, KnownCells.none())
+            monkeypatch.undo()
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        assert reported(place) == [
+            ("dump.encoder_lost", "no thread for an encoder: can't start new thread")
+        ]
+
+
+def test_places_come_back() -> None:
+    places = Places([0, 1, 2])
+    assert places.take(2, lambda: None) == [0, 1]
+    threading.Timer(0.05, places.give_back, [1]).start()
+    assert places.take(2, lambda: None) == [2, 1]
+
+    def check() -> None:
+        raise RuntimeError("as planned")
+
+    with pytest.raises(RuntimeError):
+        places.take(1, check)
 
 
 def test_a_machine_without_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +399,11 @@ def test_a_dump_that_fails_ends_them(tmp_path: Path) -> None:
             begin(encoders)
             pids = descendants(encoders._family.pid)  # type: ignore[union-attr]
             raise RuntimeError("as planned")
-        assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert pids
+        until = time.monotonic() + _WAIT  # they were killed
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(
     def prepared(self: Resident, by_device: Any) -> ResidentFill:
         fill = fill_of(self, by_device)
         assert self._placers is not None
-        firsts.append(self._placers._process.pid)  # those of host memory may end meanwhile
+        firsts.append(self._placers._family.pid)  # those of host memory may end meanwhile
         for placer in self._placers.all:
             placer.wait_ready()  # else the restorer does its work
         return fill
@@ -394,7 +394,7 @@ def test_placers_that_are_killed(
         [placers] = made
         # The restorer does the work of a placer that is not ready itself.
         until(lambda: all(placer.ready for placer in placers.all))
-        first = placers._process.pid
+        first = placers._family.pid
         *others, last = children(first)
         if who == "one":  # the others leave work to it
             send(signal.SIGSTOP, others)

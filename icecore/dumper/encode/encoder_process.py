@@ -69,8 +69,8 @@ class EncoderServer:
         )
         with open(memory, "rb") as file:
             self._out = memoryview(mmap.mmap(memory, os.fstat(file.fileno()).st_size))
-        self._rooms = [HugeBuffer(CELL_BYTES) for _ in range(ROOM_CELLS)]
-        self._scratch = [HugeBuffer(CELL_BYTES).array for _ in range(ROOM_CELLS)]
+        self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
+        self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
         #: The cells that were read, and whether each is whole in the dumper's memory, too.
         self._chunks: list[tuple[OwnChunk | None, bool]] = []
 
@@ -92,12 +92,15 @@ class EncoderServer:
         return Loaded([self._name(number, cell) for number, cell in enumerate(request.cells)])
 
     def _name(self, number: int, cell: Cell) -> Named:
-        room, size = self._rooms[number], cell.size
+        at, size = number * CELL_BYTES, cell.size
+        here = (ctypes.c_uint64 * 2)(self._rooms.address + at, CELL_BYTES)
         there = (ctypes.c_uint64 * 2)(cell.address, size)
-        read = libc.process_vm_readv(self._pid, room.iovec, 1, ctypes.addressof(there), 1, 0)
+        read = libc.process_vm_readv(
+            self._pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0
+        )
         if read != size:
             raise OSError(ctypes.get_errno(), f"read {read} of {size} bytes of {self._pid}")
-        bitmap, zero, data = cell.bitmap, NO_PAGES, room.view(0, size)
+        bitmap, zero, data = cell.bitmap, NO_PAGES, self._rooms.view(at, at + size)
         if cell.sparse:
             bitmap, zero, data = without_zero_pages(
                 np.frombuffer(bitmap, np.uint8), data, self._scratch[number]

@@ -7,9 +7,11 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
@@ -27,6 +29,8 @@ from icecore.dumper.encode.protocol import (
 )
 from icecore.events import Event, Sink
 from icecore.host.kernel import limits
+from icecore.host.kernel.cpu import usable_cores
+from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 from icecore.host.rpc.family import Family, FamilyMember
 from icecore.sizes import CELL_BYTES
@@ -56,10 +60,10 @@ def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
     """Return how many encoders pay for a dump that stores much.
 
     Args:
-        cores: Of this machine.
+        cores: That this process may use.
         memory: Bytes that all together may take.
     """
-    cores = cores or os.cpu_count() or 1
+    cores = cores or int(usable_cores())
     memory = limits.memory_available() // 8 if memory is None else memory
     return 0 if cores < _LEAST_CORES else min(cores * 5 // 8, _MOST, memory // _BYTES)
 
@@ -151,6 +155,11 @@ class NamedCell(NamedTuple):
     number: int
     named: Named
 
+    @property
+    def nothing(self) -> tuple[bytes, bytes, memoryview]:
+        """Data bitmap, zero bitmap, and the bytes of the data pages, if there are none."""
+        return self.named.data, self.named.zero, memoryview(b"")
+
 
 class NamedChunk(Chunk):
     """A chunk that an encoder has read.
@@ -212,7 +221,7 @@ class Encoders:
         repository: Must be in a directory.
         streams: Number of shard streams.
         objective: What to save, bytes or time.
-        begun: Called with the pid of each that has begun.
+        begun: Called with the pid of each process of theirs that has begun.
         eager: Start them with the first cell, however little there is.
     """
 
@@ -273,7 +282,9 @@ class Encoders:
                 self._objective.cores,
             )
             try:
+                # The nice value of this thread is theirs, too.
                 self._family = Family(_PROGRAM, str(os.getpid()), self.count)
+                self._note_begun(self._family.pid)
                 for own in self._family.sockets:
                     self._all.append(Encoder(own, _PATIENCE_SECONDS, order))
             except (OSError, EncoderLost) as error:
@@ -288,15 +299,14 @@ class Encoders:
         if not self._free:
             return None
         with self._change:
+            begun = readable([encoder.fileno() for encoder in self._free], 0.0)
             for encoder in self._free:
-                if encoder.ready:
+                if (encoder.pid or encoder.fileno() in begun) and encoder.ready:
                     self._free.remove(encoder)
-                    break
-            else:
-                return None
-        if encoder.pid:
-            self._note_begun(encoder.pid)
-        return encoder
+                    if encoder.pid:
+                        self._note_begun(encoder.pid)
+                    return encoder
+        return None
 
     def wait(self) -> Encoder | None:
         """Return an encoder as soon as one has begun that nobody has taken; None: there will be
@@ -314,6 +324,12 @@ class Encoders:
         """Let every thread in `wait` return, and start none any more."""
         self._closing = True
 
+    def kill(self) -> None:
+        """Kill them: nobody needs their answers any more."""
+        family = self._family
+        if family is not None:
+            family.kill()
+
     def close(self) -> None:
         """End them. May be called twice."""
         self._closing = True
@@ -325,7 +341,8 @@ class Encoders:
                 family.kill()  # still loading
             for encoder in self._all:
                 encoder.close()
-            family.wait(_END_SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # what they did is stored
+                family.wait(_END_SECONDS)
 
     def __enter__(self) -> Encoders:
         return self

@@ -331,6 +331,7 @@ class ResidentCopy:
         process.sink.keep(row, ForeignSlot(self._region.cell(place), address, over))
 
     def _check(self) -> None:
+        self._context.pipeline.check()
         if self._context.stop.is_set():
             raise DumpFailed("the dump was abandoned")
 

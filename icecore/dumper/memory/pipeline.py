@@ -150,7 +150,7 @@ class SpaceSink:
             return writer.chunk(data_bitmap, data)
 
         if read is None or not read.named.length:
-            data_bitmap, zero_bitmap, data = split()
+            data_bitmap, zero_bitmap, data = split() if read is None else read.nothing
             self.records[row] = writer.store_cell(
                 stream, cell, data_bitmap, zero_bitmap, data, previous, region=region
             )
@@ -285,7 +285,8 @@ class Pipeline:
             raise self._failure
 
     def _run(self, encoder: Encoder | None = None) -> None:
-        lower_priority()  # the job runs whenever the gate is open
+        if encoder is None:  # else the thread that started this one has lowered it
+            lower_priority()  # the job runs whenever the gate is open
         scratch = np.empty(CELL_BYTES, np.uint8)
         usable = True
         while (item := self._queue.get()) is not None:
@@ -337,7 +338,10 @@ class Pipeline:
 
     def _lose(self, error: EncoderLost) -> bool:
         """Report that a thread has lost its encoder, and does without. Return False."""
-        self.emit(Event("dump.encoder_lost", {"error": str(error)}))
+        try:
+            self.emit(Event("dump.encoder_lost", {"error": str(error)}))
+        except BaseException as failure:  # noqa: BLE001 - the thread still has cells
+            self._fail(failure)
         return False
 
     def _store(self, item: Item, read: NamedCell | None, scratch: npt.NDArray[np.uint8]) -> None:
@@ -366,6 +370,11 @@ class Pipeline:
                 if not self._pending or self._failure is not None:
                     self._change.notify_all()
 
+    def check(self) -> None:
+        """Raise whatever the store raised first, if anything."""
+        if self._failure is not None:
+            raise self._failure
+
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._staging.abandon(error)
@@ -384,17 +393,24 @@ class Pipeline:
             much = self._stored >= PAYS_BYTES and self._queue.qsize() >= len(self._threads)
             if not (much or encoders.eager) or not encoders.start():
                 return None
-            with self._change:
-                if self._over:
-                    return None
-                more = [
-                    threading.Thread(target=self._run_encoder, name=f"encode-{i}", daemon=True)
-                    for i in range(len(self._threads), encoders.count)
-                ]
-                self._threads += more
-            for thread in more:
-                thread.start()
+            self._add_threads(encoders.count)
         return encoders.take()
+
+    def _add_threads(self, count: int) -> None:
+        """Start threads until there is one for each encoder.
+
+        Raises:
+            EncoderLost: No more can be started. The others go on with encoders.
+        """
+        with self._change:
+            while len(self._threads) < count and not self._over:
+                name = f"encode-{len(self._threads)}"
+                thread = threading.Thread(target=self._run_encoder, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise EncoderLost(f"no thread for an encoder: {error}") from error
+                self._threads.append(thread)
 
     def _run_encoder(self) -> None:
         assert self._encoders is not None
@@ -417,6 +433,8 @@ class Pipeline:
         self._budget.lift()
         if self._encoders is not None:
             self._encoders.stop_waiting()
+            if error is not None:
+                self._encoders.kill()  # one that hangs would delay the end
         with self._change:
             self._over = True
             threads = list(self._threads)

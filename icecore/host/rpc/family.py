@@ -203,6 +203,10 @@ def serve_each(numbers: Sequence[int], serve: Callable[[socket.socket], None]) -
                 with suppress(packets.PeerDied):
                     serve(peer.take_over(number))
                 status = 0
+            except BaseException:  # noqa: BLE001 - reported; the starter sees that it has ended
+                import traceback
+
+                traceback.print_exc()
             finally:
                 os._exit(status)
         children.append(child)

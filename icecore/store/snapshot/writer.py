@@ -122,9 +122,9 @@ class SnapshotWriter:
             emit,
             peek=repository.backend.direct,
         )
-        # The base bitmaps of deltas of this session: what pre-copy stored may change again before
-        # it can be read back.
-        self._base_bitmaps: dict[bytes, bytes] = {}
+        # Chunk and base of the deltas of this session → the base's bitmap: what pre-copy stored may
+        # change again before it can be read back.
+        self._base_bitmaps: dict[tuple[bytes, bytes], bytes] = {}
         self._maps = MapWriter(self._keys)
         self._lock = threading.Lock()
         self._chunks: dict[bytes, Stored | _Claim] = {}
@@ -465,7 +465,7 @@ class SnapshotWriter:
         place = Place(shard, offset, length, number)
         if base is None:
             return Stored(place)
-        self._base_bitmaps[chunk.id] = base.bitmap
+        self._base_bitmaps[chunk.id, base.chunk] = base.bitmap
         return Stored(place, base.chunk, base.place)
 
     def _candidate(self, before: Row | None) -> Candidate | None:
@@ -480,7 +480,7 @@ class SnapshotWriter:
         else:
             # The base's bitmap is at the head of the delta, which cannot be read while it is being
             # uploaded.
-            bitmap = self._base_bitmaps.get(before.chunk, b"")
+            bitmap = self._base_bitmaps.get((before.chunk, base), b"")
             if not bitmap and not self._usable_base(place.shard):
                 return None
             candidate = Candidate(base, base_place, bitmap, place)
