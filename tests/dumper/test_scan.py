@@ -21,9 +21,10 @@ import pytest
 import xxhash
 import zstandard
 
+from icecore.dumper.encode.zero_pages import without_zero_pages
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
-from icecore.dumper.memory.pipeline import Pipeline, without_zero_pages
+from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.precopy import RunningReader
 from icecore.dumper.memory.scan import ScanResult, _batches, scan
 from icecore.dumper.memory.sources import FileSource, PagesImage

@@ -30,7 +30,7 @@ from icecore.dumper.encode.protocol import (
     Ready,
     Request,
 )
-from icecore.dumper.memory.zero_pages import NO_PAGES, without_zero_pages
+from icecore.dumper.encode.zero_pages import NO_PAGES, without_zero_pages
 from icecore.errors import IcecoreError
 from icecore.events import Event
 from icecore.host.kernel import libc

@@ -23,12 +23,12 @@ from icecore.dumper.encode.encoders import (
     NamedChunk,
 )
 from icecore.dumper.encode.protocol import ROOM_CELLS, Cell
+from icecore.dumper.encode.zero_pages import NO_PAGES, without_zero_pages
 from icecore.dumper.memory.background import lower_priority
 from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import ZERO, CellPlan
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import Slot, Staging
-from icecore.dumper.memory.zero_pages import NO_PAGES, without_zero_pages
 from icecore.events import Advance, Event, Sink, discard, unwatched
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL

@@ -416,7 +416,8 @@ def test_what_replaces_a_supervisor(node: Node) -> None:
     attempt = node.client.get(found)["attempt"]
     end_both(attempt)
     node.repository.rename(node.repository.with_name("away"))
-    until(lambda: node.client.get(found)["attempt"] > attempt + 1, "it tries again")
+    # It tries for 30 s, and its successor waits for up to a minute.
+    until(lambda: node.client.get(found)["attempt"] > attempt + 1, "it tries again", 150.0)
     node.repository.with_name("away").rename(node.repository)
     until(lambda: node.client.get(at("jobs", "s"))["restored_from"] == snapshot, "restored")
     lines = len(node.ok(ALICE, "logs", "s").split())
